@@ -1,0 +1,219 @@
+"""``Fleet``: every call a user makes. ``fleet.init`` and its like are the bound methods of one default instance.
+
+Importing this module imports neither torch nor gRPC nor numba; a backend does, when ``init`` has chosen one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from fleet.clock import SystemClock
+from fleet.cluster import Assignment
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.errors import ArgumentTypeError, NotInitializedError, StateError, UnsupportedError
+from fleet.role_maker.base import RoleMakerBase
+from fleet.role_maker.resolve import resolve
+from fleet.strategy import as_strategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleet.ps.backend import ParameterServerBackend
+    from fleet.ps.wire.transport import Network
+    from fleet.ps.worker.optimizer import DistributedOptimizer
+
+_log = logging.getLogger("fleet")
+
+T = TypeVar("T")
+
+
+class Fleet:
+    """One process's part in one job. Several live side by side in one process."""
+
+    def __init__(self, *, environ: Mapping[str, str] | None = None, network: Network | None = None) -> None:
+        """``environ`` stands in for the process environment, ``network`` for gRPC (tests, simulations)."""
+        self._environ = PROCESS_ENVIRONMENT if environ is None else environ
+        self._network = network
+        self._assignment: Assignment | None = None
+        self._chosen: ParameterServerBackend | None = None
+
+    # ---------------------------------------------------------------- who am I
+
+    def init(self, role_maker: RoleMakerBase | None = None, *, is_collective: bool | None = None) -> None:
+        """Resolve who this process is: from ``role_maker``, or else from the environment, or else alone."""
+        if role_maker is not None and not isinstance(role_maker, RoleMakerBase):
+            raise ArgumentTypeError(
+                "role_maker is of the wrong type",
+                expected="a RoleMakerBase, as fleet.role_maker has them, or None",
+                got=type(role_maker).__name__,
+            )
+        if is_collective is not None and not isinstance(is_collective, bool):
+            raise ArgumentTypeError("is_collective must be True, False or None", got=repr(is_collective))
+        if self._chosen is not None and self._chosen.running:
+            raise StateError("fleet.init() was called while a job is running", todo="Call fleet.stop_worker() first.")
+        knobs = Knobs.read(self._environ)
+        if role_maker is None:
+            assignment = resolve(is_collective, self._environ)
+        else:
+            assignment = role_maker.assignment()
+            if is_collective is not None and is_collective is not assignment.collective:
+                kind = "collective" if assignment.collective else "parameter-server"
+                raise StateError(f"is_collective={is_collective} contradicts the role maker, a {kind} one")
+        self._assignment = assignment
+        self._chosen = None
+        self._knobs = knobs
+        _log.info("%s of %d workers and %d servers (%s)", assignment, assignment.worker_num, assignment.server_num,
+                  assignment.origin)
+
+    def is_worker(self) -> bool:
+        return self._me("is_worker").is_worker
+
+    def is_server(self) -> bool:
+        return self._me("is_server").is_server
+
+    def is_first_worker(self) -> bool:
+        me = self._me("is_first_worker")
+        return me.is_worker and me.index == 0
+
+    def worker_index(self) -> int:
+        return self._index("worker_index", self._me("worker_index").is_worker)
+
+    def server_index(self) -> int:
+        return self._index("server_index", self._me("server_index").is_server)
+
+    def worker_num(self) -> int:
+        return self._me("worker_num").worker_num
+
+    def server_num(self) -> int:
+        return self._me("server_num").server_num
+
+    def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
+        return _listed(self._me("worker_endpoints").workers, to_string)
+
+    def server_endpoints(self, to_string: bool = False) -> list[str] | str:
+        return _listed(self._me("server_endpoints").servers, to_string)
+
+    def split_files(self, files: list[T]) -> list[T]:
+        """This worker's share: contiguous; the first ``len(files) % n`` workers get one more."""
+        me = self._me("split_files")
+        if not isinstance(files, list):
+            raise ArgumentTypeError("files must be a list", got=type(files).__name__)
+        if not me.is_worker:
+            raise StateError(f"split_files() was called on {me}", todo="Guard it with fleet.is_worker().")
+        each, more = divmod(len(files), me.worker_num)
+        start = me.index * each + min(me.index, more)
+        return files[start : start + each + (me.index < more)]
+
+    # ---------------------------------------------------------------- training
+
+    def distributed_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        strategy: object = None,
+        *,
+        model: torch.nn.Module | None = None,
+    ) -> DistributedOptimizer:
+        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous."""
+        backend = self._backend("distributed_optimizer")
+        import torch
+
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in optimizers:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise ArgumentTypeError(
+                    "optimizer is of the wrong type",
+                    expected="a torch.optim.Optimizer or a list of them",
+                    got=type(each).__name__,
+                )
+        if not optimizers:
+            raise ArgumentTypeError("optimizer is an empty list")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
+        return backend.distributed_optimizer(optimizers, as_strategy(strategy), model)
+
+    def init_server(self, model_dir: str | None = None) -> None:
+        """Prepare to serve, from a checkpoint if ``model_dir`` names one."""
+        self._backend("init_server").init_server(model_dir)
+
+    def run_server(self) -> None:
+        """Serve until every worker has stopped or is given up on."""
+        self._backend("run_server").run_server()
+
+    def init_worker(self) -> None:
+        """Connect to the servers, agree on the plan, take over the initial parameters."""
+        self._backend("init_worker").init_worker()
+
+    def stop_worker(self) -> None:
+        """Say goodbye to the servers. A second time does nothing."""
+        self._backend("stop_worker").stop_worker()
+
+    # ---------------------------------------------------------------- state
+
+    def save_persistables(self, dirname: str) -> None:
+        """Write the whole job's state as one checkpoint; called by one worker or by all."""
+        self._backend("save_persistables").save_persistables(dirname)
+
+    def resume_step(self) -> int:
+        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded."""
+        return self._backend("resume_step").resume_step()
+
+    def barrier_worker(self) -> NoReturn:
+        self._not_yet("barrier_worker")
+
+    def all_reduce_worker(self, input: object, output: object = None, op: str = "sum") -> NoReturn:  # noqa: A002, ARG002
+        self._not_yet("all_reduce_worker")
+
+    def load_persistables(self, dirname: str) -> NoReturn:  # noqa: ARG002
+        self._not_yet("load_persistables", "Load a checkpoint with fleet.init_server(model_dir) on the servers.")
+
+    def save_inference_model(self, dirname: str, model: object, example_inputs: object = None) -> NoReturn:  # noqa: ARG002
+        self._not_yet("save_inference_model")
+
+    def load_inference_model(self, dirname: str) -> NoReturn:  # noqa: ARG002
+        self._not_yet("load_inference_model")
+
+    def state_dict(self, model: object) -> NoReturn:  # noqa: ARG002
+        self._not_yet("state_dict")
+
+    def load_state_dict(self, model: object, state: object) -> NoReturn:  # noqa: ARG002
+        self._not_yet("load_state_dict")
+
+    def summary(self) -> NoReturn:
+        self._not_yet("summary")
+
+    # ---------------------------------------------------------------- shorthands
+
+    def _me(self, call: str) -> Assignment:
+        if self._assignment is None:
+            raise NotInitializedError(f"fleet.{call}() came before fleet.init()", todo="Call fleet.init() first.")
+        return self._assignment
+
+    def _index(self, call: str, fits: bool) -> int:
+        me = self._me(call)
+        if not fits:
+            raise StateError(f"fleet.{call}() was called on {me}", todo="Guard it with fleet.is_worker() or is_server().")
+        return me.index
+
+    def _backend(self, call: str) -> ParameterServerBackend:
+        assignment = self._me(call)
+        if assignment.collective:
+            raise UnsupportedError(
+                f"fleet.{call}(): collective training is not supported yet",
+                todo="Start a parameter-server job: name servers in the role maker or the environment.",
+            )
+        if self._chosen is None:
+            from fleet.ps.backend import ParameterServerBackend
+
+            self._chosen = ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
+        return self._chosen
+
+    def _not_yet(self, call: str, todo: str | None = None) -> NoReturn:
+        self._me(call)
+        raise UnsupportedError(f"fleet.{call}() is not supported yet", todo=todo)
+
+
+def _listed(endpoints: Sequence[object], to_string: bool) -> list[str] | str:
+    texts = [str(endpoint) for endpoint in endpoints]
+    return ",".join(texts) if to_string else texts

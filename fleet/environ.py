@@ -1,0 +1,81 @@
+"""The one file that reads the process environment.
+
+``PROCESS_ENVIRONMENT`` is the live mapping, handed to whoever takes an ``environ=`` argument; ``Knobs`` are the
+settings of the source documents and our own, parsed and checked once in ``fleet.init``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fleet.errors import ConfigurationError, UnsupportedError
+
+PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
+
+#: Understood, not there yet: setting one is refused by name rather than ignored.
+_REFUSED = ("FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN")
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Deadlines and sizes that come from the environment; every duration is in seconds."""
+
+    rpc_deadline_s: float = 180.0
+    rpc_retry_times: int = 3
+    rpc_get_thread_num: int = 12
+    startup_deadline_s: float = 180.0
+    beat_s: float = 1.0
+    check_finite: bool = False
+    job_id: str = ""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Knobs:
+        for name in _REFUSED:
+            if environ.get(name):
+                raise UnsupportedError(f"{name} is set and not supported yet", todo=f"Unset {name}.")
+        beat_s = _number(environ, "FLEET_BEAT", cls.beat_s, unit=1.0)
+        deadline_s = _number(environ, "FLAGS_rpc_deadline", cls.rpc_deadline_s, unit=1e-3)
+        if beat_s * 2 > deadline_s:
+            raise ConfigurationError(
+                "FLEET_BEAT (seconds between heartbeats) must be at most half of FLAGS_rpc_deadline (milliseconds)",
+                expected=f"at most {deadline_s / 2:g} s",
+                got=f"{beat_s:g} s",
+                todo="Raise FLAGS_rpc_deadline or lower FLEET_BEAT.",
+            )
+        return cls(
+            rpc_deadline_s=deadline_s,
+            rpc_retry_times=int(_number(environ, "FLAGS_rpc_retry_times", cls.rpc_retry_times, least=0, whole=True)),
+            rpc_get_thread_num=int(_number(environ, "FLAGS_rpc_get_thread_num", cls.rpc_get_thread_num, whole=True)),
+            startup_deadline_s=_number(environ, "FLEET_STARTUP_DEADLINE", cls.startup_deadline_s, unit=1.0),
+            beat_s=beat_s,
+            check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
+            job_id=environ.get("FLEET_JOB_ID", ""),
+        )
+
+
+def _number(
+    environ: Mapping[str, str], name: str, default: float, *, unit: float = 1.0, least: int = 1, whole: bool = False
+) -> float:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(int(text)) if whole else float(text)
+    except (ValueError, OverflowError):
+        value = float("nan")
+    if not (least if whole else 1e-9) <= value < float("inf"):
+        kind = "a whole number" if whole else "a number"
+        bound = f"of at least {least}" if whole else "above zero"
+        raise ConfigurationError(f"{name} is not usable", expected=f"{kind} {bound}", got=repr(text))
+    return value * unit
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigurationError(f"{name} is not usable", expected="1 or 0", got=repr(text))

@@ -1,0 +1,263 @@
+"""The commands: ``fleetrun`` starts a job; ``fleet`` carries it and the rest as subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import os
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NoReturn
+
+from fleet.cluster import Endpoint
+from fleet.environ import PROCESS_ENVIRONMENT
+from fleet.errors import ConfigurationError, FleetError, UnsupportedError
+from fleet.launch import local, network
+from fleet.launch.job import (
+    LaunchPlan,
+    check_reachable,
+    parse_servers,
+    parse_worker_hosts,
+    plan_launch,
+    shared_job_id,
+)
+
+#: Spellings of the source documents.
+_ALIASES = {"--trainer_num": "--worker_num", "--trainers": "--workers"}
+#: The options that stand alone; every other one is followed by its value.
+_FLAGS = ("-h", "--help", "-m")
+
+_RUN_EPILOG = """\
+examples:
+  a whole job on this machine, two servers and two workers:
+    {prog} --server_num 2 --worker_num 2 train.py --epochs 3
+  the same with a module, as python -m would run it:
+    {prog} --server_num 1 --worker_num 4 -m mypackage.train
+  a job of two machines; the same command on both, each starts its own part:
+    {prog} --servers 10.0.0.1:6170,10.0.0.2:6170 --workers 10.0.0.1,10.0.0.1,10.0.0.2 train.py
+
+Options come before the script; what follows it is the script's, untouched. The script is run by the Python that runs
+this command, with no terminal input, once for each server and each worker. fleet.init() finds in these variables which
+one it is:
+  PADDLE_TRAINING_ROLE, TRAINING_ROLE    PSERVER or TRAINER
+  PADDLE_PSERVERS_IP_PORT_LIST           host:port of every server
+  PADDLE_TRAINERS_NUM                    number of workers
+  PADDLE_TRAINER_ID                      which worker this is (workers)
+  PADDLE_CURRENT_ENDPOINT                which server this is (servers)
+  FLEET_JOB_ID                           the same for the whole job
+  PYTHONUNBUFFERED=1; OMP_NUM_THREADS=1  unless OMP_NUM_THREADS is set
+
+Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. The first process
+to fail ends the job, and its exit code becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second
+one kills it. After a mistake in the options nothing is started and the exit code is 2.
+"""
+
+
+def fleetrun(argv: list[str] | None = None) -> int:
+    """The ``fleetrun`` command; returns the exit code."""
+    return _guarded(_run, sys.argv[1:] if argv is None else argv, "fleetrun")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The ``fleet`` command; returns the exit code."""
+    return _guarded(_dispatch, sys.argv[1:] if argv is None else argv, "fleet")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are told as ours are."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
+    """Turns every way in which a command can end into an exit code, and errors into a line."""
+    try:
+        return command(argv, prog)
+    except FleetError as error:
+        print(f"{prog}: {error}\nSee {prog} --help.", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as asked:  # --help and --version
+        return int(asked.code or 0)
+
+
+def _dispatch(argv: list[str], prog: str) -> int:
+    parser = _Parser(prog, description="Distributed training for PyTorch.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fleet {importlib.metadata.version('torch-fleet')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, (summary, _) in _COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    # Only the first word is argparse's business: what follows it belongs to the command.
+    name = parser.parse_args(argv[:1]).command
+    return _guarded(_COMMANDS[name][1], argv[1:], f"{prog} {name}")
+
+
+def _run(argv: list[str], prog: str) -> int:
+    given, command = _split(argv)
+    options = _run_parser(prog).parse_args(given)
+    if not 0 <= options.grace < math.inf:
+        raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
+    plan = _plan(options, [sys.executable, *_checked(command, as_module=options.m)])
+    log_dir = Path(options.log_dir)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError("--log_dir cannot be made", got=str(error)) from None
+    if not os.access(log_dir, os.W_OK):
+        raise ConfigurationError(f"--log_dir {log_dir} is not writable")
+    return local.run(plan, log_dir=log_dir, grace_s=options.grace, inherited=PROCESS_ENVIRONMENT)
+
+
+def _serve(argv: list[str], prog: str) -> int:
+    parser = _Parser(
+        prog,
+        description="Run one parameter server with no script of yours: what it holds, its workers tell it.",
+        epilog=f"example: {prog} --endpoint 10.0.0.1:6170",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--endpoint", required=True, metavar="HOST:PORT", help="the address to listen on")
+    parser.add_argument("--model_dir", metavar="DIR", help="a checkpoint to load first")
+    options = parser.parse_args(argv)
+    endpoint = Endpoint.parse(options.endpoint)
+    from fleet.launch.server import serve_endpoint  # loads torch and grpc, which no other command needs
+
+    return serve_endpoint(endpoint, options.model_dir)
+
+
+#: What ``fleet`` can do: a new subcommand is one entry.
+_COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
+    "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
+    "server": ("run one parameter server, without a script", _serve),
+}
+
+
+def _run_parser(prog: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog,
+        usage=f"{prog} [options] [-m] SCRIPT [ARG ...]",
+        description="Start every process of a parameter-server job on this machine, or this machine's part of one.",
+        epilog=_RUN_EPILOG.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    whole = parser.add_argument_group("a whole job on this machine")
+    whole.add_argument("--server_num", type=int, metavar="N", help="number of parameter servers")
+    whole.add_argument("--worker_num", type=int, metavar="N", help="number of workers")
+    whole.add_argument(
+        "--start_port", type=int, metavar="PORT", help="first of consecutive server ports (default: any free ports)"
+    )
+    part = parser.add_argument_group("this machine's part of a larger job")
+    part.add_argument("--servers", metavar="HOST:PORT,...", help="every server of the job")
+    part.add_argument("--workers", metavar="HOST,...", help="the host of every worker; repeat it for several workers")
+    part.add_argument("--node_ip", metavar="HOST", help="which of these hosts this is (default: found out)")
+    both = parser.add_argument_group("both")
+    both.add_argument("-m", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    both.add_argument("--log_dir", default="logs", metavar="DIR", help="one file a process goes here (default: logs)")
+    both.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time between SIGTERM and SIGKILL, and for servers to end after the last worker (default: 10)",
+    )
+    both.add_argument("--job_id", metavar="ID", help="name of the job (default: FLEET_JOB_ID, else made up)")
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the script with its own: argparse would look into the script's, however it is asked not to."""
+    options: list[str] = []
+    rest = list(argv)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, equals, value = rest.pop(0).partition("=")
+        if name.startswith("--"):
+            name = name.replace("-", "_").replace("__", "--", 1)
+        name = _ALIASES.get(name, name)
+        options.append(f"{name}{equals}{value}")
+        if rest and not equals and name not in _FLAGS:
+            options.append(rest.pop(0))
+    return options, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def _checked(command: list[str], *, as_module: bool) -> list[str]:
+    """The arguments for Python, once it is known that there is something to run."""
+    if not command:
+        raise ConfigurationError("no script given", todo="Name it after the options.")
+    script = command[0]
+    if as_module:
+        if PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+            raise ConfigurationError(f"there is no module {script}")
+        return ["-m", *command]
+    path = Path(script)
+    if not path.exists():
+        raise ConfigurationError(f"there is no script {script}", todo="For a module put -m before its name.")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ConfigurationError(f"{script} is a directory without a __main__.py")
+    if not os.access(path, os.R_OK):
+        raise ConfigurationError(f"the script {script} cannot be read", todo="Check its permissions.")
+    # Python would take a name with a leading dash for one of its options.
+    return [script if not script.startswith("-") else f"./{script}", *command[1:]]
+
+
+def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
+    """What the options ask for, checked against this machine."""
+    alone = [f"--{name}" for name in ("server_num", "worker_num", "start_port") if getattr(options, name) is not None]
+    part = [f"--{name}" for name in ("servers", "workers", "node_ip") if getattr(options, name) is not None]
+    if alone and part:
+        raise ConfigurationError(
+            f"{', '.join(alone)} and {', '.join(part)} do not go together",
+            todo="The first start a whole job on this machine, the others its part of a larger one.",
+        )
+    if part:
+        if options.servers is None or options.workers is None:
+            missing = "--servers" if options.servers is None else "--workers"
+            raise ConfigurationError(f"{missing} is missing", todo="Give both lists, the same on all machines.")
+        servers, worker_hosts = parse_servers(options.servers), parse_worker_hosts(options.workers)
+        hosts = [*(server.host for server in servers), *worker_hosts]
+        here = network.hosts_here(hosts, options.node_ip)
+        check_reachable(hosts, here)
+        for server in servers:
+            if server.host in here:
+                network.check_free(server)
+        made_up = shared_job_id(servers, worker_hosts)
+    else:
+        _check_numbers(options.server_num, options.worker_num)
+        ports = (
+            network.free_ports(options.server_num)
+            if options.start_port is None
+            else network.consecutive_ports(options.start_port, options.server_num)
+        )
+        servers = tuple(Endpoint(network.LOOPBACK, port) for port in ports)
+        worker_hosts = (network.LOOPBACK,) * options.worker_num
+        here = frozenset([network.LOOPBACK])
+        made_up = secrets.token_hex(8)
+    return plan_launch(
+        servers=servers,
+        worker_hosts=worker_hosts,
+        here=here,
+        command=command,
+        job_id=options.job_id or PROCESS_ENVIRONMENT.get("FLEET_JOB_ID") or made_up,
+        inherited=PROCESS_ENVIRONMENT,
+    )
+
+
+def _check_numbers(server_num: int | None, worker_num: int | None) -> None:
+    if server_num is None and worker_num is not None:
+        raise UnsupportedError(
+            "--worker_num without --server_num would be collective training, which is not there yet",
+            todo="Add --server_num 1.",
+        )
+    for option, number in (("--server_num", server_num), ("--worker_num", worker_num)):
+        if number is None:
+            raise ConfigurationError(f"{option} is missing", todo="For example: --server_num 2 --worker_num 2.")
+        if number < 1:
+            raise ConfigurationError(f"{option} is not usable", expected="1 or more", got=number)

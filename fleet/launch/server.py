@@ -1,0 +1,18 @@
+"""``fleet server``: one parameter server with no user script; it learns everything from the first worker."""
+
+from __future__ import annotations
+
+from fleet.clock import SystemClock
+from fleet.cluster import Endpoint
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.ps.backend import real_network
+from fleet.ps.server.loading import restore_from
+from fleet.ps.server.runtime import ServerRuntime
+
+
+def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
+    """Serve until the job is over; the exit code."""
+    knobs = Knobs.read(PROCESS_ENVIRONMENT)
+    restore = None if model_dir is None else restore_from(model_dir)
+    ServerRuntime(endpoint, real_network(knobs), knobs, SystemClock(), restore=restore).run()
+    return 0

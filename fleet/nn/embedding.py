@@ -1,0 +1,187 @@
+"""``Embedding`` and ``EmbeddingBag`` whose rows live on the servers, and torch's own turned into such.
+
+They follow ``torch.nn``; what is different is that rows come into being when their id is first trained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.nn.handle import TableHandle, handle_of, padding_index
+from fleet.transpiler.specs import Initializer
+
+
+def _remote_weight(
+    num_embeddings: int | None, embedding_dim: int, initializer: str | None, padding_idx: int | None
+) -> torch.nn.Parameter:
+    for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+        optional = name == "num_embeddings" and value is None
+        if not optional and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+        if not optional and value is not None and value < 1:
+            raise ConfigurationError(f"{name} must be positive", got=value)
+    weight = torch.nn.Parameter(torch.empty(0, embedding_dim))
+    padding = padding_index(padding_idx, num_embeddings)
+    TableHandle(weight, num_embeddings, embedding_dim, Initializer.parse(initializer), padding_idx=padding)
+    return weight
+
+
+def _handle(module: Any) -> TableHandle:
+    handle = module.__dict__.get("_handle")
+    if not isinstance(handle, TableHandle):
+        raise UnsupportedError(f"{type(module).__name__} has no table", todo="Construct it anew.")
+    return handle
+
+
+class Embedding(torch.nn.Module):
+    """Rows for ids, as ``torch.nn.Embedding``; ``weight`` has shape ``(0, embedding_dim)``.
+
+    ``num_embeddings=None`` takes any int64 id. ``initializer`` is ``"zeros"``, ``"constant(1.0)"``,
+    ``"uniform(-0.01, 0.01)"``, ``"normal(0, 0.01)"``, or None for torch's own, ``normal(0, 1)``.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        initializer: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx)
+        self._handle = handle_of(self.weight)
+        self.padding_idx = _handle(self).padding_idx
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows, inverse, padding = _handle(self).rows(ids, self.training)
+        return F.embedding(inverse, rows, padding_idx=padding)
+
+    def extra_repr(self) -> str:
+        size = "any id" if self.num_embeddings is None else self.num_embeddings
+        return f"{size}, {self.embedding_dim}"
+
+
+class EmbeddingBag(torch.nn.Module):
+    """Sums or means of rows, as ``torch.nn.EmbeddingBag``: 2-D input, or 1-D input with ``offsets``."""
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        *,
+        mode: str = "mean",
+        padding_idx: int | None = None,
+        initializer: str | None = None,
+        include_last_offset: bool = False,
+    ) -> None:
+        super().__init__()
+        if mode not in ("sum", "mean"):
+            raise UnsupportedError(f"EmbeddingBag's mode {mode!r} cannot be honoured", expected="'sum' or 'mean'")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx)
+        self._handle = handle_of(self.weight)
+        self.padding_idx = _handle(self).padding_idx
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return _bag(self, ids, offsets, per_sample_weights)
+
+    def extra_repr(self) -> str:
+        size = "any id" if self.num_embeddings is None else self.num_embeddings
+        return f"{size}, {self.embedding_dim}, mode={self.mode!r}"
+
+
+def _bag(
+    module: Any, ids: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+) -> torch.Tensor:
+    rows, inverse, padding = _handle(module).rows(ids, module.training)
+    if not len(rows):
+        rows = rows.new_zeros(1, rows.shape[1])  # torch wants a row even where no bag has one
+    return F.embedding_bag(
+        inverse,
+        rows,
+        offsets,
+        mode=module.mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=module.include_last_offset,
+        padding_idx=padding,
+    )
+
+
+class _RemoteEmbedding(torch.nn.Embedding):
+    """A ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        handle = _handle(self)
+        if handle.source is None:
+            return super().forward(ids)
+        rows, inverse, padding = handle.rows(ids, self.training)
+        return F.embedding(inverse, rows, padding_idx=padding)
+
+
+class _RemoteEmbeddingBag(torch.nn.EmbeddingBag):
+    """A ``torch.nn.EmbeddingBag`` that went remote."""
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if _handle(self).source is None:
+            return super().forward(ids, offsets, per_sample_weights)
+        return _bag(self, ids, offsets, per_sample_weights)
+
+
+_REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.Embedding: _RemoteEmbedding,
+    torch.nn.EmbeddingBag: _RemoteEmbeddingBag,
+}
+
+
+def make_remote(module: torch.nn.Module, name: str) -> None:
+    """Turn a ``torch.nn`` embedding with ``sparse=True`` into a remote one, in place: the module and its ``weight``
+    keep their identity, and the class stays a subclass of what it was."""
+    kind = type(module)
+    if kind not in _REMOTE:
+        raise UnsupportedError(
+            f"{name!r} is a {kind.__name__} with sparse=True and cannot go remote",
+            expected="torch.nn.Embedding or torch.nn.EmbeddingBag themselves",
+            todo="Use those, or fleet.nn.Embedding, or sparse=False.",
+        )
+    source: Any = module
+    refused = {
+        "max_norm": source.max_norm is not None,
+        "scale_grad_by_freq": source.scale_grad_by_freq,
+        "mode='max'": getattr(source, "mode", None) == "max",
+    }
+    for option, on in refused.items():
+        if on:
+            raise UnsupportedError(
+                f"{option} of {name!r} cannot be honoured by a remote table", todo="Unset it, or use sparse=False."
+            )
+    module.__class__ = _REMOTE[kind]
+    # Two modules that share a weight share its table.
+    source._handle = handle_of(source.weight) or TableHandle(
+        source.weight,
+        source.num_embeddings,
+        source.embedding_dim,
+        Initializer("normal", 0.0, 1.0),
+        padding_idx=source.padding_idx,
+        zero_padding=False,
+        uploaded=True,
+    )

@@ -1,0 +1,135 @@
+"""Where an embedding module and the servers meet: ids go out, rows come in, gradients of rows are collected.
+
+A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. The gradients it
+collects share the fate of ``weight.grad``: a backward adds to them, ``zero_grad`` drops them, a step reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
+from fleet.transpiler.specs import Initializer
+
+_ATTRIBUTE = "_fleet_handle"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Distinct ids of one forward, their rows, and for every id asked for its place among them."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    inverse: torch.Tensor
+
+
+class RowSource(Protocol):
+    """What a running job offers to its embeddings."""
+
+    def lookup(self, handle: TableHandle, ids: torch.Tensor, training: bool) -> Lookup: ...
+
+
+class TableHandle:
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        num_embeddings: int | None,
+        dim: int,
+        initializer: Initializer,
+        *,
+        padding_idx: int | None = None,
+        zero_padding: bool = True,
+        uploaded: bool = False,
+    ) -> None:
+        """``zero_padding``: the padding row reads as zeros; ``uploaded``: the rows start from ``weight``'s values."""
+        self.weight = weight
+        self.num_embeddings = num_embeddings
+        self.dim = dim
+        self.initializer = initializer
+        self.padding_idx = padding_idx
+        self.zero_padding = zero_padding
+        self.uploaded = uploaded
+        self.source: RowSource | None = None
+        self.name = "an embedding"
+        self._collected: list[tuple[torch.Tensor, torch.Tensor]] = []
+        setattr(weight, _ATTRIBUTE, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
+        """A copy of a model (an average of weights, say) looks at the same table."""
+        return self
+
+    def rows(self, ids: torch.Tensor, training: bool) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """The rows of ``ids``, every id's place among them in the shape of ``ids``, and the padding row's place."""
+        if self.source is None:
+            raise NotInitializedError(
+                f"{self.name} was asked for rows before its job was there",
+                todo="Hand its weight to an optimizer, that to fleet.distributed_optimizer, then fleet.init_worker().",
+            )
+        self.check_ids(ids)
+        lookup = self.source.lookup(self, ids.reshape(-1), training)
+        rows = lookup.rows.to(ids.device)
+        padding: int | None = None
+        if self.padding_idx is not None:
+            found = (lookup.ids == self.padding_idx).nonzero()
+            if len(found):
+                padding = int(found[0])
+                if self.zero_padding:
+                    rows[padding].zero_()
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._collect(lookup.ids, leaf, padding))
+        return rows, lookup.inverse.to(ids.device).view(ids.shape), padding
+
+    def check_ids(self, ids: torch.Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ArgumentTypeError(f"{self.name} needs int64 or int32 ids", got=ids.dtype)
+        if self.num_embeddings is not None and ids.numel():
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= self.num_embeddings:
+                raise IdOutOfRangeError(
+                    f"an id is out of range for {self.name}",
+                    expected=f"0 <= id < {self.num_embeddings}",
+                    got=low if low < 0 else high,
+                )
+
+    def _collect(self, ids: torch.Tensor, leaf: torch.Tensor, padding: int | None) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if self.weight.grad is None:
+            # Gradients were dropped (or never there): begin anew, and mark that there are some.
+            self._collected.clear()
+            self.weight.grad = torch.zeros_like(self.weight)
+        if padding is not None:
+            keep = torch.arange(len(ids)) != padding
+            ids, grad = ids[keep], grad[keep.to(grad.device)]
+        self._collected.append((ids, grad.cpu()))
+
+    def collected(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The gradients since ``zero_grad``: ids, distinct within each entry, and one row of gradient for each.
+
+        Empty: no backward came through here. An entry without ids: one did, and touched no row.
+        """
+        return self._collected if self.weight.grad is not None else []
+
+    def drop(self) -> None:
+        self._collected.clear()
+        self.weight.grad = None
+
+
+def handle_of(parameter: torch.Tensor) -> TableHandle | None:
+    """The handle of a remote table's ``weight``; None for an ordinary parameter."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def padding_index(padding_idx: int | None, num_embeddings: int | None) -> int | None:
+    """torch's reading of ``padding_idx``: negative ones count from the end, if there is one."""
+    if padding_idx is None or num_embeddings is None:
+        return padding_idx
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ConfigurationError(
+            "padding_idx is out of range", expected=f"from {-num_embeddings} to {num_embeddings - 1}", got=padding_idx
+        )
+    return padding_idx % num_embeddings

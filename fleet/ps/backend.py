@@ -1,0 +1,162 @@
+"""The parameter-server backend: the one file here that chooses concrete classes and ties them together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from fleet.clock import Clock
+from fleet.cluster import Assignment, Endpoint
+from fleet.environ import Knobs
+from fleet.errors import FleetError, NotInitializedError, StateError
+from fleet.ps.describe import describe, go_remote
+from fleet.ps.server.loading import restore_from
+from fleet.ps.server.runtime import ServerRuntime
+from fleet.ps.server.service import Restore
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.transport import Network
+from fleet.ps.worker import exit_guard, saving
+from fleet.ps.worker.optimizer import DistributedOptimizer
+from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.strategy import Strategy
+
+
+def real_network(knobs: Knobs) -> Network:
+    """gRPC, imported when it is first needed."""
+    from fleet.ps.wire.grpc_server import GrpcNetwork
+
+    return GrpcNetwork(knobs.rpc_get_thread_num)
+
+
+class ParameterServerBackend:
+    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock, network: Network | None) -> None:
+        self._assignment = assignment
+        self._knobs = knobs
+        self._clock = clock
+        self._network = network or (LoopbackNetwork() if assignment.embedded else real_network(knobs))
+        self._restore: tuple[int, Restore] | None = None
+        self._server_prepared = False
+        self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, Strategy] | None = None
+        self._worker: WorkerRuntime | None = None
+        self._embedded: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._worker is not None and not self._worker.stopped
+
+    # ---------------------------------------------------------------- the optimizer
+
+    def distributed_optimizer(
+        self, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy, model: torch.nn.Module | None
+    ) -> DistributedOptimizer:
+        if self._parts is not None:
+            raise StateError(
+                "fleet.distributed_optimizer was called twice",
+                todo="Give it all optimizers as a list, or start anew with fleet.init().",
+            )
+        a = self._assignment
+        go_remote(optimizers, model)
+        described = describe(optimizers, model, strategy, a.server_num, a.worker_num)
+        if a.is_server:
+            # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
+            for handle in described.handles:
+                handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
+        self._parts = (optimizers, model, strategy)
+        return DistributedOptimizer(optimizers, self._running_worker, lambda: self._worker is not None)
+
+    # ---------------------------------------------------------------- servers
+
+    def init_server(self, model_dir: str | None) -> None:
+        if not (self._assignment.is_server or self._assignment.embedded):
+            raise StateError(f"init_server() was called on {self._assignment}", todo="Guard it with fleet.is_server().")
+        self._restore = None if model_dir is None else restore_from(model_dir)
+        self._server_prepared = True
+
+    def run_server(self) -> None:
+        if not self._assignment.is_server:
+            raise StateError(f"run_server() was called on {self._assignment}", todo="Guard it with fleet.is_server().")
+        if not self._server_prepared:
+            raise NotInitializedError("run_server() came before init_server()", todo="Call fleet.init_server() first.")
+        self._make_server(self._assignment.servers[self._assignment.index]).run()
+
+    def _make_server(self, endpoint: Endpoint) -> ServerRuntime:
+        expected = (self._assignment.worker_num, self._assignment.servers)
+        return ServerRuntime(
+            endpoint, self._network, self._knobs, self._clock, expected=expected, restore=self._restore
+        )
+
+    # ---------------------------------------------------------------- workers
+
+    def init_worker(self) -> None:
+        if not self._assignment.is_worker:
+            raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
+        if self._worker is not None:
+            raise StateError("init_worker() was called twice", todo="Call it once; fleet.init() starts anew.")
+        if self._parts is None:
+            raise NotInitializedError(
+                "init_worker() came before distributed_optimizer()",
+                todo="Wrap the optimizer with fleet.distributed_optimizer(optimizer, model=model) first.",
+            )
+        optimizers, model, strategy = self._parts
+        a = self._assignment
+        described = describe(optimizers, model, strategy, a.server_num, a.worker_num)
+        if a.embedded:
+            server = self._make_server(a.servers[0])
+            self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
+            self._embedded.start()
+        worker = WorkerRuntime(a, described, strategy, self._network, self._knobs, self._clock)
+        try:
+            worker.start()
+        except BaseException:
+            self._join_embedded()
+            raise
+        self._worker = worker
+        exit_guard.guard(worker)
+
+    def stop_worker(self) -> None:
+        worker = self._worker
+        if worker is None:
+            if self._assignment.is_worker:
+                raise NotInitializedError("stop_worker() came before init_worker()")
+            raise StateError(f"stop_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
+        exit_guard.release(worker)
+        try:
+            worker.stop()
+        finally:
+            self._join_embedded()
+
+    def abort(self, reason: str) -> None:
+        """End the job for everybody: this worker failed."""
+        if self._worker is not None:
+            exit_guard.release(self._worker)
+            self._worker.abort(reason)
+            self._join_embedded()
+
+    def _join_embedded(self) -> None:
+        if self._embedded is not None:
+            self._embedded.join(timeout=10.0)
+
+    def _running_worker(self) -> WorkerRuntime:
+        if self._worker is None:
+            where = str(self._assignment)
+            if self._assignment.is_server:
+                raise StateError("a server does not step", where=where, todo="Call fleet.run_server() there.")
+            raise NotInitializedError("the optimizer was used before init_worker()", where=where)
+        return self._worker
+
+    # ---------------------------------------------------------------- state
+
+    def save_persistables(self, dirname: str) -> None:
+        saving.save(self._running_worker(), dirname)
+
+    def resume_step(self) -> int:
+        return self._running_worker().completed
+
+
+def _run_quietly(server: ServerRuntime) -> None:
+    """The server inside a worker's process: what ends it reaches the worker as replies, not as a second traceback."""
+    with contextlib.suppress(FleetError):
+        server.run()

@@ -1,0 +1,136 @@
+"""Who is in the job: a pure function of hellos, heartbeats, goodbyes and the time.
+
+Every worker is expected from the start. It becomes live with its hello, and is out once it said goodbye, was
+silent for longer than the deadline, or the whole job failed because it never came.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fleet.errors import IdentityError
+
+
+class Standing(enum.Enum):
+    EXPECTED = "expected"
+    LIVE = "live"
+    LEFT = "left"
+    LOST = "lost"
+
+
+@dataclass
+class Member:
+    """What is known of one worker; ``label`` says where it runs ("host:pid")."""
+
+    standing: Standing = Standing.EXPECTED
+    incarnation: int = 0
+    label: str = ""
+    last_heard: float = 0.0
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker was silent for too long."""
+
+    worker: int
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class NeverCame:
+    """The start-up deadline passed and these workers have not said hello."""
+
+    workers: tuple[int, ...]
+    waited_s: float
+    refusals: tuple[str, ...]
+
+
+class Membership:
+    def __init__(self, worker_num: int, *, silence_s: float, startup_s: float, now: float) -> None:
+        self._members = {worker: Member() for worker in range(worker_num)}
+        self._silence_s = silence_s
+        self._startup_s = startup_s
+        self._started_at = now
+
+    @property
+    def finished(self) -> bool:
+        """Nobody is left to wait for."""
+        return all(m.standing in (Standing.LEFT, Standing.LOST) for m in self._members.values())
+
+    def hello(self, worker: int, incarnation: int, label: str, now: float) -> None:
+        """Admit a worker, or say who holds its place. Repeating a hello is no second worker."""
+        member = self._members.get(worker)
+        if member is None:
+            raise IdentityError(
+                f"worker {worker} is not part of this job",
+                expected=f"an index from 0 to {len(self._members) - 1}",
+                todo="Start every process with the same number of workers.",
+            )
+        if member.standing is Standing.EXPECTED:
+            self._members[worker] = Member(Standing.LIVE, incarnation, label, now)
+        elif member.incarnation != incarnation or member.standing is not Standing.LIVE:
+            raise self._taken(worker, member, label, now)
+
+    def refused(self, worker: int, reason: str) -> None:
+        """Remember why a worker was turned away, to be told if it never comes back better."""
+        if worker in self._members:
+            self._members[worker].refusal = reason
+
+    def heard(self, worker: int, incarnation: int, now: float) -> bool:
+        """Note a sign of life; False if this process is not a live member."""
+        member = self._members.get(worker)
+        if member is None or member.incarnation != incarnation or member.standing is not Standing.LIVE:
+            return False
+        member.last_heard = now
+        return True
+
+    def leave(self, worker: int) -> None:
+        self._members[worker].standing = Standing.LEFT
+
+    def standing(self, worker: int) -> Standing | None:
+        member = self._members.get(worker)
+        return None if member is None else member.standing
+
+    def describe(self, worker: int, now: float) -> str:
+        """For whoever explains a wait: "worker 1 (host:4711), silent for 3.2 s"."""
+        member = self._members[worker]
+        if member.standing is Standing.LIVE:
+            return f"worker {worker} ({member.label}), last heard {now - member.last_heard:.1f} s ago"
+        return f"worker {worker}, {'not there yet' if member.standing is Standing.EXPECTED else member.standing.value}"
+
+    def tick(self, now: float) -> list[Lost | NeverCame]:
+        """What the passing of time alone has decided since the last call."""
+        effects: list[Lost | NeverCame] = []
+        for worker, member in self._members.items():
+            if member.standing is Standing.LIVE and now - member.last_heard > self._silence_s:
+                member.standing = Standing.LOST
+                effects.append(Lost(worker, now - member.last_heard))
+        waited_s = now - self._started_at
+        absent = self._select(lambda member: member.standing is Standing.EXPECTED)
+        if absent and waited_s > self._startup_s:
+            refusals = tuple(self._members[w].refusal for w in absent if self._members[w].refusal)
+            for worker in absent:
+                self._members[worker].standing = Standing.LOST
+            effects.append(NeverCame(absent, waited_s, refusals))
+        return effects
+
+    def _select(self, wanted: Callable[[Member], bool]) -> tuple[int, ...]:
+        return tuple(worker for worker, member in self._members.items() if wanted(member))
+
+    def _taken(self, worker: int, member: Member, label: str, now: float) -> IdentityError:
+        if member.standing is Standing.LIVE:
+            return IdentityError(
+                f"there is already a worker {worker}",
+                where=f"{member.label}, last heard {now - member.last_heard:.1f} s ago",
+                got=f"a second one at {label}",
+                todo="Give every worker its own index, and let no two jobs share a server.",
+            )
+        how = "left this job" if member.standing is Standing.LEFT else "been given up on"
+        return IdentityError(
+            f"worker {worker} has already {how}",
+            where=label,
+            todo="Start a new job: servers and workers.",
+        )

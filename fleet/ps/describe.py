@@ -1,0 +1,164 @@
+"""From torch to values: the user's optimizers and model as a ``JobSpec``, and what in it cannot be honoured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.nn.embedding import make_remote
+from fleet.nn.handle import TableHandle, handle_of
+from fleet.ps.kernels import REFUSED, RULES, Rule
+from fleet.strategy import Strategy
+from fleet.transpiler.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
+
+_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A spec and the torch objects it describes, in the same order."""
+
+    spec: JobSpec
+    params: tuple[torch.nn.Parameter, ...]
+    handles: tuple[TableHandle, ...]
+    groups: tuple[dict[str, Any], ...]
+
+    def options(self) -> tuple[str, ...]:
+        """The options of every group as they are now, as JSON: they travel with each push."""
+        return tuple(
+            json.dumps({name: _plain(group[name], name) for name in spec.options})
+            for spec, group in zip(self.spec.groups, self.groups, strict=True)
+        )
+
+
+def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
+    """Turn the model's ``sparse=True`` embeddings that are trained into remote ones, in place."""
+    if model is None:
+        return
+    trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        if is_sparse and id(weight) in trained and "_handle" not in module.__dict__:
+            make_remote(module, name)
+
+
+def describe(
+    optimizers: Sequence[torch.optim.Optimizer],
+    model: torch.nn.Module | None,
+    strategy: Strategy,
+    server_num: int,
+    worker_num: int,
+) -> Description:
+    """Read the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
+    names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    params: list[ParamSpec] = []
+    tables: list[TableSpec] = []
+    groups: list[GroupSpec] = []
+    objects: list[torch.nn.Parameter] = []
+    handles: list[TableHandle] = []
+    for index, (position, optimizer, group) in enumerate(_groups(optimizers)):
+        rule = _rule(optimizer)
+        groups.append(_group_spec(rule, position, optimizer, group))
+        given = group.get("param_names")
+        for place, param in enumerate(group["params"]):
+            name = names.get(id(param)) or (given[place] if given else f"group{index}.param{place}")
+            handle = handle_of(param)
+            if handle is None:
+                params.append(_param_spec(name, param, index, rule))
+                objects.append(param)
+            else:
+                handle.name = name
+                tables.append(_table_spec(name, handle, index, rule))
+                handles.append(handle)
+    settings = PlanSettings(
+        server_num=server_num,
+        worker_num=worker_num,
+        mode=strategy.mode,
+        slice_var_up=strategy.slice_var_up,
+        split_method=strategy.split_method,
+        min_block_size=strategy.min_block_size,
+    )
+    all_names = [p.name for p in params] + [t.name for t in tables]
+    twice = sorted({name for name in all_names if all_names.count(name) > 1}) if len(set(all_names)) < len(all_names) else []
+    if twice:
+        raise ConfigurationError(f"parameters stand in two groups or share a name: {', '.join(twice)}")
+    spec = JobSpec(tuple(params), tuple(tables), tuple(groups), settings)
+    described = Description(spec, tuple(objects), tuple(handles), tuple(group for _, _, group in _groups(optimizers)))
+    described.options()  # refuses what cannot travel, while the user's line is still on the stack
+    return described
+
+
+def _groups(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
+    for position, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            yield position, optimizer, group
+
+
+def _rule(optimizer: torch.optim.Optimizer) -> Rule:
+    name = type(optimizer).__name__
+    if name in REFUSED:
+        raise UnsupportedError(f"{name} cannot be honoured by parameter servers: {REFUSED[name]}")
+    rule = RULES.get(name)
+    if rule is None or type(optimizer) is not getattr(torch.optim, name, None):
+        raise UnsupportedError(
+            f"the optimizer {type(optimizer).__module__}.{name} is not known to the servers",
+            expected="one of torch.optim's own: " + ", ".join(sorted(RULES)),
+            todo="A new one is a file in fleet/ps/kernels; CONTRIBUTING.md has the recipe.",
+        )
+    if optimizer.state:
+        raise UnsupportedError(
+            f"{name} already has state, which would be lost: state lives on the servers",
+            todo="Wrap the optimizer before its first step; to go on from a checkpoint use init_server(model_dir).",
+        )
+    return rule
+
+
+def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
+    for option, reason in rule.refused.items():
+        if group.get(option):
+            raise UnsupportedError(f"{option}={group[option]!r} of {rule.name} cannot be honoured: {reason}")
+    return GroupSpec(rule.name, position, tuple(sorted(optimizer.defaults)), rule.sliceable)
+
+
+def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) -> ParamSpec:
+    if rule.torch_class is None:
+        raise UnsupportedError(
+            f"{rule.name} updates rows of sparse tables only, and {name!r} is a dense parameter",
+            todo="Give it to another optimizer; distributed_optimizer takes a list.",
+        )
+    if param.dtype not in _DTYPE_NAMES:
+        raise UnsupportedError(f"{name!r} is {param.dtype}", expected="one of " + ", ".join(DTYPES))
+    return ParamSpec(name, tuple(param.shape), _DTYPE_NAMES[param.dtype], group)
+
+
+def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule) -> TableSpec:
+    if rule.rows is None:
+        usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
+        raise UnsupportedError(
+            f"{rule.name} cannot update rows of the sparse table {name!r}",
+            expected=f"one of {usable}",
+            todo="Give the table's weight to another optimizer; distributed_optimizer takes a list.",
+        )
+    dtype = _DTYPE_NAMES.get(handle.weight.dtype, str(handle.weight.dtype))
+    if dtype not in TABLE_DTYPES:
+        raise UnsupportedError(f"the table {name!r} is {dtype}", expected="one of " + ", ".join(TABLE_DTYPES))
+    return TableSpec(name, handle.dim, dtype, group, handle.num_embeddings, handle.initializer, handle.uploaded)
+
+
+def _plain(value: Any, name: str) -> Any:
+    """An option as JSON can carry it without loss."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(item, name) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ArgumentTypeError(f"the option {name} of an optimizer cannot travel", got=f"{type(value).__name__} {value!r}")

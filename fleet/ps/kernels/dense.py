@@ -1,0 +1,19 @@
+"""Optimizers of ``torch.optim`` that update dense parameters only."""
+
+from __future__ import annotations
+
+import torch
+
+from fleet.ps.kernels.rule import Rule
+
+#: Elementwise, with nothing but step counts and functions of them beside: cutting a parameter changes no number.
+_ELEMENTWISE = ("AdamW", "Adamax", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD")
+
+#: These mix the elements of a parameter (a matrix iteration, row and column means), so it stays in one piece.
+_WHOLE = ("Muon", "Adafactor")
+
+RULES = tuple(
+    Rule(name, torch_class=name, sliceable=name in _ELEMENTWISE)
+    for name in (*_ELEMENTWISE, *_WHOLE)
+    if hasattr(torch.optim, name)  # Muon is younger than the oldest torch supported
+)

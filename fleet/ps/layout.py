@@ -1,0 +1,53 @@
+"""How the dense blocks of one server lie in a message: one flat tensor an element type, blocks in plan order.
+
+Worker and server compute it from the same plan, so a message needs to say only which blocks are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fleet.transpiler.plan import Block, Plan
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a block stands: its position among the server's blocks, and its range in the flat tensor."""
+
+    position: int
+    block: Block
+    dtype: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.block.numel
+
+
+@dataclass(frozen=True)
+class DenseLayout:
+    slots: tuple[Slot, ...]
+    sizes: dict[str, int]
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Element types in the order their tensors travel."""
+        return list(self.sizes)
+
+
+def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None = None) -> DenseLayout:
+    """The layout of all blocks of ``server``, or of those marked in ``present``."""
+    marked = ((p, b) for p, b in enumerate(plan.by_server[server]) if present is None or present[p])
+    return _lay_out(plan, marked)
+
+
+def _lay_out(plan: Plan, blocks: Iterable[tuple[int, Block]]) -> DenseLayout:
+    slots: list[Slot] = []
+    sizes: dict[str, int] = {}
+    for position, block in blocks:
+        dtype = plan.param_of(block).dtype
+        start = sizes.get(dtype, 0)
+        slots.append(Slot(position, block, dtype, start))
+        sizes[dtype] = start + block.numel
+    return DenseLayout(tuple(slots), dict(sorted(sizes.items())))

@@ -1,0 +1,78 @@
+"""A server as a process lives it: load, listen, let time pass until the job is over, close."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fleet.clock import Clock
+from fleet.cluster import Endpoint
+from fleet.environ import Knobs
+from fleet.ps.server.service import Restore, Service
+from fleet.ps.wire.transport import Network
+
+_log = logging.getLogger("fleet.server")
+
+TICK_S = 0.2
+#: How often a wait that goes on is explained in the log.
+EXPLAIN_S = 30.0
+#: What replies under way get to leave before the listener closes.
+GRACE_S = 2.0
+
+
+class ServerRuntime:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        network: Network,
+        knobs: Knobs,
+        clock: Clock,
+        *,
+        expected: tuple[int, tuple[Endpoint, ...]] | None = None,
+        restore: tuple[int, Restore] | None = None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore)
+        self._listener = network.listen(endpoint, self._service.handle)
+
+    def run(self) -> None:
+        """Serve until every worker has left; raise what ended the job, if it did not end well."""
+        explained_at = self._clock.now()
+        try:
+            with _signals_end(self._service.stop) as stopped:
+                while not self._service.ended.wait(TICK_S):
+                    self._service.tick()
+                    if self._clock.now() - explained_at > EXPLAIN_S:
+                        explained_at = self._clock.now()
+                        _log.info("%s: %s", self._endpoint, self._service.explain())
+        finally:
+            self._service.stop("its process ends")
+            self._listener.close(GRACE_S)
+        failure = self._service.failure
+        if failure is not None and not stopped:
+            raise failure
+
+
+@contextmanager
+def _signals_end(stop: Callable[[str], None]) -> Iterator[list[int]]:
+    """SIGTERM and SIGINT end the serving in order; outside the main thread signals belong to somebody else."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def on_signal(number: int, _frame: object) -> None:
+        received.append(number)
+        # The handler runs between two instructions of this thread, which may hold the service's lock.
+        threading.Thread(target=stop, args=(f"signal {signal.Signals(number).name}",), daemon=True).start()
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

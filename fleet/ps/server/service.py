@@ -1,0 +1,556 @@
+"""The server's mind: every request of every worker arrives in ``Service.handle``.
+
+One lock guards the job (gate, shard, waiting requests). Under it a request is decided and carried out; the replies
+that became possible are collected and leave after it is released. A request that cannot be answered yet is
+remembered as a ticket in the gate and holds no thread. Heartbeats take only the membership's lock, so that a long
+round is never mistaken for a dead server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fleet.clock import Clock
+from fleet.cluster import Endpoint
+from fleet.environ import Knobs
+from fleet.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    IdentityError,
+    JobAbortedError,
+    PlanMismatchError,
+    ProtocolError,
+    ServerLostError,
+)
+from fleet.ps.consistency import MODES
+from fleet.ps.consistency.base import Apply, Effect, Gate, Mode
+from fleet.ps.consistency.membership import Membership, NeverCame, Standing
+from fleet.ps.layout import dense_layout
+from fleet.ps.table.shard import Contribution, Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.transport import Respond
+from fleet.transpiler.plan import Plan, make_plan
+from fleet.transpiler.specs import JobSpec, differences
+
+_log = logging.getLogger("fleet.server")
+
+#: Replies to send once the lock is released.
+Outbox = list[tuple[Respond, Frame]]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that cannot be answered yet: who asked, and how to make the answer when its time has come."""
+
+    worker: int
+    respond: Respond
+    answer: Callable[[], Frame]
+
+
+@dataclass
+class Job:
+    """The job a server works for, from the first hello on."""
+
+    plan: Plan
+    job_id: str
+    gate: Gate
+    shard: Shard | None = None
+    initialized: bool = False
+    #: (worker, step) -> what it pushed, until its round is applied
+    pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    #: pulls that came before the initial values, with the version they need
+    early: list[tuple[int, Waiting]] = field(default_factory=list)
+    #: ticket -> the request the gate holds back
+    parked: dict[Hashable, Waiting] = field(default_factory=dict)
+    #: checkpoint name -> the worker that writes it, and who waits for it
+    claims: dict[str, tuple[int, list[Waiting]]] = field(default_factory=dict)
+    snapshot: tuple[int, list[torch.Tensor]] | None = None
+
+    @property
+    def mode(self) -> Mode:
+        return MODES[self.plan.spec.settings.mode]
+
+    def all_waiting(self) -> list[Waiting]:
+        claimants = [waiting for _, queue in self.claims.values() for waiting in queue]
+        return [*self.parked.values(), *(waiting for _, waiting in self.early), *claimants]
+
+
+#: Fills a new shard from a checkpoint and says at which version it stands.
+Restore = Callable[[Shard, int], int]
+
+
+class Service:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        knobs: Knobs,
+        clock: Clock,
+        *,
+        expected: tuple[int, tuple[Endpoint, ...]] | None = None,
+        restore: tuple[int, Restore] | None = None,
+    ) -> None:
+        """``expected`` is the number of workers and the servers this process was told of, where it was told;
+        ``restore`` the seed of a checkpoint and how to load it."""
+        self._endpoint = endpoint
+        self._knobs = knobs
+        self._clock = clock
+        self._expected = expected
+        self._restore = restore
+        self._started_at = clock.now()
+        self._lock = threading.Lock()
+        self._job: Job | None = None
+        self._members_lock = threading.Lock()
+        self._members: Membership | None = None
+        self._failure: FleetError | None = None
+        self._over = False
+        self._tickets = itertools.count()
+        self.ended = threading.Event()
+        self._handlers: dict[str, Callable[[Any, Frame, Respond, Outbox], None]] = {
+            "upload": self._upload,
+            "ready": self._ready,
+            "push": self._push,
+            "pull": self._pull,
+            "export": self._export,
+            "claim": self._claim,
+            "release": self._release,
+            "bye": self._bye,
+            "abort": self._abort,
+        }
+
+    @property
+    def failure(self) -> FleetError | None:
+        """Why the job ended, if it did not end well."""
+        return self._failure
+
+    # ---------------------------------------------------------------- arrivals
+
+    def handle(self, frame: Frame, respond: Respond) -> None:
+        request = frame.message
+        kind = request.WhichOneof("kind")
+        if kind == "beat":
+            self._check_member(request)
+            respond(Frame(pb.Reply()))
+            return
+        outbox: Outbox = []
+        try:
+            with self._lock:
+                if kind == "hello":
+                    self._hello(request, respond, outbox)
+                elif kind in self._handlers:
+                    self._check_member(request, parting=kind == "bye")
+                    self._handlers[kind](request, frame, respond, outbox)
+                else:
+                    raise ProtocolError("a request of an unknown kind", where=str(self._endpoint))
+        finally:
+            # A refusal of this request travels as the exception; what became possible before it still leaves.
+            self._send(outbox)
+
+    def tick(self) -> None:
+        """Let time pass: give up on who is silent, end a job that cannot start."""
+        now = self._clock.now()
+        outbox: Outbox = []
+        with self._lock:
+            with self._members_lock:
+                effects = [] if self._members is None else self._members.tick(now)
+            if self._members is None and now - self._started_at > self._knobs.startup_deadline_s:
+                self._fail(self._nobody_came(), outbox)
+            for effect in effects:
+                if isinstance(effect, NeverCame):
+                    self._fail(self._never_came(effect), outbox)
+                else:
+                    _log.warning(
+                        "%s: worker %d was silent for %.1f s and is given up on; the others go on without it",
+                        self._endpoint,
+                        effect.worker,
+                        effect.silent_s,
+                    )
+                    self._departed(effect.worker, outbox)
+        self._send(outbox)
+
+    def stop(self, reason: str) -> None:
+        """End the job from outside, as a signal does."""
+        outbox: Outbox = []
+        with self._lock:
+            self._fail(JobAbortedError(f"server {self._endpoint} was stopped", got=reason), outbox)
+        self._send(outbox)
+
+    def _send(self, outbox: Outbox) -> None:
+        for respond, frame in outbox:
+            respond(frame)
+        if self._over:
+            self.ended.set()
+
+    def explain(self) -> str:
+        """What this server is waiting for, in words."""
+        with self._lock, self._members_lock:
+            if self._job is None or self._members is None:
+                return "waiting for the first worker's hello"
+            if not self._job.initialized:
+                return f"waiting for initial values from {self._members.describe(0, self._clock.now())}"
+            step, lacking = self._job.gate.lacking()
+            return f"round {step}: waiting for " + ", ".join(
+                self._members.describe(worker, self._clock.now()) for worker in lacking
+            )
+
+    # ---------------------------------------------------------------- joining
+
+    def _hello(self, request: Any, respond: Respond, outbox: Outbox) -> None:
+        hello = request.hello
+        if self._failure is not None:
+            raise self._failure
+        spec = JobSpec.from_json(hello.spec)
+        label = hello.label[:200]
+        try:
+            self._check_cluster(spec, hello)
+            job = self._job or self._new_job(spec, hello)
+            self._check_same_job(job, spec, hello)
+        except FleetError as error:
+            with self._members_lock:
+                if self._members is not None:
+                    self._members.refused(request.worker, f"worker {request.worker} ({label}) was refused: {error}")
+            _log.warning("%s: worker %d (%s) was refused: %s", self._endpoint, request.worker, label, error)
+            raise
+        with self._members_lock:
+            if self._members is None:
+                self._members = Membership(
+                    spec.settings.worker_num,
+                    silence_s=self._knobs.rpc_deadline_s,
+                    startup_s=self._knobs.startup_deadline_s,
+                    now=self._clock.now(),
+                )
+            self._members.hello(request.worker, request.incarnation, label, self._clock.now())
+        if self._job is None:
+            self._job = job
+            _log.info("%s: serving a job of %d workers", self._endpoint, spec.settings.worker_num)
+        if request.worker == 0 and job.shard is None:
+            self._build_shard(job, hello)
+        reply = pb.Reply(
+            version=job.gate.version, initialized=job.initialized, delivered=job.gate.delivered(request.worker)
+        )
+        outbox.append((respond, Frame(reply)))
+        if job.initialized:
+            self._release_early(job, outbox)
+
+    def _check_cluster(self, spec: JobSpec, hello: Any) -> None:
+        """The worker and this server must have been told of the same cluster."""
+        settings = spec.settings
+        if settings.mode not in MODES:
+            raise ConfigurationError("this server does not know the mode", got=settings.mode, expected=", ".join(MODES))
+        if len(hello.endpoints) != settings.server_num or hello.server >= settings.server_num:
+            raise ProtocolError("a hello contradicts itself about the servers", got=list(hello.endpoints))
+        if self._expected is None:
+            return
+        worker_num, servers = self._expected
+        if settings.worker_num != worker_num:
+            raise PlanMismatchError(
+                "worker and server were started with different numbers of workers",
+                where=str(self._endpoint),
+                expected=f"{worker_num}, as this server was told",
+                got=settings.worker_num,
+            )
+        told = [str(server) for server in servers]
+        if told != list(hello.endpoints) or servers[hello.server] != self._endpoint:
+            raise PlanMismatchError(
+                "worker and server were started with different lists of servers",
+                where=str(self._endpoint),
+                expected=", ".join(told),
+                got=", ".join(hello.endpoints),
+            )
+
+    def _new_job(self, spec: JobSpec, hello: Any) -> Job:
+        plan = make_plan(spec)
+        gate = MODES[spec.settings.mode].gate(range(spec.settings.worker_num), 0)
+        return Job(plan, hello.job_id, gate)
+
+    def _check_same_job(self, job: Job, spec: JobSpec, hello: Any) -> None:
+        if job.job_id != hello.job_id:
+            raise IdentityError(
+                "this server serves another job",
+                where=str(self._endpoint),
+                expected=f"job {job.job_id or '(without an id)'}",
+                got=f"job {hello.job_id or '(without an id)'}",
+                todo="Give the second job servers of its own.",
+            )
+        if job.plan.spec != spec:
+            raise PlanMismatchError(
+                "this worker's model, optimizer or strategy is not the job's",
+                where=str(self._endpoint),
+                got="; ".join(differences(job.plan.spec, spec)),
+                todo="Run the same script everywhere; if another job is using this server, give this one its own.",
+            )
+        if job.plan.fingerprint != hello.fingerprint:
+            raise PlanMismatchError(
+                "worker and server plan differently",
+                where=str(self._endpoint),
+                expected=job.plan.fingerprint[:12],
+                got=hello.fingerprint[:12],
+                todo="Install the same version of this package everywhere.",
+            )
+
+    def _build_shard(self, job: Job, hello: Any) -> None:
+        seed = hello.seed if self._restore is None else self._restore[0]
+        shard = Shard(job.plan, hello.server, seed, tuple(hello.options))
+        if self._restore is not None:
+            version = self._restore[1](shard, hello.server)
+            job.gate = MODES[job.plan.spec.settings.mode].gate(range(job.plan.spec.settings.worker_num), version)
+            job.initialized = True
+        shard.warm()
+        job.shard = shard
+
+    def _upload(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        shard = self._shard()
+        upload = request.upload
+        if not self._running().initialized:
+            if upload.rows:
+                if len(frame.tensors) != 2:
+                    raise ProtocolError("an upload of rows needs ids and values", got=len(frame.tensors))
+                shard.upload_rows(upload.table, frame.tensors[0].numpy(), frame.tensors[1].numpy())
+            else:
+                if len(frame.tensors) != len(upload.blocks):
+                    raise ProtocolError("an upload's blocks and tensors differ in number")
+                for position, tensor in zip(upload.blocks, frame.tensors, strict=True):
+                    shard.dense.write(position, tensor.torch())
+        outbox.append((respond, Frame(pb.Reply())))
+
+    def _ready(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        self._shard()
+        job = self._running()
+        job.initialized = True
+        outbox.append((respond, Frame(pb.Reply(initialized=True))))
+        self._release_early(job, outbox)
+
+    def _release_early(self, job: Job, outbox: Outbox) -> None:
+        early, job.early = job.early, []
+        for version, waiting in early:
+            self._park(job, version, waiting, [], outbox)
+
+    # ---------------------------------------------------------------- training
+
+    def _push(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        job = self._running()
+        worker, step = request.worker, request.step
+        effects: list[Effect] = []
+        if step > job.gate.delivered(worker):
+            contribution = self._contribution(job, request.push, frame.tensors)
+            job.pushed[worker, step] = contribution
+            try:
+                effects = job.gate.push(worker, step)
+            except ProtocolError:
+                del job.pushed[worker, step]
+                raise
+        waiting = Waiting(worker, respond, lambda: self._values(job, True, ()))
+        self._park(job, job.mode.version_needed(step), waiting, effects, outbox)
+
+    def _contribution(self, job: Job, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
+        """Read a push; every size is checked against the plan before it becomes part of a round."""
+        shard = self._shard()
+        present = bytes(push.present)
+        if len(present) != len(shard.dense.layout.slots):
+            raise ProtocolError("a push speaks of other blocks", expected=len(shard.dense.layout.slots))
+        dtypes = dense_layout(job.plan, shard.server, present).dtypes
+        if len(tensors) != len(dtypes) + 2 * len(push.row_tables):
+            raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
+        if [t.dtype for t in tensors[: len(dtypes)]] != dtypes:
+            raise ProtocolError("a push has gradients of other element types", expected=dtypes)
+        rest = iter(tensors[len(dtypes) :])
+        contribution = Contribution(
+            options=tuple(push.options),
+            dense=(present, {name: t.torch() for name, t in zip(dtypes, tensors, strict=False)}),
+            rows={index: (next(rest).numpy(), next(rest).numpy()) for index in push.row_tables},
+            used=frozenset(push.used_tables) | frozenset(push.row_tables),
+        )
+        shard.check(contribution)
+        return contribution
+
+    def _pull(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        job = self._running()
+        pull = request.pull
+        if not (len(pull.tables) == len(pull.training) == len(frame.tensors)):
+            raise ProtocolError("a pull's tables and ids differ in number")
+        wanted = [
+            (table, tensor.numpy(), training)
+            for table, tensor, training in zip(pull.tables, frame.tensors, pull.training, strict=True)
+        ]
+
+        waiting = Waiting(request.worker, respond, lambda: self._values(job, pull.dense, wanted))
+        if job.initialized:
+            self._park(job, pull.version, waiting, [], outbox)
+        else:
+            job.early.append((pull.version, waiting))
+
+    def _park(self, job: Job, version: int, waiting: Waiting, effects: list[Effect], outbox: Outbox) -> None:
+        """Carry out what a request caused and let it wait for its version, which may be there at once."""
+        ticket = next(self._tickets)
+        job.parked[ticket] = waiting
+        self._carry_out(job, effects + job.gate.wait(ticket, waiting.worker, version), outbox)
+
+    def _carry_out(self, job: Job, effects: Sequence[Effect], outbox: Outbox) -> None:
+        try:
+            for effect in effects:
+                if isinstance(effect, Apply):
+                    self._shard().apply([job.pushed.pop((worker, effect.step)) for worker in effect.contributors])
+                else:
+                    waiting = job.parked.pop(effect.ticket)
+                    outbox.append((waiting.respond, waiting.answer()))
+        except Exception as error:
+            # Half a round is applied: nobody may go on from here as if nothing had happened.
+            _log.exception("%s: the server failed", self._endpoint)
+            self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error)), outbox)
+
+    def _values(self, job: Job, dense: bool, wanted: Sequence[tuple[int, Any, bool]]) -> Frame:
+        """Current values. They are copied now, under the lock; encoding and sending come after it."""
+        shard = self._shard()
+        version = job.gate.version
+        tensors: list[WireTensor] = []
+        if dense:
+            if job.snapshot is None or job.snapshot[0] != version:
+                job.snapshot = (version, shard.dense.snapshot())
+            tensors += [WireTensor.of(tensor) for tensor in job.snapshot[1]]
+        try:
+            tensors += [WireTensor.of(shard.read(table, ids, training)) for table, ids, training in wanted]
+        except FleetError as error:
+            return error_reply(error)
+        return Frame(pb.Reply(version=version), tensors)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _export(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        job = self._running()
+        if request.export.version != job.gate.version:
+            raise ProtocolError(
+                "the job went on while its state was being read",
+                expected=f"version {request.export.version}",
+                got=f"version {job.gate.version}",
+            )
+        piece = self._shard().export(request.export.cursor)
+        reply = pb.Reply(version=job.gate.version, cursor=piece.next_cursor, about=json.dumps(piece.about))
+        outbox.append((respond, Frame(reply, [WireTensor.of(tensor) for tensor in piece.tensors])))
+
+    def _claim(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        """One writer a checkpoint: the first worker that asks; the others are answered when it is written."""
+        worker = request.worker
+        writer, queue = self._running().claims.setdefault(request.claim.name, (worker, []))
+        if writer == worker:
+            outbox.append((respond, Frame(pb.Reply(granted=True))))
+        else:
+            queue.append(Waiting(worker, respond, lambda: Frame(pb.Reply())))
+
+    def _release(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        failure = request.release.failure
+        self._settle_claim(
+            request.release.name,
+            FleetError(f"worker {request.worker} could not write the checkpoint", got=failure) if failure else None,
+            outbox,
+        )
+        outbox.append((respond, Frame(pb.Reply())))
+
+    def _settle_claim(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
+        _, queue = self._running().claims.pop(name, (0, []))
+        for waiting in queue:
+            outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
+
+    # ---------------------------------------------------------------- leaving
+
+    def _bye(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        outbox.append((respond, Frame(pb.Reply())))
+        assert self._members is not None
+        with self._members_lock:
+            repeated = self._members.standing(request.worker) is Standing.LEFT
+            if not repeated:
+                self._members.leave(request.worker)
+        if not repeated:
+            self._departed(request.worker, outbox)
+
+    def _abort(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        reason = f"worker {request.worker} failed and ended the job"
+        self._fail(JobAbortedError(reason, got=request.abort.reason), outbox)
+        outbox.append((respond, Frame(pb.Reply())))
+
+    def _departed(self, worker: int, outbox: Outbox) -> None:
+        job = self._running()
+        if worker == 0 and not job.initialized:
+            self._fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
+            return
+        for name in [name for name, (writer, _) in job.claims.items() if writer == worker]:
+            self._settle_claim(name, FleetError(f"worker {worker} left while it wrote the checkpoint"), outbox)
+        job.parked = {ticket: waiting for ticket, waiting in job.parked.items() if waiting.worker != worker}
+        self._carry_out(job, job.gate.leave(worker), outbox)
+        assert self._members is not None
+        with self._members_lock:
+            self._over = self._over or self._members.finished
+
+    def _fail(self, error: FleetError, outbox: Outbox) -> None:
+        """The job is over: tell everybody who waits now, and everybody who will ask."""
+        if self._over:
+            return
+        self._failure, self._over = error, True
+        if self._job is not None:
+            outbox += [(waiting.respond, error_reply(error)) for waiting in self._job.all_waiting()]
+            self._job.parked.clear()
+            self._job.early.clear()
+            self._job.claims.clear()
+
+    # ---------------------------------------------------------------- shorthands
+
+    def _check_member(self, request: Any, parting: bool = False) -> None:
+        if self._failure is not None:
+            raise self._failure
+        with self._members_lock:
+            members = self._members
+            if members is not None and members.heard(request.worker, request.incarnation, self._clock.now()):
+                return
+            standing = None if members is None else members.standing(request.worker)
+        if parting and standing is Standing.LEFT:
+            return
+        if standing is None or standing is Standing.EXPECTED:
+            raise ServerLostError(
+                "this server does not know the worker's job: it was restarted and has lost its state",
+                where=str(self._endpoint),
+                got=f"a request of worker {request.worker}",
+                todo="Start the job again, from its last checkpoint if there is one (init_server(model_dir)).",
+            )
+        raise IdentityError(
+            f"worker {request.worker} is no longer part of this job",
+            where=str(self._endpoint),
+            got=f"it has {'left' if standing is Standing.LEFT else 'been given up on or was replaced'}",
+        )
+
+    def _running(self) -> Job:
+        assert self._job is not None, "a member exists only with a job"
+        return self._job
+
+    def _shard(self) -> Shard:
+        shard = self._running().shard
+        if shard is None:
+            raise ProtocolError("worker 0 has not said hello here yet", where=str(self._endpoint))
+        return shard
+
+    def _nobody_came(self) -> FleetError:
+        return DeadlineError(
+            "no worker said hello",
+            where=str(self._endpoint),
+            expected=f"the first one within {self._knobs.startup_deadline_s:g} s",
+            todo="Start the workers, and give them this server's endpoint.",
+        )
+
+    def _never_came(self, effect: NeverCame) -> FleetError:
+        names = ", ".join(f"worker {worker}" for worker in effect.workers)
+        return JobAbortedError(
+            f"{names} did not say hello",
+            where=str(self._endpoint),
+            expected=f"every worker within {self._knobs.startup_deadline_s:g} s of the first",
+            got="; ".join(effect.refusals) or None,
+            todo="Start every worker, and let them reach every server.",
+        )

@@ -1,0 +1,1 @@
+"""Sparse tables: where rows live (``store``) and what they mean (``table``)."""

@@ -1,0 +1,168 @@
+"""Everything one server holds for a job: its dense blocks and its share of every table.
+
+Not thread-safe: the caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import ProtocolError
+from fleet.ps.kernels import RULES
+from fleet.ps.table.dense import DenseShard, Gradient
+from fleet.ps.table.merge import merge
+from fleet.ps.table.table import Table
+from fleet.transpiler.plan import Plan
+
+Array = np.ndarray[Any, Any]
+
+#: Pieces of a checkpoint are about this large: few requests, and little memory beyond the tables.
+EXPORT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one worker pushed for one step. ``options`` holds one JSON object a param group."""
+
+    options: tuple[str, ...]
+    dense: Gradient
+    rows: Mapping[int, tuple[Array, Array]]
+    used: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an export: tensors, what they are, and where the next part begins (empty at the end)."""
+
+    about: dict[str, Any]
+    tensors: list[torch.Tensor | Array]
+    next_cursor: str
+
+
+class Shard:
+    def __init__(self, plan: Plan, server: int, seed: int, options: Sequence[str]) -> None:
+        self.plan = plan
+        self.server = server
+        self._seed = seed
+        self._options_text = tuple(options)
+        self._options = self._parse(options)
+        self.dense = DenseShard(plan, server, self._options)
+        self.tables = [self._make_table(index) for index in range(len(plan.spec.tables))]
+
+    def _make_table(self, index: int) -> Table:
+        spec = self.plan.spec.tables[index]
+        rule = RULES[self.plan.spec.groups[spec.group].rule]
+        if rule.rows is None:
+            raise ProtocolError(f"{rule.name} cannot update the rows of a table", got=spec.name)
+        return Table(spec, rule.rows, self._seed)
+
+    def _parse(self, options: Sequence[str]) -> list[dict[str, Any]]:
+        groups = self.plan.spec.groups
+        if len(options) != len(groups):
+            raise ProtocolError("a message speaks of other param groups", expected=len(groups), got=len(options))
+        parsed = []
+        for group, text in zip(groups, options, strict=True):
+            try:
+                values = json.loads(text)
+            except ValueError:
+                raise ProtocolError("a group's options cannot be read", got=text[:80]) from None
+            if not isinstance(values, dict) or sorted(values) != sorted(group.options):
+                raise ProtocolError("a group has other options", expected=group.options, got=text[:200])
+            # JSON has no tuples; betas and their like are tuples in torch.
+            parsed.append({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        return parsed
+
+    def check(self, contribution: Contribution) -> None:
+        """Refuse what does not fit before it becomes part of a round: later it would be everybody's problem."""
+        if contribution.options != self._options_text:
+            self._parse(contribution.options)
+        self.dense.check(contribution.dense)
+        for index, (ids, grads) in contribution.rows.items():
+            spec = self._table(index).spec
+            expected = (len(ids), spec.dim)
+            if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype.name != spec.dtype:
+                raise ProtocolError(
+                    f"gradients for the rows of {spec.name!r} do not fit",
+                    expected=f"int64 ids and {spec.dtype} {expected}",
+                    got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
+                )
+        for index in contribution.used:
+            self._table(index)
+
+    def _table(self, index: int) -> Table:
+        if not 0 <= index < len(self.tables):
+            raise ProtocolError("a message names a table this job does not have", got=index)
+        return self.tables[index]
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """One optimizer step on the mean of the contributions; the first one's options rule the round."""
+        first = contributions[0]
+        if first.options != self._options_text:
+            self._options, self._options_text = self._parse(first.options), first.options
+        count = len(contributions)
+        self.dense.apply([c.dense for c in contributions], count, self._options)
+        for index in sorted(frozenset().union(*(c.used for c in contributions))):
+            table = self.tables[index]
+            table.step += 1
+            rows = [c.rows[index] for c in contributions if index in c.rows]
+            if rows:
+                ids, grads = merge(rows, count)
+                table.apply(ids, grads, self._options[table.spec.group], table.step)
+
+    def read(self, index: int, ids: Array, training: bool) -> Array:
+        if ids.ndim != 1 or ids.dtype != np.int64:
+            raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
+        return self._table(index).read(ids, training)
+
+    def upload_rows(self, index: int, ids: Array, values: Array) -> None:
+        table = self._table(index)
+        if values.shape != (len(ids), table.spec.dim) or values.dtype.name != table.spec.dtype:
+            raise ProtocolError(f"initial rows of {table.spec.name!r} do not fit", got=f"{values.dtype} {values.shape}")
+        table.load(ids, {"weight": values})
+
+    def warm(self) -> None:
+        """Have every kernel compiled before somebody waits for it."""
+        for table in self.tables:
+            table.warm(self._options[table.spec.group])
+
+    def export(self, cursor: str) -> Piece:
+        """The part of this shard's state that begins at ``cursor``; the first one is "dense:0"."""
+        kind, _, rest = cursor.partition(":")
+        if kind == "dense" and rest.isdigit():
+            return self._export_dense(int(rest))
+        index, _, row = rest.partition(":")
+        if kind == "table" and index.isdigit() and row.isdigit() and int(index) < len(self.tables):
+            return self._export_rows(int(index), int(row))
+        raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
+
+    def _export_dense(self, position: int) -> Piece:
+        about: list[dict[str, Any]] = []
+        tensors: list[torch.Tensor | Array] = []
+        size = 0
+        while position < len(self.dense.layout.slots) and size < EXPORT_BYTES:
+            for entry, tensor in self.dense.export(position):
+                about.append(entry)
+                if tensor is not None:
+                    tensors.append(tensor.clone())
+                    size += tensor.nbytes
+            position += 1
+        more = position < len(self.dense.layout.slots)
+        return Piece({"dense": about, "seed": self._seed}, tensors, f"dense:{position}" if more else self._table_cursor(0, 0))
+
+    def _export_rows(self, index: int, row: int) -> Piece:
+        table = self.tables[index]
+        row_bytes = max(1, table.nbytes // max(1, len(table)))
+        stop = min(len(table), row + max(1, EXPORT_BYTES // row_bytes))
+        ids, columns = table.export(row, stop)
+        about = {"table": table.spec.name, "step": table.step, "columns": list(columns)}
+        following = self._table_cursor(index, stop) if stop < len(table) else self._table_cursor(index + 1, 0)
+        return Piece(about, [ids, *columns.values()], following)
+
+    def _table_cursor(self, index: int, row: int) -> str:
+        return f"table:{index}:{row}" if index < len(self.tables) else ""

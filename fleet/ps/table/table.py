@@ -1,0 +1,129 @@
+"""A sparse table on one server: what its rows mean, over a store that keeps them and a kernel that updates them.
+
+Not thread-safe: the caller holds a lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fleet.errors import ConfigurationError
+from fleet.ps.kernels.jit import Array, Ids
+from fleet.ps.kernels.rows import gather, packed, packed_ids, scatter
+from fleet.ps.kernels.rule import RowKernel
+from fleet.ps.table.initializers import InitialRows
+from fleet.ps.table.memory import MemoryStore
+from fleet.ps.table.merge import merge
+from fleet.ps.table.store import Store
+from fleet.transpiler.specs import TableSpec
+
+#: The column that is the table; the others are the optimizer's.
+WEIGHT = "weight"
+
+
+class Table:
+    """``step`` is how many of the job's rounds used the table; whoever drives the rounds counts them."""
+
+    def __init__(self, spec: TableSpec, kernel: RowKernel, seed: int, store: Store | None = None) -> None:
+        self.spec = spec
+        self.step = 0
+        self._kernel = kernel
+        self._seed = seed
+        self._dtype = np.dtype(spec.dtype)
+        self._initial = InitialRows(spec, seed)
+        self._store: Store = MemoryStore() if store is None else store
+        self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.nbytes
+
+    def read(self, ids: Ids, training: bool) -> Array:
+        """The rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside training."""
+        ids = self._checked(ids)
+        slots = self._store.find(ids)
+        out = np.empty((ids.size, self.spec.dim), self._dtype)
+        gather(self._store.column(WEIGHT), slots, out)
+        missing = np.flatnonzero(slots < 0)
+        if missing.size and training:
+            rows = np.empty((missing.size, self.spec.dim), self._dtype)
+            self._initial.fill(ids[missing], rows)
+            out[missing] = rows
+        elif missing.size:
+            out[missing] = self.spec.initializer.mean
+        return out
+
+    def apply(self, ids: Ids, grads: Array, options: Mapping[str, Any], step: int) -> None:
+        """Update the rows of ids, which are distinct, as step number ``step``; unknown ones begin to exist."""
+        ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
+        columns = self._kernel.columns(options, self.spec.dim)
+        for name, column in columns.items():
+            self._store.ensure_column(name, column.width, column.fill, self._dtype)
+        slots = self._insert(ids)
+        state = {name: self._store.column(name) for name in columns}
+        self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
+        self.step = step
+
+    def load(self, ids: Ids, columns: Mapping[str, Array]) -> None:
+        """Set columns of ids, which are distinct, from an upload or a checkpoint."""
+        ids = self._checked(ids)
+        widths = {name: np.shape(values)[-1] for name, values in columns.items()} | {WEIGHT: self.spec.dim}
+        rows = {name: self._shaped(name, values, ids, widths[name]) for name, values in columns.items()}
+        for name in rows:
+            if name not in self._store.columns:
+                # What untouched rows hold is the kernel's to say; it does so before its first step.
+                self._store.ensure_column(name, widths[name], 0.0, self._dtype)
+        slots = self._insert(ids)
+        for name, values in rows.items():
+            scatter(self._store.column(name), slots, values)
+
+    def export(self, start: int = 0, stop: int | None = None) -> tuple[Ids, dict[str, Array]]:
+        """Copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
+        stop = len(self) if stop is None else min(stop, len(self))
+        columns = {name: self._store.column(name)[start:stop].copy() for name in self._store.columns}
+        return self._store.ids(start, stop).copy(), columns
+
+    def warm(self, options: Mapping[str, Any] | None = None) -> None:
+        """Compile, or load, all that a table of this kind runs, on a table of a few rows that is thrown away."""
+        trial = Table(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
+        ids = np.arange(1024)  # enough for the store to grow
+        rows = trial.read(ids, training=True)
+        trial.load(ids, {WEIGHT: rows})
+        trial.apply(*merge([(ids, rows)], 1), self._kernel.options if options is None else options, step=1)
+
+    def _insert(self, ids: Ids) -> Ids:
+        before = len(self._store)
+        slots = self._store.insert(ids)
+        if len(self._store) > before:
+            fresh = self._store.column(WEIGHT)[before : len(self._store)]
+            self._initial.fill(self._store.ids(before), fresh)
+        return slots
+
+    def _checked(self, ids: Ids) -> Ids:
+        ids, bound = packed_ids(ids), self.spec.num_embeddings
+        if bound is not None and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
+            raise ConfigurationError(
+                "an id is out of the table's range",
+                where=f"table {self.spec.name!r}",
+                expected=f"0 <= id < {bound}",
+                got=int(ids[(ids < 0) | (ids >= bound)][0]),
+            )
+        return ids
+
+    def _shaped(self, name: str, values: Array, ids: Ids, width: int) -> Array:
+        # The kernels do not check bounds.
+        if np.shape(values) != (ids.size, width):
+            raise ConfigurationError(
+                f"rows of {name!r} have the wrong shape",
+                where=f"table {self.spec.name!r}",
+                expected=(ids.size, width),
+                got=np.shape(values),
+            )
+        return packed(values, self._dtype)

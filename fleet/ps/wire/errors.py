@@ -1,0 +1,59 @@
+"""Errors on their way through the wire: a ``FleetError`` becomes an ``Error`` message and the same error again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from fleet import errors
+from fleet.errors import FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.transport import Handler, Respond
+
+_log = logging.getLogger("fleet.wire")
+
+_KINDS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, FleetError)}
+
+
+def error_reply(error: FleetError) -> Frame:
+    def text(value: object) -> str:
+        return "" if value is None else str(value)
+
+    return Frame(
+        pb.Reply(
+            error=pb.Error(
+                kind=type(error).__name__,
+                what=error.what,
+                where=text(error.where),
+                expected=text(error.expected),
+                got=text(error.got),
+                todo=text(error.todo),
+            )
+        )
+    )
+
+
+def raise_if_error(reply: Frame) -> Frame:
+    """Pass a good reply through; raise what a bad one carries."""
+    if reply.message.HasField("error"):
+        told = reply.message.error
+        raise _KINDS.get(told.kind, FleetError)(
+            told.what,
+            where=told.where or None,
+            expected=told.expected or None,
+            got=told.got or None,
+            todo=told.todo or None,
+        )
+    return reply
+
+
+def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond) -> None:
+    """Read a request and hand it to ``handler``; whatever goes wrong is told to this peer and to nobody else."""
+    try:
+        handler(read_frame(pb.Request, pieces), respond)
+    except FleetError as error:
+        respond(error_reply(error))
+    except Exception as error:
+        _log.exception("a request failed inside the server")
+        respond(error_reply(FleetError("the server failed on this request", got=repr(error))))

@@ -1,0 +1,178 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Abort(_message.Message):
+    __slots__ = ["reason"]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class Bye(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class Claim(_message.Message):
+    __slots__ = ["name"]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ["expected", "got", "kind", "todo", "what", "where"]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    GOT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TODO_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    expected: str
+    got: str
+    kind: str
+    todo: str
+    what: str
+    where: str
+    def __init__(self, kind: _Optional[str] = ..., what: _Optional[str] = ..., where: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., todo: _Optional[str] = ...) -> None: ...
+
+class Export(_message.Message):
+    __slots__ = ["cursor", "version"]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    version: int
+    def __init__(self, cursor: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    fingerprint: str
+    job_id: str
+    label: str
+    options: _containers.RepeatedScalarFieldContainer[str]
+    seed: int
+    server: int
+    spec: str
+    def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., options: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class Pull(_message.Message):
+    __slots__ = ["dense", "tables", "training", "version"]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    dense: bool
+    tables: _containers.RepeatedScalarFieldContainer[int]
+    training: _containers.RepeatedScalarFieldContainer[bool]
+    version: int
+    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class Push(_message.Message):
+    __slots__ = ["options", "present", "row_tables", "used_tables"]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    ROW_TABLES_FIELD_NUMBER: _ClassVar[int]
+    USED_TABLES_FIELD_NUMBER: _ClassVar[int]
+    options: _containers.RepeatedScalarFieldContainer[str]
+    present: bytes
+    row_tables: _containers.RepeatedScalarFieldContainer[int]
+    used_tables: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ["failure", "name"]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    failure: str
+    name: str
+    def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ["about", "cursor", "delivered", "error", "granted", "initialized", "tensors", "version"]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    about: str
+    cursor: str
+    delivered: int
+    error: Error
+    granted: bool
+    initialized: bool
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    version: int
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class Request(_message.Message):
+    __slots__ = ["abort", "beat", "bye", "claim", "export", "hello", "incarnation", "pull", "push", "ready", "release", "step", "tensors", "upload", "worker"]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    BYE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    abort: Abort
+    beat: Beat
+    bye: Bye
+    claim: Claim
+    export: Export
+    hello: Hello
+    incarnation: int
+    pull: Pull
+    push: Push
+    ready: Ready
+    release: Release
+    step: int
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    upload: Upload
+    worker: int
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ["dtype", "shape"]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Upload(_message.Message):
+    __slots__ = ["blocks", "rows", "table"]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    rows: bool
+    table: int
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,74 @@
+"""The client half of the gRPC transport; with ``grpc_server`` the only files that know gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+
+from fleet.cluster import Endpoint
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import PIECE_BYTES, Frame, read_frame
+from fleet.ps.wire.transport import TransportError
+
+#: One piece and its share of protobuf and HTTP/2 framing.
+MAX_MESSAGE_BYTES = PIECE_BYTES + (64 << 10)
+
+EXCHANGE = "/fleet.ParameterServer/Exchange"
+UPLOAD = "/fleet.ParameterServer/Upload"
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    # A server that comes up late is found within a second, however long it was away.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.http2.lookahead_bytes", 1 << 22),
+]
+
+
+class GrpcChannel:
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._channel = grpc.insecure_channel(str(endpoint), options=_OPTIONS)
+        self._exchange = self._channel.unary_stream(EXCHANGE)
+        self._upload = self._channel.stream_stream(UPLOAD)
+
+    def start(self, request: Frame, timeout_s: float | None = None) -> GrpcCall:
+        pieces = request.pieces()
+        first = next(pieces)
+        second = next(pieces, None)
+        if second is None:
+            return GrpcCall(self._exchange(first, timeout=timeout_s), timeout_s)
+        return GrpcCall(self._upload(_chained(first, second, pieces), timeout=timeout_s), timeout_s)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class GrpcCall:
+    def __init__(self, call: Any, timeout_s: float | None) -> None:
+        self._call = call
+        self._timeout_s = timeout_s
+
+    def result(self) -> Frame:
+        try:
+            return read_frame(pb.Reply, self._call)
+        except grpc.RpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TransportError(f"no reply within {self._timeout_s:g} s") from None
+            raise TransportError(f"{code.name.lower()}: {error.details()}") from None
+        except ValueError as error:  # gRPC's answer to a request on a closed channel
+            raise TransportError(str(error)) from None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _chained(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield second
+    yield from rest

@@ -1,0 +1,80 @@
+"""Tensors as raw bytes: what a numpy or torch array looks like on the wire, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import ProtocolError
+
+#: Each tensor of a payload starts at a multiple of this many bytes, so that it can be used in place.
+ALIGNMENT = 16
+
+#: numpy has no bfloat16; its bits travel as 16-bit words and only torch looks at them as numbers.
+_NUMPY: dict[str, Any] = {
+    "float32": np.float32,
+    "float64": np.float64,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int64": np.int64,
+    "uint8": np.uint8,
+}
+_TORCH = {
+    name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8")
+}
+_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+
+
+@dataclass(frozen=True)
+class WireTensor:
+    """An array and the name of its element type; ``array`` is contiguous, its memory is shared, not copied."""
+
+    dtype: str
+    array: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, value: torch.Tensor | np.ndarray[Any, Any]) -> WireTensor:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().contiguous()
+            name = _NAMES[value.dtype]
+            return cls(name, value.view(torch.uint16).numpy() if name == "bfloat16" else value.numpy())
+        return cls(value.dtype.name, np.ascontiguousarray(value))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def bytes(self) -> memoryview:
+        return memoryview(self.array.reshape(-1).view(np.uint8))
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return self.array
+
+    def torch(self) -> torch.Tensor:
+        tensor = torch.from_numpy(self.array)
+        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def checked_size(dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor a peer announces, before anything is allocated for it."""
+    if dtype not in _NUMPY:
+        raise ProtocolError("a tensor has an unknown element type", expected=", ".join(_NUMPY), got=repr(dtype)[:40])
+    if len(shape) > 16:
+        raise ProtocolError("a tensor has too many dimensions", expected="at most 16", got=len(shape))
+    return math.prod(shape) * int(np.dtype(_NUMPY[dtype]).itemsize)
+
+
+def view(buffer: np.ndarray[Any, Any], offset: int, dtype: str, shape: Sequence[int]) -> WireTensor:
+    """A tensor inside a received payload; nothing is copied."""
+    nbytes = checked_size(dtype, shape)
+    return WireTensor(dtype, buffer[offset : offset + nbytes].view(_NUMPY[dtype]).reshape(tuple(shape)))

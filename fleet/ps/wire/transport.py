@@ -1,0 +1,52 @@
+"""What the rest of the package knows of a network: listen, connect, one request, one reply.
+
+A reply may come late and from any thread: a handler is given ``respond`` and may keep it. That is how a pull that
+cannot be answered yet waits on a server without holding one of its threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from fleet.cluster import Endpoint
+from fleet.ps.wire.frame import Frame
+
+Respond = Callable[[Frame], None]
+Handler = Callable[[Frame, Respond], None]
+
+
+class TransportError(Exception):
+    """The request got no reply: the peer is not there, went away, or the call was cancelled or timed out."""
+
+
+class Call(Protocol):
+    """A request under way."""
+
+    def result(self) -> Frame:
+        """Wait for the reply; ``TransportError`` if none will come."""
+        ...
+
+    def cancel(self) -> None:
+        """Let whoever waits in ``result`` go on with a ``TransportError``."""
+        ...
+
+
+class Channel(Protocol):
+    """A line to one endpoint. Made without a connection; that comes with the first request."""
+
+    def start(self, request: Frame, timeout_s: float | None = None) -> Call: ...
+
+    def close(self) -> None: ...
+
+
+class Listener(Protocol):
+    def close(self, grace_s: float = 0.0) -> None:
+        """Stop taking requests; give replies under way ``grace_s`` to leave."""
+        ...
+
+
+class Network(Protocol):
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Listener: ...
+
+    def connect(self, endpoint: Endpoint) -> Channel: ...

@@ -1,0 +1,221 @@
+"""A worker's line to one server: requests that are repeated until they are answered, and a pulse beside them.
+
+The pulse is a thread of its own that sends a heartbeat every second, however long the user's step takes. It measures
+the server's silence; when that exceeds the deadline, or the server says that the job is over, it cancels whatever
+waits on this line, and the waiting thread raises what the pulse found. A request itself has no time limit: one that
+is parked waits as long as its server is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+
+from fleet.clock import Clock
+from fleet.cluster import Endpoint
+from fleet.environ import Knobs
+from fleet.errors import DeadlineError, FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import raise_if_error
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Call, Network, TransportError
+
+_log = logging.getLogger("fleet.worker")
+
+#: After this much silence, and then ever so often, the log says who is waited for.
+NOTICE_S = 10.0
+RETRY_PAUSE_S = 0.2
+FAREWELL_S = 2.0
+
+
+class ServerClient:
+    def __init__(
+        self, endpoint: Endpoint, network: Network, knobs: Knobs, clock: Clock, worker: int, incarnation: int
+    ) -> None:
+        self.endpoint = endpoint
+        self._channel = network.connect(endpoint)
+        self._knobs = knobs
+        self._clock = clock
+        self._worker = worker
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._under_way: set[Call] = set()
+        self._failure: FleetError | None = None
+        self._last_heard = clock.now()
+        self._closing = threading.Event()
+        self._pulse: threading.Thread | None = None
+
+    def request(self, step: int, **kind: object) -> pb.Request:
+        """A request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
+        return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
+
+    def start(self, frame: Frame, what: str) -> Pending:
+        """Send a request; ``what`` names it in errors ("push of step 7")."""
+        return Pending(self, frame, what)
+
+    def call(self, frame: Frame, what: str) -> Frame:
+        return self.start(frame, what).result()
+
+    def hello(self, frame: Frame, *, wait: bool) -> Frame:
+        """Say hello, waiting for a server that is not up yet until the start-up deadline (or not, if not told to)."""
+        began = self._clock.now()
+        noticed = began
+        while True:
+            try:
+                reply = raise_if_error(self._channel.start(frame, self._knobs.startup_deadline_s).result())
+            except TransportError as error:
+                now = self._clock.now()
+                if not wait or now - began >= self._knobs.startup_deadline_s:
+                    raise DeadlineError(
+                        f"the server at {self.endpoint} did not come up",
+                        where=f"worker {self._worker}, hello",
+                        expected=f"an answer within {self._knobs.startup_deadline_s if wait else 0:g} s",
+                        got=f"none in {now - began:.1f} s ({error})",
+                        todo="Start the server, check its address and port, and look at its log.",
+                    ) from None
+                if now - noticed > NOTICE_S:
+                    noticed = now
+                    _log.warning("waiting for the server at %s, %.0f s so far (%s)", self.endpoint, now - began, error)
+                self._clock.sleep(RETRY_PAUSE_S)
+            else:
+                self._heard()
+                return reply
+
+    def farewell(self, frame: Frame) -> None:
+        """Send a last word; whether it arrives is not this worker's concern any more."""
+        with contextlib.suppress(TransportError, FleetError):
+            self._channel.start(frame, FAREWELL_S).result()
+
+    def start_pulse(self) -> None:
+        if self._pulse is None:
+            name = f"fleet-pulse-{self._worker}-{self.endpoint}"
+            self._pulse = threading.Thread(target=self._beat_until_closed, name=name, daemon=True)
+            self._pulse.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._fail(FleetError("the line is closed", where=str(self.endpoint)))
+        self._channel.close()
+        if self._pulse is not None and self._pulse is not threading.current_thread():
+            self._pulse.join()
+
+    # ---------------------------------------------------------------- the pulse
+
+    def _beat_until_closed(self) -> None:
+        noticed = self._clock.now()
+        while not self._closing.wait(self._knobs.beat_s):
+            try:
+                call = self._channel.start(Frame(self.request(0, beat=pb.Beat())), self._knobs.beat_s * 2)
+                raise_if_error(call.result())
+                self._heard()
+            except TransportError:
+                pass
+            except FleetError as error:
+                self._fail(error)
+                return
+            now = self._clock.now()
+            silent_s = now - self._last_heard
+            if silent_s > self._knobs.rpc_deadline_s:
+                self._fail(self._silence(silent_s))
+                return
+            if silent_s > NOTICE_S and now - noticed > NOTICE_S:
+                noticed = now
+                _log.warning("server %s has been silent for %.1f s", self.endpoint, silent_s)
+
+    def _heard(self) -> None:
+        self._last_heard = self._clock.now()
+
+    def _silence(self, silent_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"the server at {self.endpoint} is silent",
+            where=f"worker {self._worker}",
+            expected=f"a sign of life within {self._knobs.rpc_deadline_s:g} s (FLAGS_rpc_deadline)",
+            got=f"none for {silent_s:.1f} s",
+            todo="Look at the server's log and at the network between the two.",
+        )
+
+    def _fail(self, error: FleetError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            under_way = list(self._under_way)
+        for call in under_way:
+            call.cancel()
+
+    # ---------------------------------------------------------------- for Pending
+
+    def launch(self, frame: Frame) -> Call:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            call = self._channel.start(frame)
+            self._under_way.add(call)
+        return call
+
+    def settle(self, call: Call) -> None:
+        with self._lock:
+            self._under_way.discard(call)
+
+    @property
+    def failure(self) -> FleetError | None:
+        with self._lock:
+            return self._failure
+
+    def answered(self) -> None:
+        self._heard()
+
+    def heard_since(self, instant: float) -> bool:
+        return self._last_heard >= instant
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def retry_times(self) -> int:
+        return self._knobs.rpc_retry_times
+
+    def broken(self, what: str, attempts: int, error: TransportError) -> FleetError:
+        return DeadlineError(
+            f"the server at {self.endpoint} keeps dropping a request",
+            where=f"worker {self._worker}, {what}",
+            expected="an answer",
+            got=f"{error}, {attempts} times (FLAGS_rpc_retry_times={self._knobs.rpc_retry_times})",
+            todo="Look at the server's log.",
+        )
+
+
+class Pending:
+    """A request under way. Repeating it is safe: a server answers a step it already knows without applying it again.
+
+    While the server is silent it is repeated until the pulse gives the server up; if it keeps breaking although the
+    server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
+    """
+
+    def __init__(self, client: ServerClient, frame: Frame, what: str) -> None:
+        self._client = client
+        self._frame = frame
+        self._what = what
+        self._call = client.launch(frame)
+
+    def result(self) -> Frame:
+        """The reply. Errors the server sent are raised, as is whatever ended the line."""
+        client = self._client
+        retries = 0
+        while True:
+            sent_at = client.clock.now()
+            try:
+                reply = self._call.result()
+            except TransportError as error:
+                client.settle(self._call)
+                if client.failure is not None:
+                    raise client.failure from None
+                retries += client.heard_since(sent_at)
+                if retries > client.retry_times:
+                    raise client.broken(self._what, retries, error) from None
+                client.clock.sleep(RETRY_PAUSE_S)
+                self._call = client.launch(self._frame)
+            else:
+                client.settle(self._call)
+                client.answered()
+                return raise_if_error(reply)

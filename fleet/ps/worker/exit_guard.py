@@ -1,0 +1,60 @@
+"""What happens when a worker's process ends without ``stop_worker``: the job hears of it at once, not after a deadline.
+
+An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts
+down; a script that just stops is told on by ``atexit``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Protocol
+
+
+class Guarded(Protocol):
+    def abort(self, reason: str) -> None: ...
+
+
+_lock = threading.Lock()
+_guarded: list[Guarded] = []
+_installed = False
+
+
+def guard(worker: Guarded) -> None:
+    global _installed
+    with _lock:
+        _guarded.append(worker)
+        if not _installed:
+            _installed = True
+            atexit.register(_at_exit)
+            _chain_excepthook()
+
+
+def release(worker: Guarded) -> None:
+    with _lock:
+        if worker in _guarded:
+            _guarded.remove(worker)
+
+
+def _abort_all(reason: str) -> None:
+    with _lock:
+        workers, _guarded[:] = list(_guarded), []
+    for worker in workers:
+        worker.abort(reason)
+
+
+def _chain_excepthook() -> None:
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        _abort_all("".join(traceback.format_exception(kind, error, trace)))
+
+    sys.excepthook = hook
+
+
+def _at_exit() -> None:
+    _abort_all("its script ended without fleet.stop_worker()")

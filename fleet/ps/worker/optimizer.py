@@ -1,0 +1,103 @@
+"""The optimizer the user holds: real groups of the user's own, a step that happens on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from fleet.errors import UnsupportedError
+from fleet.nn.handle import handle_of
+
+
+class Stepper(Protocol):
+    """What carries out a step: the worker's side of a running job."""
+
+    def step(self) -> None: ...
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
+
+    ``stepper`` is asked for at every step: it says who carries it out, or why there is nobody to.
+    ``frozen`` says whether the servers already know the groups.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stepper: Callable[[], Stepper],
+        frozen: Callable[[], bool],
+    ) -> None:
+        self._wrapped = tuple(optimizers)
+        self._stepper = stepper
+        self._frozen = frozen
+        # torch's own constructor sets up hooks and what schedulers look for; the groups stay where they are.
+        self._constructed = False
+        super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
+        self._constructed = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self._wrapped for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Only torch's constructor assigns here, before there is anything to keep."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, on the last of the wrapped optimizers; before ``init_worker``."""
+        if not self._constructed:
+            return
+        if self._frozen():
+            raise UnsupportedError(
+                "a param group cannot be added to a running job: the servers have their plan",
+                todo="Add it before fleet.init_worker(); freeze it with lr=0 or requires_grad=False until it is needed.",
+            )
+        self._wrapped[-1].add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                handle = handle_of(param)
+                if handle is not None:
+                    handle.drop()
+        for optimizer in self._wrapped:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._stepper().step()
+        for optimizer in self._wrapped:
+            # What a scheduler on the wrapped optimizer looks at, to warn of a step() that never came.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def minimize(self, loss: torch.Tensor) -> None:
+        """``zero_grad(); loss.backward(); step()``."""
+        self.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For backwards that only accumulate. Nothing leaves before ``step`` in a parameter-server job anyway."""
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "the optimizer's state lives on the servers", todo="Save the whole job with fleet.save_persistables(dirname)."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
+        raise UnsupportedError(
+            "the optimizer's state lives on the servers", todo="Load a saved job with fleet.init_server(model_dir)."
+        )
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({', '.join(repr(optimizer) for optimizer in self._wrapped)})"

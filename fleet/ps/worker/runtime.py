@@ -1,0 +1,312 @@
+"""A worker of a running job: joins, looks rows up, pushes gradients, takes new values, says goodbye.
+
+Everything here runs on the user's thread; the only other threads are the pulses of the lines to the servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.clock import Clock
+from fleet.cluster import Assignment
+from fleet.environ import Knobs
+from fleet.errors import NonFiniteGradientError, ServerLostError, StateError, UnsupportedError
+from fleet.nn.handle import Lookup, TableHandle
+from fleet.ps.consistency import MODES
+from fleet.ps.describe import Description
+from fleet.ps.kernels.rows import partition, unique
+from fleet.ps.layout import DenseLayout, dense_layout
+from fleet.ps.table.merge import merge
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.transport import Network
+from fleet.ps.worker.client import Pending, ServerClient
+from fleet.strategy import Strategy
+from fleet.transpiler.plan import make_plan
+
+_log = logging.getLogger("fleet.worker")
+
+Array = np.ndarray[Any, Any]
+
+#: Initial values travel in requests of about this size.
+UPLOAD_BYTES = 8 << 20
+
+
+class WorkerRuntime:
+    def __init__(
+        self,
+        assignment: Assignment,
+        description: Description,
+        strategy: Strategy,
+        network: Network,
+        knobs: Knobs,
+        clock: Clock,
+    ) -> None:
+        self.assignment = assignment
+        self.plan = make_plan(description.spec)
+        self.completed = 0
+        self._description = description
+        self._strategy = strategy
+        self._knobs = knobs
+        self._mode = MODES[strategy.mode]
+        self._tables = {id(handle): index for index, handle in enumerate(description.handles)}
+        self._layouts = [dense_layout(self.plan, server) for server in range(assignment.server_num)]
+        self.stopped = False
+        incarnation = secrets.randbits(63)
+        self.clients = [
+            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation)
+            for endpoint in assignment.servers
+        ]
+
+    # ---------------------------------------------------------------- joining and leaving
+
+    def start(self) -> None:
+        """Say hello to every server, bring the initial values if that is this worker's part, and take them over."""
+        try:
+            replies = [self._hello(server) for server in range(len(self.clients))]
+            versions = {reply.version for reply in replies}
+            if len(versions) > 1:
+                raise ServerLostError(
+                    "the servers are not at the same step: one was restarted without its state",
+                    got=", ".join(f"{c.endpoint} at {r.version}" for c, r in zip(self.clients, replies, strict=True)),
+                    todo="Start the whole job again, from its last checkpoint if there is one.",
+                )
+            self.completed = replies[0].delivered
+            if self.assignment.index == 0:
+                for server, reply in enumerate(replies):
+                    if not reply.initialized:
+                        self._upload(server)
+            self._take_dense(self._pull_dense())
+        except BaseException:
+            self.close()
+            raise
+        for handle in self._description.handles:
+            handle.source = self
+            if handle.uploaded:
+                # The servers have the rows; no worker keeps a whole table.
+                handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
+        if self._strategy.print_log and self.assignment.index == 0:
+            print(self.plan.table())
+
+    def _hello(self, server: int) -> pb.Reply:
+        client = self.clients[server]
+        hello = pb.Hello(
+            spec=self.plan.spec.to_json(),
+            fingerprint=self.plan.fingerprint,
+            server=server,
+            endpoints=[str(endpoint) for endpoint in self.assignment.servers],
+            seed=torch.initial_seed() & (1 << 64) - 1,
+            options=self._description.options(),
+            label=f"{socket.gethostname()}:{os.getpid()}",
+            job_id=self._knobs.job_id,
+        )
+        reply = client.hello(Frame(client.request(0, hello=hello)), wait=self._strategy.wait_port).message
+        client.start_pulse()
+        return reply
+
+    def stop(self) -> None:
+        """Say goodbye. A second time does nothing."""
+        if self.stopped:
+            return
+        try:
+            self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
+        finally:
+            self.close()
+
+    def abort(self, reason: str) -> None:
+        """Tell the servers, as far as they can be reached, that this worker failed and the job with it."""
+        if self.stopped:
+            return
+        for client in self.clients:
+            client.farewell(Frame(client.request(self.completed, abort=pb.Abort(reason=reason[-4000:]))))
+        self.close()
+
+    def close(self) -> None:
+        self.stopped = True
+        for client in self.clients:
+            client.close()
+
+    # ---------------------------------------------------------------- initial values
+
+    def _upload(self, server: int) -> None:
+        client = self.clients[server]
+        for frame in self._initial_values(server):
+            client.call(Frame(client.request(0, upload=frame.message), frame.tensors), "initial values")
+        client.call(Frame(client.request(0, ready=pb.Ready())), "initial values")
+
+    def _initial_values(self, server: int) -> Iterator[Frame]:
+        upload, tensors, size = pb.Upload(), [], 0
+        for slot in self._layouts[server].slots:
+            values = self._description.params[slot.block.param].detach().reshape(-1)
+            piece = WireTensor.of(values[slot.block.offset : slot.block.offset + slot.block.numel])
+            upload.blocks.append(slot.position)
+            tensors.append(piece)
+            size += piece.array.nbytes
+            if size >= UPLOAD_BYTES:
+                yield Frame(upload, tensors)
+                upload, tensors, size = pb.Upload(), [], 0
+        yield Frame(upload, tensors)
+        for index, handle in enumerate(self._description.handles):
+            if handle.uploaded:
+                yield from self._initial_rows(server, index, handle)
+
+    def _initial_rows(self, server: int, index: int, handle: TableHandle) -> Iterator[Frame]:
+        weight = handle.weight.detach()
+        rows_a_piece = max(1, UPLOAD_BYTES // max(1, weight.element_size() * handle.dim))
+        for start in range(0, len(weight), rows_a_piece):
+            ids = np.arange(start, min(start + rows_a_piece, len(weight)), dtype=np.int64)
+            here = ids[partition(ids, len(self.clients))[server]]
+            values = weight[torch.from_numpy(here).to(weight.device)]
+            yield Frame(pb.Upload(rows=True, table=index), [WireTensor.of(here), WireTensor.of(values)])
+
+    def _pull_dense(self) -> list[Frame]:
+        version = self._mode.version_needed(self.completed)
+        return self._ask_all(
+            lambda _, client: Frame(client.request(self.completed, pull=pb.Pull(version=version, dense=True))),
+            "initial parameters",
+        )
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self) -> None:
+        """Push what this worker's gradients are now; return with the values of after the round."""
+        self._refuse_stopped("step()")
+        step = self.completed + 1
+        options = self._description.options()
+        rows, used = self._row_gradients()
+        gradients = self._dense_gradients()
+
+        def push(server: int, client: ServerClient) -> Frame:
+            here = [(index, *by_server[server]) for index, by_server in rows.items() if by_server[server][0].size]
+            present, tensors = self._dense_payload(self._layouts[server], gradients)
+            for _, ids, grads in here:
+                tensors += [WireTensor.of(ids), WireTensor.of(grads)]
+            message = pb.Push(
+                options=options, present=present, row_tables=[index for index, _, _ in here], used_tables=used
+            )
+            return Frame(client.request(step, push=message), tensors)
+
+        replies = self._ask_all(push, f"push of step {step}")
+        self.completed = step
+        self._take_dense(replies)
+
+    def _dense_gradients(self) -> list[torch.Tensor | None]:
+        """The flat gradient of every parameter, on the CPU."""
+        flat: list[torch.Tensor | None] = []
+        for spec, param in zip(self.plan.spec.params, self._description.params, strict=True):
+            grad = param.grad
+            if grad is None:
+                flat.append(None)
+                continue
+            if grad.is_sparse:
+                raise UnsupportedError(
+                    f"the gradient of {spec.name!r} is sparse",
+                    todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
+                )
+            if self._check_finite and not bool(torch.isfinite(grad).all()):
+                raise NonFiniteGradientError(
+                    f"the gradient of {spec.name!r} holds NaN or infinity",
+                    where=f"worker {self.assignment.index}, step {self.completed + 1}",
+                )
+            flat.append(grad.detach().reshape(-1).to("cpu"))
+        return flat
+
+    @staticmethod
+    def _dense_payload(
+        layout: DenseLayout, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[bytes, list[WireTensor]]:
+        """Which blocks of a server have a gradient, and these end to end, one tensor an element type."""
+        pieces: dict[str, list[torch.Tensor]] = {}
+        present = bytearray(len(layout.slots))
+        for slot in layout.slots:
+            grad = gradients[slot.block.param]
+            if grad is not None:
+                present[slot.position] = 1
+                pieces.setdefault(slot.dtype, []).append(
+                    grad[slot.block.offset : slot.block.offset + slot.block.numel]
+                )
+        return bytes(present), [WireTensor.of(torch.cat(pieces[dtype])) for dtype in sorted(pieces)]
+
+    def _row_gradients(self) -> tuple[dict[int, list[tuple[Array, Array]]], list[int]]:
+        """For every table its rows' gradients, one pair of ids and gradients a server; and the tables used."""
+        rows: dict[int, list[tuple[Array, Array]]] = {}
+        used: list[int] = []
+        for index, handle in enumerate(self._description.handles):
+            collected = [(ids.numpy(), grads.numpy()) for ids, grads in handle.collected()]
+            if not collected:
+                continue
+            used.append(index)
+            ids, grads = collected[0] if len(collected) == 1 else merge(collected, 1)
+            if self._check_finite and not np.isfinite(grads).all():
+                raise NonFiniteGradientError(
+                    f"the gradient of a row of {handle.name!r} holds NaN or infinity",
+                    where=f"worker {self.assignment.index}, step {self.completed + 1}",
+                    got=f"id {ids[~np.isfinite(grads).all(axis=1)][0]}",
+                )
+            if len(self.clients) == 1:
+                rows[index] = [(ids, grads)]
+            else:
+                rows[index] = [(ids[part], grads[part]) for part in partition(ids, len(self.clients))]
+        return rows, used
+
+    @property
+    def _check_finite(self) -> bool:
+        return self._strategy.check_finite or self._knobs.check_finite
+
+    @torch.no_grad()
+    def _take_dense(self, replies: Sequence[Frame]) -> None:
+        """Write the servers' values into the user's parameters, in place."""
+        params = self._description.params
+        scattered: dict[int, torch.Tensor] = {}
+        for layout, reply in zip(self._layouts, replies, strict=True):
+            flat = dict(zip(layout.dtypes, (tensor.torch() for tensor in reply.tensors), strict=True))
+            for slot in layout.slots:
+                position, block = slot.block.param, slot.block
+                data = params[position].data
+                if not data.is_contiguous():
+                    # Blocks are ranges of the parameter read row by row; memory laid out otherwise needs a detour.
+                    data = scattered.setdefault(position, data.contiguous())
+                target = data.view(-1)[block.offset : block.offset + block.numel]
+                target.copy_(flat[slot.dtype][slot.start : slot.stop])
+        for position, data in scattered.items():
+            params[position].data.copy_(data)
+
+    # ---------------------------------------------------------------- rows
+
+    def lookup(self, handle: TableHandle, ids: torch.Tensor, training: bool) -> Lookup:
+        self._refuse_stopped("a look-up")
+        index = self._tables[id(handle)]
+        distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
+        rows = np.empty((distinct.size, handle.dim), self.plan.spec.tables[index].dtype)
+        parts = partition(distinct, len(self.clients))
+        asked: list[tuple[Array, Pending]] = []
+        version = self._mode.version_needed(self.completed)
+        for part, client in zip(parts, self.clients, strict=True):
+            if len(part):
+                pull = pb.Pull(version=version, tables=[index], training=[training])
+                frame = Frame(client.request(self.completed, pull=pull), [WireTensor.of(distinct[part])])
+                asked.append((part, client.start(frame, f"rows of {handle.name!r} at step {self.completed}")))
+        for part, pending in asked:
+            rows[part] = pending.result().tensors[0].numpy()
+        return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))
+
+    # ---------------------------------------------------------------- shorthands
+
+    def _ask_all(self, make: Callable[[int, ServerClient], Frame], what: str) -> list[Frame]:
+        """One request to every server, all under way at once."""
+        pendings = [client.start(make(server, client), what) for server, client in enumerate(self.clients)]
+        return [pending.result() for pending in pendings]
+
+    def _refuse_stopped(self, what: str) -> None:
+        if self.stopped:
+            raise StateError(f"{what} came after the job ended for this worker (fleet.stop_worker)")
+

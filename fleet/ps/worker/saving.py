@@ -1,0 +1,56 @@
+"""``save_persistables``: one worker reads every server's state piece by piece and writes the checkpoint.
+
+Called by one worker or by all: server 0 grants the writing to the first that asks, and answers the others when it is
+done. In a synchronous job the state stands still meanwhile, since no round closes without the worker that reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from fleet.checkpoint.writer import CheckpointWriter
+from fleet.errors import FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.runtime import WorkerRuntime
+
+_log = logging.getLogger("fleet.worker")
+
+
+def save(worker: WorkerRuntime, dirname: str) -> None:
+    arbiter, step = worker.clients[0], worker.completed
+    name = f"{dirname}@{step}"
+    claim = arbiter.call(Frame(arbiter.request(step, claim=pb.Claim(name=name))), f"claim of checkpoint {dirname}")
+    if not claim.message.granted:
+        return
+    failure = "it was interrupted"
+    try:
+        _write(worker, dirname)
+        failure = ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        release = pb.Release(name=name, failure=failure)
+        try:
+            arbiter.call(Frame(arbiter.request(step, release=release)), f"release of checkpoint {dirname}")
+        except FleetError as error:
+            if not failure:
+                raise
+            _log.warning("the failure of a checkpoint could not be reported: %s", error)
+
+
+def _write(worker: WorkerRuntime, dirname: str) -> None:
+    seed = 0
+    with CheckpointWriter(dirname) as writer:
+        for client in worker.clients:
+            cursor = "dense:0"
+            while cursor:
+                request = client.request(worker.completed, export=pb.Export(cursor=cursor, version=worker.completed))
+                reply = client.call(Frame(request), f"export of {cursor}")
+                about = json.loads(reply.message.about)
+                seed = about.pop("seed", seed)
+                writer.add(about, [tensor.torch() for tensor in reply.tensors])
+                cursor = reply.message.cursor
+        writer.commit(worker.completed, seed, worker.plan.spec)

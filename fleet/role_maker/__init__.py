@@ -1,0 +1,15 @@
+"""Who is who in a job: role makers, each a class with the one method ``assignment``."""
+
+from fleet.cluster import Role
+from fleet.role_maker.base import RoleMakerBase
+from fleet.role_maker.environment import EnvRoleMaker, PaddleCloudRoleMaker
+from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
+
+__all__ = [
+    "EnvRoleMaker",
+    "PaddleCloudRoleMaker",
+    "Role",
+    "RoleMakerBase",
+    "UserDefinedCollectiveRoleMaker",
+    "UserDefinedRoleMaker",
+]

@@ -1,0 +1,29 @@
+"""What a role maker is: a class that can say which process of which job this one is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from fleet.cluster import Assignment, Endpoint, Role
+
+
+class RoleMakerBase(ABC):
+    """A new role maker is one class with one method."""
+
+    @abstractmethod
+    def assignment(self) -> Assignment:
+        """The whole cluster, the same from every node, and this process's own place in it."""
+
+
+def collective(workers: tuple[Endpoint, ...], index: int, origin: str) -> Assignment:
+    """A job of equals; the local rank counts the earlier workers on the same host, as a choice of GPU needs it."""
+    local_rank = sum(worker.host == workers[index].host for worker in workers[:index])
+    return Assignment(
+        role=Role.WORKER,
+        index=index,
+        worker_num=len(workers),
+        workers=workers,
+        collective=True,
+        origin=origin,
+        local_rank=local_rank,
+    )

@@ -1,0 +1,88 @@
+"""Checks of constructor arguments: each raises on the first thing wrong, in the documented order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import IPv6Address
+
+from fleet.cluster import Endpoint
+from fleet.errors import ArgumentTypeError, ConfigurationError
+
+
+def endpoints(name: str, value: object) -> tuple[Endpoint, ...]:
+    """A list of distinct ``host:port`` strings."""
+    if not isinstance(value, list):
+        raise ArgumentTypeError(f"{name} must be a list", expected="a list of 'host:port' strings", got=repr(value))
+    if not value:
+        raise ConfigurationError(f"{name} must not be empty", expected="at least one 'host:port'", got="[]")
+    refuse_duplicates(name, value)
+    for item in value:
+        if not isinstance(item, str):
+            raise ArgumentTypeError(f"{name} must hold strings only", expected="'host:port'", got=repr(item))
+    parsed = tuple(endpoint(item, where=f"{name}[{i}]") for i, item in enumerate(value))
+    refuse_duplicates(name, parsed)  # " a:1" and "a:01" are "a:1" too
+    return parsed
+
+
+def endpoint(text: str, *, where: str | None = None) -> Endpoint:
+    """``host:port`` that others can connect to, which port 0 is not."""
+    try:
+        parsed = Endpoint.parse(text)
+    except ValueError:
+        parsed = None
+    if parsed is None or parsed.port == 0:
+        raise ConfigurationError(
+            "malformed endpoint", where=where, expected="host:port with a port from 1 to 65535", got=repr(text)
+        )
+    return parsed
+
+
+def address(text: str) -> tuple[str, int | None]:
+    """``host`` or ``host:port``; a bare IPv6 address, which is how Kubernetes writes one, gets its brackets."""
+    text = text.strip()
+    if text.count(":") > 1 and not text.startswith("["):
+        text = f"[{IPv6Address(text)}]"
+    if ":" in text and not text.endswith("]"):
+        whole = endpoint(text)
+        return whole.host, whole.port
+    return endpoint(f"{text}:1").host, None
+
+
+def refuse_duplicates(name: str, items: Iterable[object]) -> None:
+    seen: set[object] = set()
+    for item in items:
+        try:
+            known = item in seen
+            seen.add(item)
+        except TypeError:
+            continue  # unhashable, so no string: the next check names it
+        if known:
+            raise ConfigurationError(f"{name} must not name one endpoint twice", got=f"{str(item)!r} twice")
+
+
+def index(name: str, value: object) -> int:
+    number = _int(name, value)
+    if number < 0:
+        raise ConfigurationError(f"{name} must not be negative", expected="0 or more", got=number)
+    return number
+
+
+def below(name: str, value: int, limit: int, members: str) -> None:
+    if value >= limit:
+        raise ConfigurationError(
+            f"{name} is out of range", expected=f"0 to {limit - 1}, for {limit} {members}", got=value
+        )
+
+
+def count(name: str, value: object) -> int:
+    number = _int(name, value)
+    if number <= 0:
+        raise ConfigurationError(f"{name} must be greater than 0", expected="1 or more", got=number)
+    return number
+
+
+def _int(name: str, value: object) -> int:
+    # True is an int to Python; as an id or a count it is a slip.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be an int", expected="int", got=repr(value))
+    return value

@@ -1,0 +1,53 @@
+"""Who this process is when the script does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet.cluster import Assignment
+from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.role_maker import torchrun
+from fleet.role_maker.environment import EnvRoleMaker, mentions_job, names_servers, names_workers
+from fleet.role_maker.local import LocalRoleMaker
+from fleet.role_maker.variables import Variables
+
+_VARIABLES = (
+    "PADDLE_TRAINING_ROLE, PADDLE_PSERVERS_IP_PORT_LIST, PADDLE_TRAINERS and PADDLE_TRAINER_ID or PADDLE_PSERVER_ID"
+)
+
+
+def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignment:
+    """The environment's variables if they are there, else an MPI launcher, else torchrun, else alone."""
+    if is_collective is not None and not isinstance(is_collective, bool):
+        raise ArgumentTypeError("is_collective must be a bool or None", got=repr(is_collective))
+    if mentions_job(environ):
+        only_workers = names_workers(environ) and not names_servers(environ)
+        return EnvRoleMaker(only_workers if is_collective is None else is_collective, environ).assignment()
+    by_torchrun = torchrun.at_work(environ)
+    launcher = _mpi_launcher(environ)
+    # MPI ranks make a parameter-server job, so torchrun answers a call for a collective one even under MPI.
+    if launcher is not None and not (is_collective and by_torchrun):
+        raise UnsupportedError(
+            "a start by an MPI launcher is not supported yet",
+            got=launcher,
+            todo=f"Set {_VARIABLES} for each process instead.",
+        )
+    if is_collective or (by_torchrun and is_collective is None):
+        return EnvRoleMaker(True, environ).assignment()
+    if by_torchrun:
+        raise ConfigurationError(
+            "is_collective=False under torchrun, which starts collective jobs only",
+            expected="the variables of a parameter-server job",
+            got=Variables(environ).found("RANK", "WORLD_SIZE"),
+            todo=f"Set {_VARIABLES} for each process, or leave is_collective out.",
+        )
+    return LocalRoleMaker().assignment()
+
+
+def _mpi_launcher(environ: Mapping[str, str]) -> str | None:
+    """What betrays an MPI launcher, if any; a launch of a single process is as good as none."""
+    variables = Variables(environ)
+    sizes = variables.given("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if sizes:
+        return None if all(environ[name].strip() == "1" for name in sizes) else variables.found(*sizes)
+    return variables.found("PMIX_RANK") or None

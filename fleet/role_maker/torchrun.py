@@ -1,0 +1,48 @@
+"""The variables that torchrun, and whatever imitates it, gives each worker of a collective job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleet.cluster import Assignment, Endpoint, Role
+from fleet.environ import PROCESS_ENVIRONMENT
+from fleet.role_maker import checks
+from fleet.role_maker.base import RoleMakerBase
+from fleet.role_maker.variables import Variables, whole
+
+
+def at_work(environ: Mapping[str, str]) -> bool:
+    """Both variables, because cluster managers set one or the other for purposes of their own."""
+    return len(Variables(environ).given("RANK", "WORLD_SIZE")) == 2
+
+
+class TorchrunRoleMaker(RoleMakerBase):
+    """A worker started by torchrun; of the others' addresses only the first one's, the master's, is known."""
+
+    def __init__(self, environ: Mapping[str, str] = PROCESS_ENVIRONMENT) -> None:
+        variables = Variables(environ)
+        size = variables.need(("WORLD_SIZE",), *whole(1), otherwise=0)
+        rank = variables.need(("RANK",), *whole(0, below=size), otherwise=0)
+        local_rank = variables.read(("LOCAL_RANK",), *whole(0, below=size))
+        host = variables.need(("MASTER_ADDR",), _host, "the first worker's host", otherwise="")
+        port = variables.need(("MASTER_PORT",), *whole(1, below=65536), otherwise=0)
+        variables.settle("a collective job started by torchrun")
+        self._assignment = Assignment(
+            role=Role.WORKER,
+            index=rank,
+            worker_num=size,
+            workers=(Endpoint(host, port),),
+            collective=True,
+            origin="torchrun's environment variables",
+            local_rank=local_rank,
+        )
+
+    def assignment(self) -> Assignment:
+        return self._assignment
+
+
+def _host(text: str) -> str:
+    host, port = checks.address(text)
+    if port is not None:
+        raise ValueError(text)
+    return host

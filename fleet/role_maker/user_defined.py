@@ -1,0 +1,46 @@
+"""The cluster spelled out in code."""
+
+from __future__ import annotations
+
+from fleet.cluster import Assignment, Role
+from fleet.errors import ArgumentTypeError
+from fleet.role_maker import checks
+from fleet.role_maker.base import RoleMakerBase, collective
+
+
+class UserDefinedRoleMaker(RoleMakerBase):
+    """One process of a parameter-server job; ``current_id`` counts among the processes of its own role."""
+
+    def __init__(
+        self,
+        current_id: int = 0,
+        role: Role = Role.WORKER,
+        worker_num: int = 0,
+        server_endpoints: list[str] | None = None,
+    ) -> None:
+        servers = checks.endpoints("server_endpoints", server_endpoints)
+        if not isinstance(role, Role):
+            raise ArgumentTypeError("role must be a Role", expected="Role.WORKER or Role.SERVER", got=repr(role))
+        index = checks.index("current_id", current_id)
+        if role is Role.SERVER:
+            checks.below("current_id", index, len(servers), "servers")
+        workers = checks.count("worker_num", worker_num)
+        if role is Role.WORKER:  # a range that only a sound worker_num gives
+            checks.below("current_id", index, workers, "workers")
+        self._assignment = Assignment(role, index, workers, servers, origin="UserDefinedRoleMaker")
+
+    def assignment(self) -> Assignment:
+        return self._assignment
+
+
+class UserDefinedCollectiveRoleMaker(RoleMakerBase):
+    """One worker of a collective job; its endpoint is ``worker_endpoints[current_id]``."""
+
+    def __init__(self, current_id: int = 0, worker_endpoints: list[str] | None = None) -> None:
+        workers = checks.endpoints("worker_endpoints", worker_endpoints)
+        index = checks.index("current_id", current_id)
+        checks.below("current_id", index, len(workers), "workers")
+        self._assignment = collective(workers, index, "UserDefinedCollectiveRoleMaker")
+
+    def assignment(self) -> Assignment:
+        return self._assignment

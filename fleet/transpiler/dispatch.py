@@ -1,0 +1,40 @@
+"""Which server a block goes to. A dispatcher is a class with one method, registered in ``DISPATCHERS``."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Dispatcher(Protocol):
+    """Assigns the blocks of a plan, in plan order, to servers ``0 .. server_num - 1``."""
+
+    def __init__(self, server_num: int) -> None: ...
+
+    def dispatch(self, block_owners: Sequence[str]) -> list[int]:
+        """One server index for each block, given the name of the parameter each block belongs to."""
+        ...
+
+
+class RoundRobin:
+    """One cursor over all blocks of all parameters."""
+
+    def __init__(self, server_num: int) -> None:
+        self.server_num = server_num
+
+    def dispatch(self, block_owners: Sequence[str]) -> list[int]:
+        return [position % self.server_num for position in range(len(block_owners))]
+
+
+class HashName:
+    """A stable hash of the parameter's name: the same on every machine and in every process."""
+
+    def __init__(self, server_num: int) -> None:
+        self.server_num = server_num
+
+    def dispatch(self, block_owners: Sequence[str]) -> list[int]:
+        return [zlib.crc32(name.encode()) % self.server_num for name in block_owners]
+
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {cls.__name__: cls for cls in (RoundRobin, HashName)}

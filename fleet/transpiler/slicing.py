@@ -1,0 +1,36 @@
+"""How a parameter is cut into blocks: the source system's rule, number for number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+
+
+def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> list[int]:
+    """The sizes in elements of the blocks of one parameter, at most ``slice_count`` of them."""
+    numel = math.prod(shape)
+    if numel == 0:
+        return [0]
+    split = min(slice_count, max(1, numel // min_block_size))
+    block = -(-numel // split)
+    if len(shape) >= 2:
+        # A block of a matrix holds whole rows, so that it can be read as a matrix itself.
+        width = math.prod(shape[1:])
+        block = -(-block // width) * width
+    return [min(block, numel - start) for start in range(0, numel, block)]
+
+
+def slice_variable(shapes: Sequence[Sequence[int]], slice_count: int, min_block_size: int = 8192) -> list[list[int]]:
+    """For each shape the list of its block sizes in elements.
+
+    >>> slice_variable([[28, 784], [800, 10], [1024]], 10, 1024)[1:]
+    [[1150, 1150, 1150, 1150, 1150, 1150, 1100], [1024]]
+    """
+    for name, value in (("slice_count", slice_count), ("min_block_size", min_block_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+        if value < 1:
+            raise ConfigurationError(f"{name} must be positive", got=value)
+    return [block_sizes(tuple(shape), slice_count, min_block_size) for shape in shapes]

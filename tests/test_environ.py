@@ -1,0 +1,73 @@
+import pytest
+
+from fleet.environ import Knobs
+from fleet.errors import ConfigurationError, UnsupportedError
+
+
+def test_defaults() -> None:
+    assert Knobs.read({}) == Knobs()
+    assert Knobs().rpc_deadline_s == 180.0
+    assert Knobs().rpc_retry_times == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("FLAGS_rpc_deadline", "5000", "rpc_deadline_s", 5.0),
+        ("FLAGS_rpc_deadline", " 2500.0 ", "rpc_deadline_s", 2.5),
+        ("FLAGS_rpc_retry_times", "0", "rpc_retry_times", 0),
+        ("FLAGS_rpc_get_thread_num", "1", "rpc_get_thread_num", 1),
+        ("FLEET_STARTUP_DEADLINE", "7", "startup_deadline_s", 7.0),
+        ("FLEET_BEAT", "0.05", "beat_s", 0.05),
+        ("FLEET_CHECK_FINITE", "On", "check_finite", True),
+        ("FLEET_CHECK_FINITE", "0", "check_finite", False),
+        ("FLEET_JOB_ID", "j", "job_id", "j"),
+    ],
+)
+def test_each_knob(name: str, text: str, field: str, value: object) -> None:
+    knobs = Knobs.read({name: text})
+    assert getattr(knobs, field) == value
+    assert type(getattr(knobs, field)) is type(value)
+
+
+@pytest.mark.parametrize("name", ["FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLEET_BEAT", "FLEET_CHECK_FINITE"])
+def test_blank_is_unset(name: str) -> None:
+    assert Knobs.read({name: " "}) == Knobs()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("FLAGS_rpc_deadline", "soon", "a number above zero"),
+        ("FLAGS_rpc_deadline", "0", "a number above zero"),
+        ("FLAGS_rpc_deadline", "-1", "a number above zero"),
+        ("FLAGS_rpc_deadline", "nan", "a number above zero"),
+        ("FLAGS_rpc_deadline", "inf", "a number above zero"),
+        ("FLAGS_rpc_retry_times", "-1", "a whole number of at least 0"),
+        ("FLAGS_rpc_retry_times", "1.5", "a whole number of at least 0"),
+        ("FLAGS_rpc_retry_times", "9" * 400, "a whole number of at least 0"),
+        ("FLAGS_rpc_get_thread_num", "0", "a whole number of at least 1"),
+        ("FLEET_STARTUP_DEADLINE", "0", "a number above zero"),
+        ("FLEET_BEAT", "x", "a number above zero"),
+        ("FLEET_CHECK_FINITE", "maybe", "1 or 0"),
+    ],
+)
+def test_unusable(name: str, text: str, expected: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Knobs.read({name: text})
+    assert name in str(caught.value)
+    assert caught.value.expected == expected
+    assert caught.value.got == repr(text)
+
+
+def test_heartbeats_fit_in_the_deadline() -> None:
+    assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_BEAT": "0.5"}).beat_s == 0.5
+    with pytest.raises(ConfigurationError, match=r"FLEET_BEAT.*FLAGS_rpc_deadline"):
+        Knobs.read({"FLAGS_rpc_deadline": "1000"})
+
+
+@pytest.mark.parametrize("name", ["FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN"])
+def test_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        Knobs.read({name: "x"})
+    assert Knobs.read({name: ""}) == Knobs()

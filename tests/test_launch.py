@@ -1,0 +1,607 @@
+"""The launcher, with small scripts in the place of training ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fleet.cluster import Endpoint, Role
+from fleet.errors import ConfigurationError, PortInUseError
+from fleet.launch import cli, network
+from fleet.launch.job import (
+    LaunchPlan,
+    ProcessSpec,
+    check_reachable,
+    child_environment,
+    parse_servers,
+    parse_worker_hosts,
+    plan_launch,
+    shared_job_id,
+)
+from fleet.launch.local import Lines
+from fleet.launch.watch import Say, Send, Watch
+
+#: What every script starts with: who it is, and its process id in a file of that name.
+PREAMBLE = """
+import os, pathlib, signal, subprocess, sys, time
+env = os.environ
+serves = env["PADDLE_TRAINING_ROLE"] == "PSERVER"
+servers = env["PADDLE_PSERVERS_IP_PORT_LIST"].split(",")
+me = f"server.{servers.index(env['PADDLE_CURRENT_ENDPOINT'])}" if serves else f"worker.{env['PADDLE_TRAINER_ID']}"
+def ready(name=me, pid=os.getpid()):
+    pathlib.Path(f"{name}.tmp").write_text(str(pid))
+    os.rename(f"{name}.tmp", f"{name}.pid")
+def wait(name):
+    while not os.path.exists(f"{name}.pid"):
+        time.sleep(0.01)
+"""
+
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Start the launcher on a script; at the end of the test it and every process with a file must be gone."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *options: str, args: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
+        (tmp_path / "script.py").write_text(PREAMBLE + script)
+        clean = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "FLEET_JOB_ID")}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "fleet.launch", *options, "script.py", *args],
+                cwd=tmp_path,
+                env={**clean, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        )
+        return started[-1]
+
+    yield start
+    try:
+        assert all(launcher.poll() is not None for launcher in started), "the launcher has not ended"
+        assert not left_behind(tmp_path)
+    finally:
+        for launcher in started:
+            launcher.kill()
+            launcher.communicate()
+        for pid in left_behind(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+def left_behind(directory: Path) -> list[int]:
+    return [pid for path in directory.glob("*.pid") if alive(pid := int(path.read_text()))]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def all_ready(directory: Path, count: int) -> Callable[[], bool]:
+    return lambda: len(list(directory.glob("*.pid"))) == count
+
+
+def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = launcher.communicate(timeout=10)
+    return launcher.returncode, out, err
+
+
+def said(err: str) -> list[str]:
+    return [line.removeprefix("[fleetrun] ") for line in err.splitlines() if line.startswith("[fleetrun] ")]
+
+
+TWO_AND_TWO = ("--server_num", "2", "--worker_num", "2")
+ONE_AND_TWO = ("--server_num", "1", "--worker_num", "2", "--grace", "0.4")
+
+
+# A job that goes well
+
+
+def test_four_processes_and_their_variables(launch: Launch, tmp_path: Path) -> None:
+    script = """
+for name in sorted(os.environ):
+    if name.startswith(("PADDLE_", "FLEET_", "OMP_", "POD_")) or name in ("TRAINING_ROLE", "PYTHONUNBUFFERED"):
+        print(name, os.environ[name])
+"""
+    stale = {"PADDLE_TRAINER_ID": "7", "PADDLE_PORT": "1", "POD_IP": "10.0.0.9", "TRAINING_ROLE": "PSERVER"}
+    code, out, err = finish(launch(script, *TWO_AND_TWO, **stale))
+    assert code == 0
+    found: dict[str, dict[str, str]] = {}
+    for line in out.splitlines():
+        match = re.fullmatch(r"\[(\w+ \d)\] (\w+) (.*)", line)
+        assert match is not None
+        found.setdefault(match[1], {})[match[2]] = match[3]
+    assert sorted(found) == ["server 0", "server 1", "worker 0", "worker 1"]
+    servers = found["server 0"]["PADDLE_PSERVERS_IP_PORT_LIST"]
+    ports = [Endpoint.parse(server).port for server in servers.split(",")]
+    assert len(set(ports)) == 2
+    job_id = found["server 0"]["FLEET_JOB_ID"]
+    assert re.fullmatch("[0-9a-f]{16}", job_id)
+    for name, variables in found.items():
+        role = "PSERVER" if name.startswith("server") else "TRAINER"
+        index = int(name[-1])
+        own = (
+            {"PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{ports[index]}"}
+            if role == "PSERVER"
+            else {"PADDLE_TRAINER_ID": str(index)}
+        )
+        assert variables == {
+            "PADDLE_TRAINING_ROLE": role,
+            "TRAINING_ROLE": role,
+            "PADDLE_PSERVERS_IP_PORT_LIST": servers,
+            "PADDLE_TRAINERS_NUM": "2",
+            "FLEET_JOB_ID": job_id,
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            **own,
+        }
+    assert sum("OMP_NUM_THREADS" in line for line in said(err)) == 1
+
+
+def test_what_the_user_set_is_kept(launch: Launch) -> None:
+    script = "print(os.environ['OMP_NUM_THREADS'], os.environ['FLEET_JOB_ID'])"
+    launcher = launch(script, "--server_num", "1", "--worker_num", "1", OMP_NUM_THREADS="3", FLEET_JOB_ID="mine")
+    code, out, err = finish(launcher)
+    assert (code, sorted(out.splitlines())) == (0, ["[server 0] 3 mine", "[worker 0] 3 mine"])
+    assert "OMP" not in err
+
+
+def test_streams_prefixes_and_logs(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "worker.0.log").write_text("from an earlier run\n")
+    script = r"""
+os.write(1, b"one\ntwo \xff\xfe\n")
+os.write(2, b"warning\n")
+os.write(1, b"no newline")
+"""
+    code, out, err = finish(launch(script, *TWO_AND_TWO, "--log_dir", "kept"))
+    assert code == 0
+    for name in ("server 0", "server 1", "worker 0", "worker 1"):
+        assert [line for line in out.splitlines() if line.startswith(f"[{name}]")] == [
+            f"[{name}] one",
+            f"[{name}] two \ufffd\ufffd",
+            f"[{name}] no newline",
+        ]
+        assert f"[{name}] warning" in err.splitlines()
+        log = (tmp_path / "kept" / f"{name.replace(' ', '.')}.log").read_bytes()
+        assert sorted(log.splitlines()) == [b"no newline", b"one", b"two \xff\xfe", b"warning"]
+    assert "warning" not in out
+
+
+def test_lines_of_several_processes_do_not_mix(launch: Launch, tmp_path: Path) -> None:
+    script = """
+for i in range(300):
+    for piece in (me[-1] * 50, me[-1] * 50, "\\n"):
+        os.write(1, piece.encode())
+"""
+    code, out, _ = finish(launch(script, "--server_num", "1", "--worker_num", "3"))
+    assert code == 0
+    assert len(out.splitlines()) == 1200
+    assert all(re.fullmatch(r"\[\w+ (\d)\] \1{100}", line) for line in out.splitlines())
+
+
+def test_arguments_pass_through_untouched(launch: Launch) -> None:
+    args = ("-h", "--server_num", "9", "--", "-m", "a b", "--log-dir=x", "")
+    code, out, _ = finish(launch("print(sys.argv[1:])", "--server-num=1", "--trainer_num", "1", args=args))
+    assert (code, out.splitlines()[0].partition("] ")[2]) == (0, str(list(args)))
+
+
+def test_a_module(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    code, out, _ = finish(launch("", "--server_num", "1", "--worker_num", "1", "-m", "pkg.train", "-m"))
+    assert (code, out.splitlines()[1]) == (0, "[worker 0] __main__ ['-m', 'script.py']")
+
+
+def test_servers_that_stay_are_ended_after_the_workers(launch: Launch) -> None:
+    script = """
+if serves:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ready(); time.sleep(60)
+wait("server.0")
+"""
+    code, _, err = finish(launch(script, *ONE_AND_TWO))
+    assert code == 0
+    assert said(err)[1:] == ["server 0 still running 0.4 s after the last worker ended: ending with SIGTERM"]
+
+
+def test_such_a_server_has_to_end_cleanly(launch: Launch) -> None:
+    code, _, err = finish(launch("ready()\nif serves: time.sleep(60)", *ONE_AND_TWO))
+    assert code == 128 + signal.SIGTERM
+    assert "server 0 did not end cleanly: killed by SIGTERM (exit code 143)" in said(err)[-1]
+
+
+def test_two_runs_on_the_same_ports(launch: Launch, tmp_path: Path) -> None:
+    script = """
+import socket
+if serves:
+    host, port = servers[int(me[-1])].split(":")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, int(port))); listener.listen()
+    ready()
+    listener.accept()[0].close()  # the server closes first, so its end of the connection lingers
+else:
+    wait("server.0"); wait("server.1")
+    host, port = servers[int(me[-1])].split(":")
+    socket.create_connection((host, int(port))).recv(1)
+print(*servers)
+"""
+    start = network.free_ports(1)[0] // 2 - 5000  # below the range the kernel serves
+    for _ in range(2):
+        code, out, err = finish(launch(script, *TWO_AND_TWO, "--start_port", str(start)))
+        assert code == 0, err
+        assert set(out.splitlines()) == {
+            f"[{role} {i}] 127.0.0.1:{start} 127.0.0.1:{start + 1}" for role in ("server", "worker") for i in (0, 1)
+        }
+        for path in tmp_path.glob("*.pid"):
+            path.unlink()
+
+
+# A job that fails, or is interrupted
+
+
+def test_the_first_failure_decides(launch: Launch, tmp_path: Path) -> None:
+    script = """
+ready()
+for name in ("server.0", "server.1", "worker.0", "worker.1"): wait(name)
+if me == "worker.1":
+    print("last words", file=sys.stderr)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+time.sleep(60)
+"""
+    code, _, err = finish(launch(script, *TWO_AND_TWO))
+    assert code == 7
+    lines = err.splitlines()
+    failure = next(i for i, line in enumerate(lines) if "failed" in line)
+    assert lines[failure] == (
+        "[fleetrun] worker 1 failed: exit code 7; its output is in logs/worker.1.log; "
+        "ending server 0, server 1 and worker 0"
+    )
+    assert lines.index("[worker 1] last words") < failure
+    assert (tmp_path / "logs" / "worker.1.log").read_text() == "last words\n"
+
+
+@pytest.mark.parametrize("role", ["worker.0", "server.0"])
+def test_a_process_killed_by_a_signal(launch: Launch, role: str) -> None:
+    script = f"ready(); wait('{role}')\nif me == '{role}': os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    code, _, err = finish(launch(script, *ONE_AND_TWO))
+    assert code == 137
+    assert f"{role.replace('.', ' ')} failed: killed by SIGKILL" in err
+
+
+def test_a_server_that_ends_early_is_no_failure_by_itself(launch: Launch) -> None:
+    code, _, err = finish(launch("if not serves: time.sleep(0.3)", *ONE_AND_TWO))
+    assert code == 0
+    assert "server 0 has ended; worker 0 and worker 1 still running" in said(err)
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
+    script = """
+if me == "worker.0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready()
+if me == "worker.1":
+    wait("worker.0"); wait("server.0")
+    sys.exit(3)
+time.sleep(60)
+"""
+    code, _, err = finish(launch(script, *ONE_AND_TWO))
+    assert code == 3
+    assert said(err)[-1] == "worker 0 still there 0.4 s after SIGTERM: killing"
+
+
+def test_what_a_process_left_behind_is_ended_too(launch: Launch) -> None:
+    script = """
+if not serves:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ready(me + ".child", child.pid)
+"""
+    code, _, err = finish(launch(script, *ONE_AND_TWO))
+    assert code == 0
+    assert said(err)[-1] == "worker 0, worker 1 left processes behind: ending them"
+
+
+def test_a_process_that_left_its_group_does_not_hold_the_launcher_up(launch: Launch, tmp_path: Path) -> None:
+    script = """
+if me == "worker.0":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    pathlib.Path("escaped").write_text(str(child.pid))
+"""
+    code, _, _ = finish(launch(script, *ONE_AND_TWO))
+    os.kill(int((tmp_path / "escaped").read_text()), signal.SIGKILL)
+    assert code == 0
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interruption_ends_all(launch: Launch, tmp_path: Path, signum: signal.Signals, expected: int) -> None:
+    launcher = launch("ready(); time.sleep(60)", *TWO_AND_TWO)
+    until(all_ready(tmp_path, 4))
+    launcher.send_signal(signum)
+    code, _, err = finish(launcher)
+    assert code == expected
+    assert said(err)[1].startswith(f"{signum.name}: ending server 0, server 1, worker 0 and worker 1")
+    assert "Traceback (most recent call last)" not in err
+
+
+def test_a_second_ctrl_c_kills_at_once(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)", *TWO_AND_TWO)
+    until(all_ready(tmp_path, 4))
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert len(left_behind(tmp_path)) == 4
+    launcher.send_signal(signal.SIGINT)
+    code, _, err = finish(launcher)
+    assert code == 130
+    assert said(err)[-1].startswith("killing server 0")
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_nothing_outlives_a_killed_launcher(launch: Launch, tmp_path: Path, stubborn: bool) -> None:
+    script = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+ready(me + ".child", child.pid)
+ready(); time.sleep(60)
+"""
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if stubborn else ""
+    launcher = launch(ignore + script, *ONE_AND_TWO)
+    until(all_ready(tmp_path, 6))
+    guards = [child.pid for child in psutil.Process(launcher.pid).children() if "guard.py" in " ".join(child.cmdline())]
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not left_behind(tmp_path))
+    until(lambda: not any(map(alive, guards)))
+
+
+def test_a_full_console_does_not_keep_a_failure_from_ending_the_job(launch: Launch, tmp_path: Path) -> None:
+    script = """
+ready()
+if me == "worker.0": os.write(1, b"x" * 99 + b"\\n") and [os.write(1, b"x" * 99 + b"\\n") for _ in range(10000)]
+if me == "worker.1": time.sleep(0.3); sys.exit(5)
+time.sleep(60)
+"""
+    launcher = launch(script, *ONE_AND_TWO)
+    until(all_ready(tmp_path, 3))
+    until(lambda: not left_behind(tmp_path))
+    code, out, _ = finish(launcher)  # only now is anything read
+    assert code == 5
+    assert set(out.splitlines()[:-1]) == {"[worker 0] " + "x" * 99}
+
+
+def test_a_console_that_went_away_does_not_end_the_job(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch("for i in range(2000): print(i)", *ONE_AND_TWO)
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    assert launcher.wait(timeout=10) == 0
+    assert (tmp_path / "logs" / "worker.1.log").read_text().split() == [str(i) for i in range(2000)]
+
+
+# One machine's part of a job
+
+
+def test_every_host_that_is_this_machine(launch: Launch) -> None:
+    first, second = network.free_ports(2)
+    lists = ("--servers", f"127.0.0.1:{first}, 127.0.0.2:{second}", "--workers", "127.0.0.1,127.0.0.2,127.0.0.2:77")
+    code, out, _ = finish(launch("print(os.environ['PADDLE_TRAINERS_NUM'])", *lists))
+    names = {f"server {i}" for i in range(2)} | {f"worker {i}" for i in range(3)}
+    assert (code, set(out.splitlines())) == (0, {f"[{name}] 3" for name in names})
+
+
+def test_two_launchers_make_one_job(launch: Launch) -> None:
+    first, second = network.free_ports(2)
+    lists = ("--servers", f"127.0.0.1:{first},127.0.0.2:{second}", "--workers", "127.0.0.1,127.0.0.2,127.0.0.2")
+    script = "print(os.environ['FLEET_JOB_ID'])"
+    found = []
+    for node, names in (("127.0.0.1", ["server 0", "worker 0"]), ("127.0.0.2", ["server 1", "worker 1", "worker 2"])):
+        code, out, _ = finish(launch(script, *lists, "--node_ip", node, "--log_dir", node))
+        assert code == 0
+        prefixed = dict(line[1:].split("] ") for line in out.splitlines())
+        assert sorted(prefixed) == names
+        found += prefixed.values()
+    assert len(set(found)) == 1
+
+
+# Bad arguments; nothing is started
+
+REFUSED = [
+    ("", "no script given"),
+    ("--server_num 1 --worker_num 1", "no script given"),
+    ("--server_num 1 --worker_num 1 nowhere.py", "there is no script nowhere.py"),
+    ("--server_num 1 --worker_num 1 -m nowhere.train", "there is no module nowhere.train"),
+    ("--server_num 1 --worker_num 1 .", "is a directory"),
+    ("script.py", "--server_num is missing"),
+    ("--server_num 1 script.py", "--worker_num is missing"),
+    ("--worker_num 1 script.py", "collective training, which is not there yet"),
+    ("--server_num 0 --worker_num 1 script.py", "--server_num is not usable; expected 1 or more; got 0"),
+    ("--server_num 1 --worker_num -2 script.py", "--worker_num is not usable; expected 1 or more; got -2"),
+    ("--server_num x --worker_num 1 script.py", "invalid int value: 'x'"),
+    ("--server_num 1 --worker_num 1 --grace -1 script.py", "--grace is not usable"),
+    ("--server_num 1 --worker_num 1 --log_dir script.py script.py", "--log_dir cannot be made"),
+    ("--server_num 3 --worker_num 1 --start_port 65534 script.py", "no room for 3 servers"),
+    ("--severs a:1 script.py", "unrecognized arguments: --severs"),
+    ("--server_num 1 --workers a script.py", "--server_num and --workers do not go together"),
+    ("--servers 127.0.0.1:80 script.py", "--workers is missing"),
+    ("--servers 2 --workers 4 script.py", "use --server_num 2"),
+    ("--servers a --workers a script.py", "malformed endpoint"),
+    ("--servers 203.0.113.1:80 --workers 203.0.113.2 script.py", "this machine is"),
+    ("--servers 127.0.0.1:80 --workers 203.0.113.2 script.py", "means a different machine on each machine"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line or "nothing" for line, _ in REFUSED])
+def test_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("raise SystemExit('started')")
+    assert cli.fleetrun(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("fleetrun: ")
+    assert out == ""
+
+
+def test_a_busy_port_and_who_holds_it() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"port {port} is busy, held by process {os.getpid()} \(.*python"):
+            network.consecutive_ports(port, 1)
+
+
+def test_free_ports_are_distinct() -> None:
+    assert len(set(network.free_ports(200))) == 200
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "-h"], ["server", "--help"]])
+def test_help_teaches(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    for word in {"--help": ["run", "server", "--version"], "server": ["--endpoint", "--model_dir", "example"]}.get(
+        argv[0], ["examples:", "--server_num", "--servers", "--grace", "PADDLE_TRAINER_ID", "FLEET_JOB_ID", "fleet run"]
+    ):
+        assert word in out
+
+
+def test_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"fleet \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert cli.main(["fly"]) == 2
+    assert cli.main([]) == 2
+    assert cli.main(["server"]) == 2
+    assert cli.main(["server", "--endpoint", "here"]) == 2
+    assert "malformed endpoint" in capsys.readouterr().err
+
+
+def test_the_launcher_is_light() -> None:
+    script = "import sys, fleet.launch.cli; print({'torch', 'numpy', 'grpc', 'numba'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"
+
+
+# The pure parts
+
+
+def plan(*, here: tuple[str, ...] = ("a", "b")) -> LaunchPlan:
+    return plan_launch(
+        servers=parse_servers("a:1,b:2"),
+        worker_hosts=parse_worker_hosts("a, b:5"),
+        here=here,
+        command=("python", "train.py"),
+        job_id="j",
+        inherited={},
+    )
+
+
+def test_the_plan_of_one_machine() -> None:
+    part = plan(here=("b",))
+    assert [process.name for process in part.processes] == ["server 1", "worker 1"]
+    assert not part.has_every_worker
+    assert plan().has_every_worker
+    inherited = {"PATH": "/bin", "PADDLE_TRAINER_ID": "4", "POD_IP": "x"}
+    environment = child_environment(inherited, part.processes[0])
+    assert environment["PADDLE_CURRENT_ENDPOINT"] == "b:2"
+    assert environment["PATH"] == "/bin"
+    assert not environment.keys() & {"PADDLE_TRAINER_ID", "POD_IP", "PADDLE_PORT"}
+
+
+def test_addresses() -> None:
+    assert parse_worker_hosts("[::1], [::2]:3,c ") == ("[::1]", "[::2]", "c")
+    for bad in ("a:1,a:1", "a:0", "0.0.0.0:5", "a:1,", "a"):
+        with pytest.raises(ConfigurationError):
+            parse_servers(bad)
+    for bad in ("", "a,,b", "a b", "3"):
+        with pytest.raises(ConfigurationError):
+            parse_worker_hosts(bad)
+    check_reachable(["127.0.0.1", "localhost"], {"127.0.0.1"})
+    with pytest.raises(ConfigurationError):
+        check_reachable(["localhost", "far"], {"localhost"})
+    assert shared_job_id(parse_servers("a:1"), ["b"]) == shared_job_id(parse_servers(" a:1 "), ["b"])
+    assert network.hosts_here(["localhost", "203.0.113.1"], None) == {"localhost"}
+    assert network.hosts_here(["localhost", "203.0.113.1", "elsewhere"], "203.0.113.1") == {"203.0.113.1"}
+
+
+def watched(here: tuple[str, ...] = ("a", "b")) -> tuple[Watch, dict[str, ProcessSpec]]:
+    of = plan(here=here)
+    return Watch(of, grace_s=10, log_dir="logs"), {process.name: process for process in of.processes}
+
+
+def test_workers_elsewhere_keep_the_servers() -> None:
+    watch, process = watched(here=("a",))
+    assert watch.exited(process["worker 0"], 0, now=1) == []
+    assert watch.deadline is None
+    assert watch.exited(process["server 0"], 0, now=2) == []
+    assert watch.done
+    assert watch.exit_code == 0
+
+
+def test_only_the_first_failure_counts() -> None:
+    watch, process = watched()
+    said, sent = watch.exited(process["server 0"], -signal.SIGSEGV, now=1)
+    assert isinstance(said, Say)
+    assert "server 0 failed: killed by SIGSEGV (exit code 139)" in said.text
+    assert sent == Send(signal.SIGTERM)
+    assert watch.exited(process["worker 0"], 4, now=2) == []
+    assert watch.interrupted(signal.SIGTERM, now=3) == []
+    assert watch.elapsed(now=10.9) == []
+    assert watch.elapsed(now=11)[1] == Send(signal.SIGKILL)
+    assert watch.deadline is None
+    watch.exited(process["server 1"], -9, now=12)
+    watch.exited(process["worker 1"], -9, now=12)
+    assert (watch.done, watch.exit_code) == (True, 139)
+
+
+def test_many_processes_are_counted_in_messages() -> None:
+    many = LaunchPlan(tuple(ProcessSpec(Role.WORKER, i, (), {}) for i in range(9)), worker_num=9)
+    said = Watch(many, grace_s=1, log_dir="logs").exited(many.processes[0], 1, now=0)[0]
+    assert isinstance(said, Say)
+    assert said.text.endswith("ending worker 1, worker 2, worker 3, worker 4, worker 5 and 3 more")
+
+
+def test_lines_come_out_whole_whatever_the_pieces() -> None:
+    data = b"alpha\nbeta\r\n\n\xff\xfe gamma\nrest"
+    for size in range(1, len(data) + 1):
+        lines = Lines()
+        found = [line for i in range(0, len(data), size) for line in lines.feed(data[i : i + size], now=-1e9)]
+        assert found == [b"alpha", b"beta", b"", b"\xff\xfe gamma"]
+        assert lines.close() == [b"rest"]
+        assert lines.close() == []
+
+
+def test_a_progress_bar_is_shown_now_and_then_and_at_its_end() -> None:
+    lines = Lines()
+    assert lines.feed(b"\r 10%", now=0.0) == [b" 10%"]
+    assert lines.feed(b"\r 20%", now=1.0) == []
+    assert lines.feed(b"\r 30%\r 40%", now=6.0) == [b" 40%"]
+    assert lines.feed(b"\r100%\nnext\n", now=6.1) == [b"100%", b"next"]
+    assert [lines.feed(b"%d%%\r" % i, now=20.0 + i) for i in range(4)] == [[], [b"1%"], [], []]
+    assert lines.close() == [b"3%"]
+
+
+def test_output_without_newlines_is_passed_on() -> None:
+    lines = Lines()
+    assert sum(map(len, lines.feed(b"x" * 200_000, now=0.0))) > 100_000

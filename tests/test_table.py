@@ -1,0 +1,285 @@
+"""Sparse tables: rows by id, when they begin to exist, and what they are then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.errors import ConfigurationError
+from fleet.ps.kernels import RULES
+from fleet.ps.kernels.rows import owner
+from fleet.ps.table.memory import MemoryStore
+from fleet.ps.table.merge import merge
+from fleet.ps.table.table import Table
+from fleet.transpiler.specs import Initializer, TableSpec
+
+INT64 = np.iinfo(np.int64)
+SPEC = TableSpec("user", 3, "float32", 0, None, Initializer.parse("uniform(-1, 2)"))
+
+
+def table(rule: str = "SGD", seed: int = 7, **changes: Any) -> Table:
+    kernel = RULES[rule].rows
+    assert kernel is not None
+    return Table(replace(SPEC, **changes), kernel, seed)
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def ones(count: int, dim: int = 3) -> Any:
+    return np.ones((count, dim), "float32")
+
+
+# ---------------------------------------------------------------------------------------------- the store
+
+few = st.one_of(st.integers(-4, 4), st.sampled_from([INT64.min, INT64.max]), st.integers(INT64.min, INT64.max))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(few, max_size=90, unique=True)), max_size=8))
+def test_a_store_is_a_dict(operations: list[tuple[bool, list[int]]]) -> None:
+    store, model = MemoryStore(), dict[int, int]()
+    store.ensure_column("a", 2, 1.5, "float32")
+    for inserting, values in operations:
+        if inserting:
+            for value in values:
+                model.setdefault(value, len(model))
+            assert store.insert(ids(*values)).tolist() == [model[value] for value in values]
+        else:
+            assert store.find(ids(*values)).tolist() == [model.get(value, -1) for value in values]
+    assert len(store) == len(model)
+    assert store.ids().tolist() == list(model)
+    assert (store.column("a")[: len(model)] == 1.5).all()
+
+
+@pytest.mark.parametrize("stride", [1, 64, 2**32, -(2**40)])
+def test_a_store_keeps_ids_and_columns_while_it_grows(stride: int) -> None:
+    store = MemoryStore()
+    store.ensure_column("a", 2, 0.0, "float64")
+    everything = np.arange(50_000, dtype=np.int64) * stride
+    for part in np.split(everything, 50):
+        slots = store.insert(part)
+        store.column("a")[slots] = part[:, None]
+    assert store.find(everything).tolist() == list(range(50_000))
+    assert np.array_equal(store.column("a")[:50_000, 1], everything.astype("float64"))
+    assert (store.find(everything + 1)[1:] == -1).sum() >= (0 if stride == 1 else 49_999)
+    assert np.array_equal(store.ids(10, 20), everything[10:20])
+
+
+def test_the_ids_of_one_server_of_many_are_found_as_fast() -> None:
+    # The server was chosen by the same hash: were the index to use its low bits, these would all collide.
+    mine = np.arange(400_000)
+    mine = mine[owner(mine, 64) == 5]
+    store = MemoryStore()
+    store.insert(mine)
+    index = np.flatnonzero(store._index)
+    runs = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+    assert max(map(len, runs)) < 200
+    assert len(store) == mine.size
+
+
+def test_a_later_column_and_a_later_fill() -> None:
+    store = MemoryStore()
+    store.insert(ids(1, 2))
+    store.ensure_column("a", 1, 3.0, "float32")
+    store.ensure_column("a", 1, 4.0, "float32")
+    store.insert(ids(3, 1))
+    assert store.column("a")[:3].ravel().tolist() == [3, 3, 4]
+    assert store.columns == ("a",)
+    with pytest.raises(ConfigurationError, match=r"a; expected 1 x float32; got 2 x float32"):
+        store.ensure_column("a", 2, 0.0, "float32")
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def test_reading_creates_nothing() -> None:
+    one = table()
+    fresh = one.read(ids(5, 9, 5), training=True)
+    assert fresh.dtype == np.float32
+    assert np.array_equal(fresh[0], fresh[2])
+    assert not np.array_equal(fresh[0], fresh[1])
+    assert (one.read(ids(5, 9), training=False) == 0.5).all(), "the mean of uniform(-1, 2)"
+    assert one.read(ids(), training=True).shape == (0, 3)
+    assert len(one) == 0
+    one.apply(ids(5), ones(1), {"lr": 1.0}, 1)
+    assert np.array_equal(one.read(ids(9, 5), training=False), [[0.5] * 3, fresh[0] - 1])
+    assert np.array_equal(one.read(ids(9, 5), training=True), [fresh[1], fresh[0] - 1])
+    assert len(one) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("start", ["zeros", "constant(2)", "uniform(-1, 2)", "normal(0, 0.1)"])
+def test_what_a_row_begins_with_depends_on_seed_table_and_id_alone(start: str, dtype: str) -> None:
+    changes: dict[str, Any] = {"initializer": Initializer.parse(start), "dtype": dtype}
+    everything = np.random.default_rng(0).permutation(1000)
+    seen = table(**changes).read(everything, training=True)
+
+    def trained(one: Table, mine: Any) -> Any:
+        one.apply(mine, np.zeros((mine.size, 3)), {"lr": 1.0}, 1)
+        return one.read(mine, training=False)
+
+    for servers in (1, 3):
+        owners = owner(everything, servers)
+        for server in range(servers):
+            mine = np.sort(everything[owners == server])
+            assert np.array_equal(trained(table(**changes), mine), seen[np.argsort(everything)][mine])
+    differ = start.startswith(("u", "n"))
+    assert (not np.array_equal(table(seed=8, **changes).read(everything, True), seen)) == differ
+    assert (not np.array_equal(table(name="item", **changes).read(everything, True), seen)) == differ
+    assert np.array_equal(table(seed=7 - 2**64, **changes).read(everything, True), seen)
+
+
+def test_an_initializer_that_is_unknown_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="magic"):
+        table(initializer=Initializer("magic"))
+
+
+# ---------------------------------------------------------------------------------------------- updating
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.rows])
+def test_a_table_trains_the_rows_touched_and_no_other(rule: str) -> None:
+    one, random = table(rule), np.random.default_rng(0)
+    for step in range(1, 30):
+        touched = random.permutation(200)[:50]
+        before = one.read(np.arange(200), training=True)
+        one.apply(touched, random.normal(size=(50, 3)), {"lr": 0.1}, step)
+        moved = (one.read(np.arange(200), training=True) != before).any(axis=1)
+        assert set(np.flatnonzero(moved)) == set(touched)
+    assert one.step == 29
+    assert one.nbytes >= len(one) * (8 + 12)
+
+
+def test_momentum_that_comes_later_finds_rows_without_it() -> None:
+    one = table(initializer=Initializer.parse("zeros"))
+    one.apply(ids(1), ones(1), {"lr": 1.0}, 1)
+    late = {"lr": 1.0, "momentum": 0.5, "dampening": 0.5}
+    one.apply(ids(1, 2), ones(2), late, 2)
+    one.apply(ids(1, 2), ones(2), late, 3)
+    assert one.read(ids(1, 2), True)[:, 0].tolist() == [-3, -2]
+
+
+def test_uploaded_rows_begin_with_the_state_of_untouched_ones() -> None:
+    options = {"lr": 0.0, "initial_accumulator_value": 0.25}
+    one = table("Adagrad")
+    one.load(ids(4, 2), {"weight": ones(2)})
+    one.apply(ids(2, 3), ones(2), options, 1)
+    keys, columns = one.export()
+    assert keys.tolist() == [4, 2, 3]
+    assert columns["sum"][:, 0].tolist() == [0.25, 1.25, 1.25]
+    assert columns["weight"][:2].tolist() == ones(2).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("Adagrad", {"initial_accumulator_value": 0.1})],
+)
+def test_an_exported_table_goes_on_where_it_stopped(rule: str, options: dict[str, Any]) -> None:
+    options = {"lr": 0.1, **options}
+    one, other = table(rule), table(rule)
+    everything = np.random.default_rng(0).integers(INT64.min, INT64.max, 500)
+    one.apply(everything, np.linspace(-1, 1, 1500).reshape(500, 3), options, 1)
+    for start in range(0, len(one), 200):
+        keys, columns = one.export(start, start + 200)
+        other.load(keys[::-1], {name: values[::-1] for name, values in columns.items()})
+    for each in (one, other):
+        each.apply(everything[100:], np.full((400, 3), 0.3), options, 2)
+        each.apply(ids(1, 2), ones(2), options, 3)
+    probe = np.append(everything, [1, 2])
+    assert np.array_equal(one.read(probe, True), other.read(probe, True))
+    assert len(one) == len(other) == 502
+
+
+def test_an_export_is_a_copy() -> None:
+    one = table()
+    one.apply(ids(1), ones(1), {"lr": 0.0}, 1)
+    keys, columns = one.export(0, 99)
+    keys[:], columns["weight"][:] = 5, 5
+    assert np.array_equal(one.read(ids(1), True), table().read(ids(1), True))
+
+
+@pytest.mark.parametrize("bad", [-1, 10, INT64.min, INT64.max])
+def test_an_id_out_of_range_is_named_with_its_table_and_bound(bad: int) -> None:
+    one = table(num_embeddings=10)
+    for call in (
+        lambda: one.read(ids(3, bad), True),
+        lambda: one.apply(ids(3, bad), ones(2), {"lr": 1.0}, 1),
+        lambda: one.load(ids(3, bad), {"weight": ones(2)}),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"table 'user'; expected 0 <= id < 10; got {bad}"):
+            call()
+    assert len(one) == 0
+    assert one.read(ids(0, 9), True).shape == (2, 3)
+
+
+def test_gradients_that_do_not_fit_are_refused_before_anything_is_written() -> None:
+    one = table()
+    for wrong in (ones(1), ones(2, 4), np.ones(6, "float32")):
+        with pytest.raises(ConfigurationError, match="expected"):
+            one.apply(ids(1, 2), wrong, {"lr": 1.0}, 1)
+        with pytest.raises(ConfigurationError, match="expected"):
+            one.load(ids(1, 2), {"weight": wrong})
+    assert len(one) == 0
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.rows])
+def test_nothing_is_left_to_compile_once_a_table_is_warm(rule: str) -> None:
+    from fleet.ps.kernels import jit
+
+    one = table(rule, num_embeddings=5000)
+    one.warm()
+    one.warm({"lr": 0.1})
+    assert len(one) == one.step == 0
+
+    import gc
+
+    functions = [each.native() for each in gc.get_objects() if type(each) is jit.Compiled]
+    before = sum(len(each.signatures) for each in functions)
+    full = {"lr": 0.1, "momentum": 0.9, "amsgrad": True, "centered": True, "weight_decay": 0.1}
+    for step, options in enumerate(({"lr": 0.1}, full), start=1):
+        touched, grads = merge([(np.arange(5000), np.ones((5000, 3), "float32"))] * 2, 2)
+        touched.flags.writeable = False
+        one.apply(touched, grads[:, ::-1], options, step)
+    keys, columns = one.export()
+    table(rule).load(keys, columns)
+    one.read(keys, training=True)
+    assert sum(len(each.signatures) for each in functions) == before
+
+
+# ---------------------------------------------------------------------------------------------- merging
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_merge_sums_in_order_and_divides(dtype: str) -> None:
+    random = np.random.default_rng(0)
+    sources = [
+        (random.permutation(100)[:60] - 50, (random.normal(size=(60, 4)) * 10.0**scale).astype(dtype))
+        for scale in (0, 3, -3, 2, 0)
+    ]
+    expected: dict[int, Any] = {}
+    for keys, grads in sources:
+        for key, grad in zip(keys.tolist(), grads, strict=True):
+            expected[key] = expected[key] + grad if key in expected else grad
+    keys, grads = merge(sources, 5)
+    assert keys.tolist() == list(expected)
+    assert grads.dtype == dtype
+    assert np.array_equal(grads, np.stack(list(expected.values())) / np.dtype(dtype).type(5))
+    keys, grads = merge(sources[:1], 1)
+    assert np.array_equal(keys, sources[0][0])
+    assert np.array_equal(grads, sources[0][1])
+    assert sources[0][1] is not grads
+
+
+def test_merge_of_nothing_and_of_what_does_not_fit() -> None:
+    keys, grads = merge([(ids(), ones(0)), (ids(), ones(0))], 2)
+    assert keys.shape == (0,)
+    assert grads.shape == (0, 3)
+    with pytest.raises(ConfigurationError, match=r"expected \(2, 3\); got \(1, 3\)"):
+        merge([(ids(1), ones(1)), (ids(1, 2), ones(1))], 2)
