@@ -12,7 +12,7 @@ import torch
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.embedding import make_remote
 from fleet.nn.handle import TableHandle, handle_of
-from fleet.ps.kernels import REFUSED, RULES, Rule
+from fleet.ps.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.strategy import Strategy
 from fleet.transpiler.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 
@@ -74,7 +74,8 @@ def describe(
                 objects.append(param)
             else:
                 handle.name = name
-                tables.append(_table_spec(name, handle, index, rule))
+                options = {option: group[option] for option in optimizer.defaults}
+                tables.append(_table_spec(name, handle, index, rule, options))
                 handles.append(handle)
     settings = PlanSettings(
         server_num=server_num,
@@ -113,12 +114,21 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
             expected="one of torch.optim's own: " + ", ".join(sorted(RULES)),
             todo="A new one is a file in fleet/ps/kernels; CONTRIBUTING.md has the recipe.",
         )
-    if optimizer.state:
+    if _has_stepped(optimizer):
         raise UnsupportedError(
             f"{name} already has state, which would be lost: state lives on the servers",
             todo="Wrap the optimizer before its first step; to go on from a checkpoint use init_server(model_dir).",
         )
     return rule
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is state that came from steps; Adagrad's constructor makes some that did not."""
+    for state in optimizer.state.values():
+        steps = state.get("step")
+        if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
+            return True
+    return False
 
 
 def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
@@ -139,7 +149,9 @@ def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) ->
     return ParamSpec(name, tuple(param.shape), _DTYPE_NAMES[param.dtype], group)
 
 
-def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule) -> TableSpec:
+def _table_spec(
+    name: str, handle: TableHandle, group: int, rule: Rule, options: dict[str, Any]
+) -> TableSpec:
     if rule.rows is None:
         usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
         raise UnsupportedError(
@@ -147,6 +159,12 @@ def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule) -> Table
             expected=f"one of {usable}",
             todo="Give the table's weight to another optimizer; distributed_optimizer takes a list.",
         )
+    unknown = set(options) - set(rule.rows.options) - set(rule.refused) - HINTS
+    for option in sorted(unknown):
+        if options[option]:
+            raise UnsupportedError(
+                f"{option}={options[option]!r} of {rule.name} cannot be honoured for rows of the table {name!r}"
+            )
     dtype = _DTYPE_NAMES.get(handle.weight.dtype, str(handle.weight.dtype))
     if dtype not in TABLE_DTYPES:
         raise UnsupportedError(f"the table {name!r} is {dtype}", expected="one of " + ", ".join(TABLE_DTYPES))

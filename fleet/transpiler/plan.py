@@ -77,5 +77,6 @@ def make_plan(spec: JobSpec) -> Plan:
             offset += numel
     dispatcher = DISPATCHERS[settings.split_method](settings.server_num)
     servers = tuple(dispatcher.dispatch([spec.params[block.param].name for block in blocks]))
-    fingerprint = hashlib.sha256(spec.to_json().encode() + repr(servers).encode()).hexdigest()
+    placement = repr(([block.numel for block in blocks], servers))
+    fingerprint = hashlib.sha256(spec.to_json().encode() + placement.encode()).hexdigest()
     return Plan(spec, tuple(blocks), servers, fingerprint)

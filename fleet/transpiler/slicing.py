@@ -28,9 +28,16 @@ def slice_variable(shapes: Sequence[Sequence[int]], slice_count: int, min_block_
     >>> slice_variable([[28, 784], [800, 10], [1024]], 10, 1024)[1:]
     [[1150, 1150, 1150, 1150, 1150, 1150, 1100], [1024]]
     """
-    for name, value in (("slice_count", slice_count), ("min_block_size", min_block_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-        if value < 1:
-            raise ConfigurationError(f"{name} must be positive", got=value)
+    _check("slice_count", slice_count, 1)
+    _check("min_block_size", min_block_size, 1)
+    for place, shape in enumerate(shapes):
+        for axis, size in enumerate(shape):
+            _check(f"shapes[{place}][{axis}]", size, 0)
     return [block_sizes(tuple(shape), slice_count, min_block_size) for shape in shapes]
+
+
+def _check(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+    if value < least:
+        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)

@@ -9,16 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fleet.errors import ConfigurationError, ProtocolError
+from fleet.transpiler.dispatch import DISPATCHERS
 
 #: Element types that travel, with their size in bytes.
 DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 #: Element types a sparse table may have: those the row kernels compute in.
 TABLE_DTYPES = ("float32", "float64")
+
+#: Initializers, with how many numbers each takes.
+INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
+
+#: Beyond these a description is a mistake or an attack, and memory for it is not even tried.
+_MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 20, 1 << 24, 1 << 48
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,6 @@ class Initializer:
         """Read ``"zeros"``, ``"constant(1.0)"``, ``"uniform(-0.01, 0.01)"``, ``"normal(0, 0.01)"``; None is torch's."""
         if text is None:
             return cls("normal", 0.0, 1.0)
-        arity = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
         kind, paren, rest = str(text).strip().partition("(")
         kind = kind.strip()
         try:
@@ -64,7 +71,7 @@ class Initializer:
                 raise ValueError
             inside = rest.rstrip()[:-1].strip()
             numbers = [float(part) for part in inside.split(",")] if inside else []
-            if arity[kind] != len(numbers) or not all(math.isfinite(x) for x in numbers):
+            if INITIALIZERS[kind] != len(numbers) or not all(math.isfinite(x) for x in numbers):
                 raise ValueError
             if kind == "uniform" and numbers[0] > numbers[1]:
                 raise ValueError
@@ -132,13 +139,17 @@ class JobSpec:
         """Read what a peer sent; anything that is not exactly a spec is a ``ProtocolError``."""
         try:
             raw = json.loads(text)
-            spec = cls(
-                params=tuple(_build(ParamSpec, item, shape=tuple(item["shape"])) for item in raw["params"]),
+            spec: JobSpec = _build(
+                cls,
+                raw,
+                params=tuple(_build(ParamSpec, item, shape=_tuple(item["shape"])) for item in _tuple(raw["params"])),
                 tables=tuple(
                     _build(TableSpec, item, initializer=_build(Initializer, item["initializer"]))
-                    for item in raw["tables"]
+                    for item in _tuple(raw["tables"])
                 ),
-                groups=tuple(_build(GroupSpec, item, options=tuple(item["options"])) for item in raw["groups"]),
+                groups=tuple(
+                    _build(GroupSpec, item, options=_tuple(item["options"])) for item in _tuple(raw["groups"])
+                ),
                 settings=_build(PlanSettings, raw["settings"]),
             )
             spec.check()
@@ -150,53 +161,86 @@ class JobSpec:
 
     def check(self) -> None:
         """Refuse impossible numbers before any memory is taken for them."""
+        settings, groups = self.settings, len(self.groups)
         names = [p.name for p in self.params] + [t.name for t in self.tables]
         whole = [p.group for p in self.params] + [t.group for t in self.tables] + [t.dim for t in self.tables]
-        whole += [n for p in self.params for n in p.shape]
-        whole += [self.settings.server_num, self.settings.worker_num, self.settings.min_block_size]
-        problems = [
-            "a name is not text" if not all(isinstance(n, str) for n in names) else "",
-            "two parameters share a name" if len(set(names)) != len(names) else "",
-            "a number is not whole or is negative"
-            if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in whole)
-            else "",
-        ]
-        if not any(problems):
-            groups = len(self.groups)
-            problems += [
-                "a group is out of range" if any(x.group >= groups for x in (*self.params, *self.tables)) else "",
-                "an element type is unknown" if any(p.dtype not in DTYPES for p in self.params) else "",
-                "a table's element type is unknown" if any(t.dtype not in TABLE_DTYPES for t in self.tables) else "",
-                "a table has no columns" if any(t.dim < 1 for t in self.tables) else "",
-                "there is no server or no worker"
-                if self.settings.server_num < 1 or self.settings.worker_num < 1 or self.settings.min_block_size < 1
-                else "",
-                "a parameter is larger than 2^48 elements" if any(p.numel > 1 << 48 for p in self.params) else "",
-            ]
-        found = [p for p in problems if p]
+        whole += [n for p in self.params for n in p.shape] + [g.optimizer for g in self.groups]
+        whole += [t.num_embeddings for t in self.tables if t.num_embeddings is not None]
+        processes = (settings.server_num, settings.worker_num)
+        starts = [t.initializer for t in self.tables]
+        problems = {
+            "a name is not text": not all(_is_text(name) for name in names),
+            "two parameters share a name": len(set(names)) != len(names),
+            "a number is negative": any(n < 0 for n in whole),
+            "a group is out of range": max((p.group for p in self.params), default=-1) >= groups
+            or max((t.group for t in self.tables), default=-1) >= groups,
+            "an element type is unknown": any(p.dtype not in DTYPES for p in self.params),
+            "a table's element type is unknown": any(t.dtype not in TABLE_DTYPES for t in self.tables),
+            "a table has no columns": any(t.dim < 1 for t in self.tables),
+            "a table has more than 2^24 columns": any(t.dim > _MOST_COLUMNS for t in self.tables),
+            "an initializer is unknown or not finite": any(
+                i.kind not in INITIALIZERS or not math.isfinite(i.a) or not math.isfinite(i.b) for i in starts
+            ),
+            "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
+            "there are more than 2^20 processes": max(processes) > _MOST_PROCESSES,
+            "split_method is unknown": settings.split_method not in DISPATCHERS,
+            "a parameter is larger than 2^48 elements": any(p.numel > _MOST_ELEMENTS for p in self.params),
+        }
+        found = [problem for problem, is_there in problems.items() if is_there]
         if found:
             raise ProtocolError("a job description is impossible", got=", ".join(found))
 
 
-def _build(kind: type[Any], item: Mapping[str, Any], **replaced: Any) -> Any:
-    names = {f.name for f in fields(kind)}
-    if set(item) != names:
-        raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(names), got=sorted(item))
-    return kind(**{**item, **replaced})
+def _is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8; JSON can smuggle in half a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _tuple(value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ProtocolError("a list is missing in a job description", got=repr(value)[:80])
+    return tuple(value)
+
+
+def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
+    hints = _hints(kind)
+    if set(item) != set(hints):
+        raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
+    values = {**item, **replaced}
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ProtocolError(f"{name} of a {kind.__name__} has the wrong type", got=repr(value)[:80])
+    return kind(**values)
+
+
+@cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is exactly of an annotated type: no bool for an int, no int for a float."""
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    return type(value) in (get_args(hint) or (hint,))
 
 
 def differences(ours: JobSpec, theirs: JobSpec) -> list[str]:
     """Say in words where two specs differ; empty when they are equal."""
     found: list[str] = []
     for title, mine, other in (("parameter", ours.params, theirs.params), ("table", ours.tables, theirs.tables)):
-        left = {item.name: item for item in mine}  # type: ignore[attr-defined]
-        right = {item.name: item for item in other}  # type: ignore[attr-defined]
+        left = {item.name: item for item in mine}
+        right = {item.name: item for item in other}
         found += [f"{title} {n!r} is only in the job's model" for n in left if n not in right]
         found += [f"{title} {n!r} is only in the newcomer's model" for n in right if n not in left]
         for name in left:
             if name in right and left[name] != right[name]:
                 found += [f"{title} {name!r}: " + _field_differences(left[name], right[name])]
-        if not found and [i.name for i in mine] != [i.name for i in other]:  # type: ignore[attr-defined]
+        if not found and [i.name for i in mine] != [i.name for i in other]:
             found.append(f"{title}s come in another order")
     for index, (group, other_group) in enumerate(zip(ours.groups, theirs.groups, strict=False)):
         if group != other_group:

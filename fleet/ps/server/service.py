@@ -235,7 +235,13 @@ class Service:
             self._job = job
             _log.info("%s: serving a job of %d workers", self._endpoint, spec.settings.worker_num)
         if request.worker == 0 and job.shard is None:
-            self._build_shard(job, hello)
+            try:
+                self._build_shard(job, hello)
+            except Exception as error:
+                # Without its shard this server is of no use to anybody: the job cannot run.
+                _log.exception("%s: the job cannot be set up", self._endpoint)
+                self._fail(JobAbortedError(f"server {self._endpoint} could not set up the job", got=str(error)), outbox)
+                raise self._failure or error from None
         reply = pb.Reply(
             version=job.gate.version, initialized=job.initialized, delivered=job.gate.delivered(request.worker)
         )

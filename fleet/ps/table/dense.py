@@ -6,6 +6,7 @@ values sent as one piece of memory. Not thread-safe: the caller holds the server
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,10 @@ class DenseShard:
             if rule.torch_class is None:
                 raise ProtocolError(f"{rule.name} cannot update a dense parameter")
             cls = getattr(torch.optim, rule.torch_class)
-            optimizer = cls([{**options[index], "params": members[index]} for index in indices])
+            # Some constructors read their own arguments rather than the groups (Adagrad's initial accumulator).
+            known = inspect.signature(cls).parameters
+            defaults = {key: value for key, value in options[indices[0]].items() if key in known}
+            optimizer = cls([{**options[index], "params": members[index]} for index in indices], **defaults)
             self._groups.update(zip(indices, optimizer.param_groups, strict=True))
             made.append(optimizer)
         return made

@@ -18,13 +18,14 @@ _KINDS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, 
 
 def error_reply(error: FleetError) -> Frame:
     def text(value: object) -> str:
-        return "" if value is None else str(value)
+        # A file name may hold bytes that are no text; they must not keep the error from its reader.
+        return "" if value is None else str(value).encode(errors="backslashreplace").decode()
 
     return Frame(
         pb.Reply(
             error=pb.Error(
                 kind=type(error).__name__,
-                what=error.what,
+                what=text(error.what),
                 where=text(error.where),
                 expected=text(error.expected),
                 got=text(error.got),

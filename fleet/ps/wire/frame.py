@@ -99,13 +99,16 @@ def read_frame(kind: type[M], pieces: Iterable[bytes]) -> Frame:
             got=f"{header_size} and {payload_size}",
         )
     start = padded(_PREFIX.size + header_size)
-    need(start if payload_size else _PREFIX.size + header_size)
+    need(start)
     try:
         message = kind.FromString(bytes(head[_PREFIX.size : _PREFIX.size + header_size]))
-    except DecodeError as error:
+    except (DecodeError, ValueError) as error:  # protobuf in pure Python lets bad UTF-8 through as it is
         raise ProtocolError("a frame's header cannot be read", got=str(error)) from None
     offsets = _layout(message, payload_size)
-    payload = np.empty(payload_size, dtype=np.uint8)
+    try:
+        payload = np.empty(payload_size, dtype=np.uint8)
+    except MemoryError:
+        raise ProtocolError("there is no memory for a frame", got=f"{payload_size} bytes of payload") from None
     filled = 0
     rest: bytes | bytearray | memoryview | None = memoryview(head)[start:]
     while rest is not None:

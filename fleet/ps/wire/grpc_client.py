@@ -10,7 +10,7 @@ import grpc
 from fleet.cluster import Endpoint
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import PIECE_BYTES, Frame, read_frame
-from fleet.ps.wire.transport import TransportError
+from fleet.ps.wire.transport import BrokenCall, Call, TransportError
 
 #: One piece and its share of protobuf and HTTP/2 framing.
 MAX_MESSAGE_BYTES = PIECE_BYTES + (64 << 10)
@@ -27,6 +27,8 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.http2.lookahead_bytes", 1 << 22),
+    # A connection of its own, also beside other workers in this process: one that stalls must not stall the others.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
@@ -36,13 +38,16 @@ class GrpcChannel:
         self._exchange = self._channel.unary_stream(EXCHANGE)
         self._upload = self._channel.stream_stream(UPLOAD)
 
-    def start(self, request: Frame, timeout_s: float | None = None) -> GrpcCall:
+    def start(self, request: Frame, timeout_s: float | None = None) -> Call:
         pieces = request.pieces()
         first = next(pieces)
         second = next(pieces, None)
-        if second is None:
-            return GrpcCall(self._exchange(first, timeout=timeout_s), timeout_s)
-        return GrpcCall(self._upload(_chained(first, second, pieces), timeout=timeout_s), timeout_s)
+        try:
+            if second is None:
+                return GrpcCall(self._exchange(first, timeout=timeout_s), timeout_s)
+            return GrpcCall(self._upload(_chained(first, second, pieces), timeout=timeout_s), timeout_s)
+        except ValueError as error:  # gRPC's answer to a request on a closed channel
+            return BrokenCall(str(error))
 
     def close(self) -> None:
         self._channel.close()
@@ -61,8 +66,6 @@ class GrpcCall:
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TransportError(f"no reply within {self._timeout_s:g} s") from None
             raise TransportError(f"{code.name.lower()}: {error.details()}") from None
-        except ValueError as error:  # gRPC's answer to a request on a closed channel
-            raise TransportError(str(error)) from None
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -9,7 +9,10 @@ figures are in docs/design.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +25,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, UPLOAD, GrpcChannel
 from fleet.ps.wire.port_holder import holder_of, is_taken
 from fleet.ps.wire.transport import Handler
+
+_log = logging.getLogger("fleet.wire")
 
 _Send = Callable[[bytes | None], None]
 
@@ -52,7 +57,7 @@ class GrpcListener:
             raise _port_in_use(endpoint)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fleet-rpc")
         self._server = grpc.server(self._pool, options=_OPTIONS)
-        self._server.add_generic_rpc_handlers((_Handlers(handler, self._pool),))
+        self._server.add_generic_rpc_handlers((_Handlers(handler, self._pool, threads),))
         try:
             self._server.add_insecure_port(str(endpoint))
         except RuntimeError as error:
@@ -83,12 +88,15 @@ def _port_in_use(endpoint: Endpoint) -> PortInUseError:
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, handler: Handler, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, handler: Handler, pool: ThreadPoolExecutor, threads: int) -> None:
+        # A peer has two lanes, and one thread stays free of both.
+        lanes = _Lanes(pool, max(1, (threads - 1) // 2))
+
         def exchange(request: bytes, context: Any, send: _Send) -> None:
-            _Exchange(context, send, pool).serve(handler, (request,))
+            _Exchange(context, send, lanes).serve(handler, (request,))
 
         def upload(requests: Iterator[bytes], context: Any, send: _Send) -> None:
-            _Exchange(context, send, pool).serve(handler, requests)
+            _Exchange(context, send, lanes).serve(handler, requests)
 
         exchange.experimental_non_blocking = True  # type: ignore[attr-defined]
         upload.experimental_non_blocking = True  # type: ignore[attr-defined]
@@ -101,26 +109,91 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._methods.get(details.method)
 
 
-class _Exchange:
-    """One request and its reply. A reply that comes late leaves on a pool thread: gRPC's send waits for the peer to
-    read, and whoever closed a round must not wait for the slowest reader in it."""
+class _Lanes:
+    """Replies on their way out. gRPC's send waits for the peer to read, so every peer has a lane, with room for a few
+    replies side by side and the others behind them: one that stops reading never holds all threads of the pool.
 
-    def __init__(self, context: Any, send: _Send, pool: ThreadPoolExecutor) -> None:
+    The room is more than one where the pool allows it, since a peer may wait for its second reply before its first.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, room: int) -> None:
+        self._pool = pool
+        self._room = room
+        self._lock = threading.Lock()
+        self._busy: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+
+    def enter(self, lane: Hashable, deliver: Callable[[], None], *, here: bool) -> None:
+        """Send as soon as there is room: on this thread if that is now and ``here``, else on one of the pool."""
+        with self._lock:
+            if self._busy[lane] >= self._room:
+                self._waiting.setdefault(lane, deque()).append(deliver)
+                return
+            self._busy[lane] += 1
+        if here:
+            self._drain(lane, deliver)
+        else:
+            with contextlib.suppress(RuntimeError):  # the pool is closed, and with it every connection
+                self._pool.submit(self._drain, lane, deliver)
+
+    def _drain(self, lane: Hashable, deliver: Callable[[], None]) -> None:
+        following: Callable[[], None] | None = deliver
+        while following is not None:
+            try:
+                following()
+            except Exception:
+                _log.exception("a reply could not be sent")
+            following = self._next(lane)
+
+    def _next(self, lane: Hashable) -> Callable[[], None] | None:
+        """What waits in this lane; with nothing left, one place in it becomes free."""
+        with self._lock:
+            waiting = self._waiting.get(lane)
+            if waiting:
+                return waiting.popleft()
+            self._waiting.pop(lane, None)
+            self._busy[lane] -= 1
+            if not self._busy[lane]:
+                del self._busy[lane]
+            return None
+
+
+class _Exchange:
+    """One request and its reply. No handler waits for a peer to read: a reply that is there when the handler returns
+    leaves then, on the request's thread; one that comes late, or to a peer still busy reading, on a thread of the pool.
+    """
+
+    def __init__(self, context: Any, send: _Send, lanes: _Lanes) -> None:
         self._context = context
         self._send = send
-        self._pool = pool
-        self._late = False
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self._serving = True
+        self._reply: Frame | None = None
 
     def serve(self, handler: Handler, pieces: Iterable[bytes]) -> None:
-        serve(handler, pieces, self._respond)
-        self._late = True
+        try:
+            serve(handler, pieces, self._respond)
+        finally:
+            with self._lock:
+                self._serving = False
+                reply = self._reply
+        if reply is not None:
+            self._leave(reply, here=True)
 
     def _respond(self, reply: Frame) -> None:
-        if self._late:
-            with contextlib.suppress(RuntimeError):  # the pool is closed, and with it every connection
-                self._pool.submit(self._deliver, reply)
-        else:
-            self._deliver(reply)
+        with self._lock:
+            if self._reply is not None:
+                return  # a handler that answered and failed after it
+            self._reply = reply
+            if self._serving:
+                return
+        self._leave(reply, here=False)
+
+    def _leave(self, reply: Frame, here: bool) -> None:
+        # Small replies overtake large ones, so that a heartbeat is answered while a model is sent.
+        lane = (self._context.peer(), bool(reply.tensors))
+        self._lanes.enter(lane, lambda: self._deliver(reply), here=here)
 
     def _deliver(self, reply: Frame) -> None:
         if not self._context.is_active():

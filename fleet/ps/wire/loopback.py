@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from fleet.cluster import Endpoint
@@ -15,79 +15,117 @@ from fleet.errors import PortInUseError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import serve
 from fleet.ps.wire.frame import Frame, read_frame
-from fleet.ps.wire.transport import Handler, TransportError
+from fleet.ps.wire.transport import BrokenCall, Call, Handler, TransportError
 
 
 class LoopbackNetwork:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._handlers: dict[Endpoint, Handler] = {}
+        self._listeners: dict[Endpoint, _Listener] = {}
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> _Listener:
         with self._lock:
-            if endpoint in self._handlers:
+            if endpoint in self._listeners:
                 raise PortInUseError("the endpoint is taken", where=str(endpoint))
-            self._handlers[endpoint] = handler
-        return _Listener(self, endpoint)
+            self._listeners[endpoint] = _Listener(self, endpoint, handler)
+            return self._listeners[endpoint]
 
     def connect(self, endpoint: Endpoint) -> _Channel:
         return _Channel(self, endpoint)
 
-    def handler(self, endpoint: Endpoint) -> Handler | None:
+    def listener(self, endpoint: Endpoint) -> _Listener | None:
         with self._lock:
-            return self._handlers.get(endpoint)
+            return self._listeners.get(endpoint)
 
-    def forget(self, endpoint: Endpoint) -> None:
+    def forget(self, endpoint: Endpoint, listener: _Listener) -> None:
         with self._lock:
-            self._handlers.pop(endpoint, None)
+            if self._listeners.get(endpoint) is listener:
+                del self._listeners[endpoint]
 
 
 class _Listener:
-    def __init__(self, network: LoopbackNetwork, endpoint: Endpoint) -> None:
+    def __init__(self, network: LoopbackNetwork, endpoint: Endpoint, handler: Handler) -> None:
         self._network = network
         self._endpoint = endpoint
+        self.handler = handler
+        self.calls = _Calls()
 
-    def close(self, grace_s: float = 0.0) -> None:  # noqa: ARG002 - replies leave at once here
-        self._network.forget(self._endpoint)
+    def close(self, grace_s: float = 0.0) -> None:
+        self._network.forget(self._endpoint, self)
+        self.calls.end(f"the server at {self._endpoint} closed", grace_s)
 
 
 class _Channel:
     def __init__(self, network: LoopbackNetwork, endpoint: Endpoint) -> None:
         self._network = network
         self._endpoint = endpoint
+        self._calls = _Calls()
 
-    def start(self, request: Frame, timeout_s: float | None = None) -> _Call:
+    def start(self, request: Frame, timeout_s: float | None = None) -> Call:
+        listener = self._network.listener(self._endpoint)
         call = _Call(timeout_s)
-        handler = self._network.handler(self._endpoint)
-        if handler is None:
-            call.fail(TransportError(f"nobody listens at {self._endpoint}"))
-            return call
-        serve(handler, request.pieces(), call.respond)
+        if listener is None or not listener.calls.add(call):
+            return BrokenCall(f"nobody listens at {self._endpoint}")
+        if not self._calls.add(call):
+            call.cancel()
+            return BrokenCall("the channel is closed")
+        serve(listener.handler, request.pieces(), call.respond)
         return call
 
     def close(self) -> None:
-        pass
+        self._calls.end("the channel is closed", 0.0)
 
 
 class _Call:
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
-        self._future: Future[list[bytes]] = Future()
+        self.future: Future[list[bytes]] = Future()
 
     def respond(self, reply: Frame) -> None:
         with contextlib.suppress(InvalidStateError):  # the caller gave up while its request waited
-            self._future.set_result(list(reply.pieces()))
+            self.future.set_result(list(reply.pieces()))
 
     def fail(self, error: TransportError) -> None:
-        self._future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
 
     def result(self) -> Frame:
         try:
-            return read_frame(pb.Reply, self._future.result(self._timeout_s))
+            return read_frame(pb.Reply, self.future.result(self._timeout_s))
         except CancelledError:
             raise TransportError("cancelled") from None
         except FutureTimeoutError:
+            self.cancel()
             raise TransportError(f"no reply within {self._timeout_s:g} s") from None
 
     def cancel(self) -> None:
-        self._future.cancel()
+        self.future.cancel()
+
+
+class _Calls:
+    """The calls under way on one side of the line; closing that side ends them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: dict[Future[list[bytes]], _Call] = {}
+        self._closed = False
+
+    def add(self, call: _Call) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self._under_way[call.future] = call
+        call.future.add_done_callback(self._done)
+        return True
+
+    def _done(self, future: Future[list[bytes]]) -> None:
+        with self._lock:
+            self._under_way.pop(future, None)
+
+    def end(self, reason: str, grace_s: float) -> None:
+        with self._lock:
+            self._closed = True
+            under_way = list(self._under_way.values())
+        wait([call.future for call in under_way], grace_s)
+        for call in under_way:
+            call.fail(TransportError(reason))

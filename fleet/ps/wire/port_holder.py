@@ -18,15 +18,15 @@ def is_taken(endpoint: Endpoint) -> bool:
     except OSError:
         return False
     for family, kind, proto, _, address in infos:
-        with socket.socket(family, kind, proto) as probe:
-            # As servers do: connections of a job that just ended (TIME_WAIT) do not hold its port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                # As servers do: connections of a job that just ended (TIME_WAIT) do not hold its port.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen(1)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return True
+        except OSError as error:  # an address or a family this machine does not have is no port in use
+            if error.errno == errno.EADDRINUSE:
+                return True
     return False
 
 
@@ -36,12 +36,19 @@ def holder_of(port: int) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             for descriptor in (process / "fd").iterdir():
-                if os.readlink(descriptor) in inodes:
+                if _target(descriptor) in inodes:
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                     return f"held by process {process.name} ({command[:120]})"
         except OSError:
             continue
     return "held by another process"
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:  # closed since it was listed, as the listing's own is
+        return ""
 
 
 def _listening_inodes(port: int) -> set[str]:

@@ -15,6 +15,9 @@ from fleet.errors import ProtocolError
 #: Each tensor of a payload starts at a multiple of this many bytes, so that it can be used in place.
 ALIGNMENT = 16
 
+#: More elements than any payload holds: past it numpy cannot even describe an array, be it empty.
+_MAX_NUMEL = 1 << 40
+
 #: numpy has no bfloat16; its bits travel as 16-bit words and only torch looks at them as numbers.
 _NUMPY: dict[str, Any] = {
     "float32": np.float32,
@@ -24,9 +27,7 @@ _NUMPY: dict[str, Any] = {
     "int64": np.int64,
     "uint8": np.uint8,
 }
-_TORCH = {
-    name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8")
-}
+_TORCH = {name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8")}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 
@@ -43,7 +44,7 @@ class WireTensor:
             value = value.detach().cpu().contiguous()
             name = _NAMES[value.dtype]
             return cls(name, value.view(torch.uint16).numpy() if name == "bfloat16" else value.numpy())
-        return cls(value.dtype.name, np.ascontiguousarray(value))
+        return cls(value.dtype.name, np.asarray(value, order="C"))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class WireTensor:
 
     @property
     def bytes(self) -> memoryview:
-        return memoryview(self.array.reshape(-1).view(np.uint8))
+        return self.array.reshape(-1).view(np.uint8).data
 
     def numpy(self) -> np.ndarray[Any, Any]:
         return self.array
@@ -71,6 +72,8 @@ def checked_size(dtype: str, shape: Sequence[int]) -> int:
         raise ProtocolError("a tensor has an unknown element type", expected=", ".join(_NUMPY), got=repr(dtype)[:40])
     if len(shape) > 16:
         raise ProtocolError("a tensor has too many dimensions", expected="at most 16", got=len(shape))
+    if math.prod(dim or 1 for dim in shape) > _MAX_NUMEL:
+        raise ProtocolError("a tensor's shape is impossible", got=tuple(shape))
     return math.prod(shape) * int(np.dtype(_NUMPY[dtype]).itemsize)
 
 

@@ -32,17 +32,32 @@ class Call(Protocol):
         ...
 
 
+class BrokenCall:
+    """A request that could not even leave."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def result(self) -> Frame:
+        raise TransportError(self._reason)
+
+    def cancel(self) -> None:
+        pass
+
+
 class Channel(Protocol):
     """A line to one endpoint. Made without a connection; that comes with the first request."""
 
     def start(self, request: Frame, timeout_s: float | None = None) -> Call: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the calls under way, and every later one, with a ``TransportError``."""
+        ...
 
 
 class Listener(Protocol):
     def close(self, grace_s: float = 0.0) -> None:
-        """Stop taking requests; give replies under way ``grace_s`` to leave."""
+        """Stop taking requests; give replies under way ``grace_s`` to leave, then break the calls that are left."""
         ...
 
 

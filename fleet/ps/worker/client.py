@@ -202,20 +202,23 @@ class Pending:
         """The reply. Errors the server sent are raised, as is whatever ended the line."""
         client = self._client
         retries = 0
+        broken_at = client.clock.now()
         while True:
-            sent_at = client.clock.now()
+            call = self._call
             try:
-                reply = self._call.result()
+                reply = call.result()
             except TransportError as error:
-                client.settle(self._call)
                 if client.failure is not None:
                     raise client.failure from None
-                retries += client.heard_since(sent_at)
+                # Counted from one break to the next: many breaks fit between two heartbeats.
+                retries += client.heard_since(broken_at)
+                broken_at = client.clock.now()
                 if retries > client.retry_times:
                     raise client.broken(self._what, retries, error) from None
                 client.clock.sleep(RETRY_PAUSE_S)
                 self._call = client.launch(self._frame)
             else:
-                client.settle(self._call)
                 client.answered()
                 return raise_if_error(reply)
+            finally:
+                client.settle(call)

@@ -86,8 +86,9 @@ class WorkerRuntime:
                     if not reply.initialized:
                         self._upload(server)
             self._take_dense(self._pull_dense())
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            # Servers that let this worker in would otherwise wait for it until their deadline.
+            self.abort(f"it could not start: {type(error).__name__}: {error}")
             raise
         for handle in self._description.handles:
             handle.source = self

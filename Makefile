@@ -1,0 +1,80 @@
+# The two commands of the README are `make quickstart` and `make test`. Each needs a Python from 3.10 to 3.13 and
+# nothing else: the first one to run makes a virtual environment and installs everything into it.
+#
+#   make test PYTHON=python3.12         another interpreter than python3
+#   make test ARGS="-k adam -x"         arguments for pytest
+#   make test VENV=/somewhere/else      another place for the virtual environment
+#
+# pip's own settings apply as usual (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, …), for a CPU-only build of torch, say.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test lint format types protos clean
+
+help:
+	@echo "make quickstart   train the example model on this machine"
+	@echo "make test         run the tests"
+	@echo "make lint types   what else CI checks; make format repairs the layout"
+	@echo "make protos       regenerate the protobuf stubs"
+	@echo "make clean        remove whatever these have made"
+
+# ---------------------------------------------------------------------------------------------- set-up
+
+# The stamp is younger than the files it was made from as long as the environment is what they say.
+STAMP := $(VENV)/.installed-by-make
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+		{ echo "$(PYTHON) is not a Python from 3.10 to 3.13. Name one: make PYTHON=python3.12 …" >&2; exit 1; }
+	@echo "Installing into $(VENV); the first time, torch takes minutes."
+	$(PYTHON) -m venv $(VENV)
+	@# torch first: it is by far the largest, and if there is none for this machine that is better known at once.
+	$(PIP) torch
+	$(PIP) --editable '.[dev,examples]'
+	@touch $@
+
+# ---------------------------------------------------------------------------------------------- the two commands
+
+quickstart: $(STAMP)
+	$(BIN)/python examples/quickstart.py
+
+# Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way.
+test: $(STAMP)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
+
+# ---------------------------------------------------------------------------------------------- for contributors
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Generated code refuses a protobuf older than its generator, so an old generator is what keeps the range wide: the
+# stubs of this release run on protobuf 4.21 to 7. It in turn is for Python up to 3.11 and needs the pkg_resources
+# that setuptools has dropped since.
+PROTO_PYTHON ?= python3.11
+PROTO_VENV := build/protos-venv
+
+protos:
+	$(PROTO_PYTHON) -m venv --clear $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip --disable-pip-version-check install --quiet 'grpcio-tools==1.49.1' 'setuptools<70'
+	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. fleet/ps/wire/fleet.proto
+	rm -rf $(PROTO_VENV)
+
+clean:
+	rm -rf $(VENV) .ci-venv build dist logs ckpt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fleet tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,82 @@
+"""For every test: torch on one thread, and nothing left running afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+#: Threads and processes that were told to end get this long to do so.
+GRACE_S = 5.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """Tests run whole jobs as threads of one process, and each would otherwise ask for every core."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running() -> Iterator[None]:
+    """A test leaves no thread of ours, none that would keep the interpreter alive, and no process.
+
+    Daemon threads of others are let be: gRPC, for one, keeps some for good. Whatever a fixture of a wider scope has
+    started was there before and is not the test's.
+    """
+    threads_before = set(threading.enumerate())
+    processes_before = set(psutil.Process().children(recursive=True))
+    yield
+
+    def threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t not in threads_before and (_is_ours(t) or not t.daemon)]
+
+    def processes() -> list[psutil.Process]:
+        found = psutil.Process().children(recursive=True)
+        return [process for process in found if process not in processes_before and _counts(process)]
+
+    deadline = time.monotonic() + GRACE_S
+    while (threads() or processes()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = [f"thread {thread.name}" for thread in threads()]
+    for process in processes():
+        try:
+            left.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.kill()  # or it would be in the way of all tests to come
+        except psutil.NoSuchProcess:
+            continue
+    if left:
+        pytest.fail(f"left running {GRACE_S:g} s after the test: " + "; ".join(left))
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    return thread.name.startswith("fleet")
+
+
+def _counts(process: psutil.Process) -> bool:
+    """Dead ones that nobody collected do not, nor does multiprocessing's helper, which is there once and for all."""
+    try:
+        is_helper = any("multiprocessing" in word and "tracker" in word for word in process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and not is_helper
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def free_endpoints() -> Callable[[int], list[str]]:
+    """Makes endpoints nobody listens at: ports the system gives, all held until all are chosen."""
+
+    def choose(count: int) -> list[str]:
+        with contextlib.ExitStack() as held:
+            sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+            for each in sockets:
+                each.bind(("127.0.0.1", 0))
+            return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+    return choose

@@ -1,0 +1,104 @@
+"""Whole jobs inside one process: every worker and server is a thread with a ``Fleet`` of its own."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fleet import Fleet
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.transport import Network
+from fleet.role_maker import Role, UserDefinedRoleMaker
+
+#: Short enough for a test of failures, long enough for a busy machine.
+PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "15"}
+
+Body = Callable[[Fleet, int], Any]
+
+
+class Job:
+    """``workers`` threads run ``body(fleet, index)``; ``servers`` threads serve. ``run`` returns what the bodies do."""
+
+    def __init__(
+        self,
+        body: Body,
+        workers: int = 1,
+        servers: int = 1,
+        *,
+        network: Network | None = None,
+        environ: Mapping[str, str] | None = None,
+        model_dir: str | None = None,
+        endpoints: list[str] | None = None,
+    ) -> None:
+        self.body = body
+        self.workers = workers
+        self.endpoints = endpoints or [f"server{index}:1" for index in range(servers)]
+        self.network = network or LoopbackNetwork()
+        self.environ = PATIENT if environ is None else environ
+        self.model_dir = model_dir
+        self.results: dict[int, Any] = {}
+        self.errors: dict[str, BaseException] = {}
+
+    def fleet(self, role: Role, index: int) -> Fleet:
+        fleet = Fleet(environ=self.environ, network=self.network)
+        fleet.init(UserDefinedRoleMaker(index, role, self.workers, self.endpoints))
+        return fleet
+
+    def serve(self, index: int) -> None:
+        try:
+            fleet = self.fleet(Role.SERVER, index)
+            fleet.init_server(self.model_dir)
+            fleet.run_server()
+        except BaseException as error:
+            self.errors[f"server {index}"] = error
+
+    def work(self, index: int) -> None:
+        fleet = None
+        try:
+            fleet = self.fleet(Role.WORKER, index)
+            self.results[index] = self.body(fleet, index)
+            fleet.stop_worker()
+        except BaseException as error:
+            self.errors[f"worker {index}"] = error
+            if fleet is not None and fleet._chosen is not None:
+                fleet._chosen.abort("".join(traceback.format_exception(error)))
+
+    def start(self) -> list[threading.Thread]:
+        servers = [(self.serve, index) for index in range(len(self.endpoints))]
+        threads = [
+            threading.Thread(target=target, args=(index,), name=f"job-{target.__name__}-{index}", daemon=True)
+            for target, index in [*servers, *((self.work, index) for index in range(self.workers))]
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def join(self, threads: list[threading.Thread], timeout_s: float = 60.0) -> None:
+        for thread in threads:
+            thread.join(timeout_s)
+            assert not thread.is_alive(), f"{thread.name} hangs"
+
+    def run(self) -> list[Any]:
+        """The results of all workers; the first failure is raised."""
+        self.join(self.start())
+        for name, error in sorted(self.errors.items(), key=lambda item: "worker" not in item[0]):
+            raise AssertionError(f"{name} failed: {error}") from error
+        return [self.results[index] for index in range(self.workers)]
+
+
+def run_job(body: Body, workers: int = 1, servers: int = 1, **options: Any) -> list[Any]:
+    return Job(body, workers, servers, **options).run()
+
+
+def values(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of a model's dense parameters."""
+    return [p.detach().clone() for p in model.parameters() if p.shape[:1] != (0,)]
+
+
+def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-6) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,550 @@
+"""The server half of every consistency mode, explored.
+
+``explore`` walks every order in which the requests of a few workers can reach a gate, with a limited number of
+repeated pushes and departures put in anywhere, and checks after every event what no order may break. A state that was
+reached before is not walked again, so that all orders of three workers are a matter of seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import pytest
+
+from fleet.errors import ProtocolError
+from fleet.ps.consistency import MODES
+from fleet.ps.consistency.base import Answer, Apply, Effect, Gate, Mode
+from fleet.ps.consistency.sync import SyncGate
+
+STEPS = 3
+
+
+class Violation(AssertionError):
+    """Some order of events broke a property; the message tells which order."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A waiting request: of which worker, after which of its steps, the original (0) or which repetition."""
+
+    worker: int
+    step: int
+    repetition: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    worker: int
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """A worker waits for its start version, then pushes a step and waits for what that step needs, and so on."""
+
+    delivered: int
+    waited: int
+    applied: int
+    parked: bool = False
+    left: bool = False
+
+
+@dataclass
+class State:
+    gate: Gate
+    workers: tuple[WorkerState, ...]
+    parked: dict[Ticket, int]
+    applied: int
+    repeats_left: int
+    departures_left: int
+
+    def key(self) -> Hashable:
+        return (
+            frozen(self.gate),
+            self.workers,
+            frozenset(self.parked.items()),
+            self.applied,
+            self.repeats_left,
+            self.departures_left,
+        )
+
+
+def frozen(value: Any) -> Hashable:
+    """A hashable picture of everything a gate remembers."""
+    if isinstance(value, dict):
+        return tuple((frozen(key), frozen(item)) for key, item in value.items())
+    if isinstance(value, set | frozenset):
+        return frozenset(frozen(item) for item in value)
+    if isinstance(value, list | tuple):
+        return tuple(frozen(item) for item in value)
+    if hasattr(value, "__dict__") and not isinstance(value, Ticket):
+        return (type(value).__name__, frozen(vars(value)))
+    hash(value)
+    return value
+
+
+@dataclass
+class Explorer:
+    """All orders of ``worker_num`` workers that take ``STEPS`` steps from version ``start``."""
+
+    mode: Mode
+    worker_num: int
+    repeats: int = 0
+    departures: int = 0
+    start: int = 0
+    trace: list[Event] = field(default_factory=list)
+    seen: set[Hashable] = field(default_factory=set)
+    rounds: set[tuple[int, ...]] = field(default_factory=set)
+    endings: int = 0
+
+    def explore(self) -> Explorer:
+        begin = WorkerState(delivered=self.start, waited=self.start - 1, applied=self.start)
+        gate = self.mode.gate(range(self.worker_num), self.start)
+        self.walk(State(gate, (begin,) * self.worker_num, {}, self.start, self.repeats, self.departures))
+        return self
+
+    def walk(self, state: State) -> None:
+        key = state.key()
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        due = list(self.due(state))
+        if not due:
+            self.check_ending(state)
+        for event in [*due, *self.mishaps(state)]:
+            self.trace.append(event)
+            self.walk(self.after(state, event))
+            self.trace.pop()
+
+    # What can happen
+
+    def due(self, state: State) -> Iterator[Event]:
+        """What the workers that are free to go on do next."""
+        for worker, at in enumerate(state.workers):
+            if at.left or at.parked:
+                continue
+            if at.waited < at.delivered:
+                yield Event("wait", worker, at.waited + 1)
+            elif at.delivered < self.start + STEPS:
+                yield Event("push", worker, at.delivered + 1)
+
+    def mishaps(self, state: State) -> Iterator[Event]:
+        for worker, at in enumerate(state.workers):
+            if at.left:
+                continue
+            if state.departures_left:
+                yield Event("leave", worker)
+            if state.repeats_left:
+                for step in range(self.start + 1, at.delivered + 1):
+                    yield Event("repeat", worker, step)
+
+    def after(self, before: State, event: Event) -> State:
+        state = copy.copy(before)
+        state.gate = copy.deepcopy(before.gate)
+        state.parked = dict(before.parked)
+        worker, step = event.worker, event.step
+        if event.kind == "push":
+            self.change(state, worker, delivered=step)
+            self.carry_out(state, state.gate.push(worker, step))
+        elif event.kind == "wait":
+            self.change(state, worker, waited=step, parked=True)
+            self.park(state, Ticket(worker, step))
+        elif event.kind == "repeat":
+            # As a server does it: the gradient is not taken again, and the sender gets a second answer.
+            state.repeats_left -= 1
+            if effects := state.gate.push(worker, step):
+                self.fail("a repeated push had effects", effects)
+            if frozen(state.gate) != frozen(before.gate):
+                self.fail("a repeated push changed the gate")
+            self.park(state, Ticket(worker, step, state.repeats_left + 1))
+        else:
+            state.departures_left -= 1
+            self.change(state, worker, left=True, parked=False)
+            state.parked = {ticket: need for ticket, need in state.parked.items() if ticket.worker != worker}
+            self.carry_out(state, state.gate.leave(worker))
+        self.check_between(state)
+        return state
+
+    def park(self, state: State, ticket: Ticket) -> None:
+        needed = self.mode.version_needed(ticket.step)
+        state.parked[ticket] = needed
+        self.carry_out(state, state.gate.wait(ticket, ticket.worker, needed))
+
+    @staticmethod
+    def change(state: State, worker: int, **changes: Any) -> None:
+        changed = replace(state.workers[worker], **changes)
+        state.workers = (*state.workers[:worker], changed, *state.workers[worker + 1 :])
+
+    # What must hold
+
+    def carry_out(self, state: State, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Apply):
+                self.check_apply(state, effect)
+            else:
+                self.check_answer(state, effect)
+
+    def check_apply(self, state: State, effect: Apply) -> None:
+        contributors = effect.contributors
+        self.rounds.add(contributors)
+        if not contributors or list(contributors) != sorted(set(contributors)):
+            self.fail("contributors are not in worker order", effect)
+        for worker in contributors:
+            at = state.workers[worker]
+            if at.delivered < effect.step:
+                self.fail("a gradient was applied that was not delivered", effect)
+            if at.applied != effect.step - 1:
+                self.fail("a worker's gradient was applied twice or out of order", effect)
+            self.change(state, worker, applied=effect.step)
+        state.applied += 1
+        if self.mode.name == "sync":
+            if effect.step != state.applied:
+                self.fail("rounds are not applied in order", effect)
+            live = {worker for worker, at in enumerate(state.workers) if not at.left}
+            if not live <= set(contributors):
+                self.fail("a round closed without a live worker", effect)
+            delivered = {worker for worker, at in enumerate(state.workers) if at.delivered >= effect.step}
+            if set(contributors) != delivered:
+                self.fail("a delivered gradient is missing in its round", effect)
+
+    def check_answer(self, state: State, effect: Answer) -> None:
+        ticket = effect.ticket
+        assert isinstance(ticket, Ticket)
+        if state.workers[ticket.worker].left:
+            self.fail("a worker that left was answered", effect)
+        if ticket not in state.parked:
+            self.fail("a request was answered twice", effect)
+        needed = state.parked.pop(ticket)
+        if effect.version < needed:
+            self.fail("an answer came too early", effect)
+        if not ticket.repetition:
+            self.change(state, ticket.worker, parked=False)
+        if self.mode.name == "sync":
+            if effect.version != state.applied:
+                self.fail("an answer tells another version than was applied", effect)
+            if not ticket.repetition and effect.version != needed:
+                self.fail("an answer is newer than the step it follows", effect)
+
+    def check_between(self, state: State) -> None:
+        for worker, at in enumerate(state.workers):
+            if not at.left and state.gate.delivered(worker) != at.delivered:
+                self.fail("the gate forgot what a worker delivered")
+        if self.mode.name == "sync":
+            if state.gate.version != state.applied:
+                self.fail("the version is not the number of rounds")
+            step, lacking = state.gate.lacking()
+            awaited = [w for w, at in enumerate(state.workers) if not at.left and at.delivered <= state.applied]
+            if step != state.applied + 1 or list(lacking) != awaited:
+                self.fail("a wait is explained wrongly", (step, lacking))
+
+    def check_ending(self, state: State) -> None:
+        """Nobody has anything to do: everybody must be through, and nothing be left over."""
+        self.endings += 1
+        if state.parked:
+            self.fail("deadlock", state.parked)
+        for at in state.workers:
+            if not at.left and at.waited < self.start + STEPS:
+                self.fail("deadlock", at)
+            if at.applied != at.delivered:
+                self.fail("a delivered gradient was never applied", at)
+        anybody = any(not at.left for at in state.workers)
+        if self.mode.name == "sync" and anybody and state.applied != self.start + STEPS:
+            self.fail("not every round was applied", state.applied)
+
+    def fail(self, what: str, about: object = "") -> NoReturn:
+        order = ", ".join(f"{event.kind} {event.worker} {event.step or ''}".strip() for event in self.trace)
+        raise Violation(f"{what}: {about} after: {order}")
+
+
+def some_rounds(worker_num: int, departures: int) -> set[tuple[int, ...]]:
+    """The sets of workers a synchronous round can have: anybody who has not left is in it."""
+    found: set[tuple[int, ...]] = set()
+    for bits in range(1, 1 << worker_num):
+        inside = tuple(worker for worker in range(worker_num) if bits >> worker & 1)
+        if worker_num - len(inside) <= departures:
+            found.add(inside)
+    return found
+
+
+# --- Every order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 41])
+@pytest.mark.parametrize("repeats", [0, 1])
+@pytest.mark.parametrize(("worker_num", "departures"), [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("name", MODES)
+def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:
+    walked = Explorer(MODES[name], worker_num, repeats, departures, start).explore()
+    assert walked.endings
+    if name == "sync":
+        assert walked.rounds == some_rounds(worker_num, departures)
+
+
+def test_the_number_of_orders_is_known() -> None:
+    """One worker alone has one order of 2 * STEPS + 1 events; a departure can follow any of its states."""
+    assert len(Explorer(MODES["sync"], 1).explore().seen) == 2 * STEPS + 2
+    assert len(Explorer(MODES["sync"], 1, departures=1).explore().seen) == 2 * (2 * STEPS + 2)
+
+
+# --- An exploration that cannot fail would prove nothing --------------------------------------------------------------
+
+
+class ClosesEarly(SyncGate):
+    """A round does not wait for everybody."""
+
+    def lacking(self) -> tuple[int, tuple[int, ...]]:
+        step, missing = super().lacking()
+        return step, missing if len(missing) > 1 else ()
+
+
+class AppliesRepetitions(SyncGate):
+    def push(self, worker: int, step: int) -> list[Effect]:
+        if step <= self.delivered(worker):
+            return [Apply(step, (worker,))]
+        return super().push(worker, step)
+
+
+class RemembersRepetitions(SyncGate):
+    def push(self, worker: int, step: int) -> list[Effect]:
+        if step <= self.delivered(worker):
+            self._pending.setdefault(step, set()).add(worker)
+        return super().push(worker, step)
+
+
+class WaitsForTheGone(SyncGate):
+    def leave(self, worker: int) -> list[Effect]:
+        self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
+        return self._settle()
+
+
+class SleepsWhenSomebodyLeaves(SyncGate):
+    def leave(self, worker: int) -> list[Effect]:
+        super().leave(worker)
+        return []
+
+
+class SettlesNothingWhenSomebodyLeaves(SyncGate):
+    def leave(self, worker: int) -> list[Effect]:
+        self._clock.pop(worker, None)
+        self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
+        return []
+
+
+class DropsWhatTheGoneDelivered(SyncGate):
+    def leave(self, worker: int) -> list[Effect]:
+        for delivered in self._pending.values():
+            delivered.discard(worker)
+        return super().leave(worker)
+
+
+class AnswersTheGone(SyncGate):
+    def leave(self, worker: int) -> list[Effect]:
+        self._clock.pop(worker, None)
+        return self._settle()
+
+
+class ReversesTheWorkers(SyncGate):
+    def _settle(self) -> list[Effect]:
+        return [
+            Apply(effect.step, effect.contributors[::-1]) if isinstance(effect, Apply) else effect
+            for effect in super()._settle()
+        ]
+
+
+class WaitsForTheNextRound(SyncGate):
+    """A request for what is already there is only looked at when something else happens."""
+
+    def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
+        self._waiting[ticket] = (worker, version)
+        return []
+
+
+class AnswersTwice(SyncGate):
+    def _settle(self) -> list[Effect]:
+        effects = super()._settle()
+        return [*effects, *(effect for effect in effects if isinstance(effect, Answer))]
+
+
+class AnswersEarly(SyncGate):
+    def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
+        return super().wait(ticket, worker, version - 1)
+
+
+class ForgetsARound(SyncGate):
+    def _settle(self) -> list[Effect]:
+        return [effect for effect in super()._settle() if effect != Apply(2, (0, 1))]
+
+
+class ExplainsNothing(SyncGate):
+    """Rounds close rightly, but whoever asks is not told who is missing."""
+
+    asked_inside = False
+
+    def _settle(self) -> list[Effect]:
+        self.asked_inside = True
+        effects = super()._settle()
+        self.asked_inside = False
+        return effects
+
+    def lacking(self) -> tuple[int, tuple[int, ...]]:
+        step, missing = super().lacking()
+        return step, missing if self.asked_inside else ()
+
+
+BROKEN: dict[type[SyncGate], str] = {
+    ClosesEarly: "closed without a live worker",
+    AppliesRepetitions: "repeated push had effects",
+    RemembersRepetitions: "repeated push changed the gate",
+    WaitsForTheGone: "deadlock|explained wrongly",
+    SleepsWhenSomebodyLeaves: "the version is not the number of rounds",
+    SettlesNothingWhenSomebodyLeaves: "deadlock",
+    DropsWhatTheGoneDelivered: "missing in its round|not in worker order",
+    AnswersTheGone: "a worker that left was answered",
+    ReversesTheWorkers: "not in worker order",
+    WaitsForTheNextRound: "deadlock",
+    AnswersTwice: "answered twice",
+    AnswersEarly: "too early",
+    ForgetsARound: "the version is not the number of rounds|another version",
+    ExplainsNothing: "explained wrongly",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("worker_num", [2, 3])
+def test_a_broken_gate_is_found_out(worker_num: int, broken: type[SyncGate]) -> None:
+    mode = Mode("sync", broken, MODES["sync"].version_needed)
+    with pytest.raises(Violation, match=BROKEN[broken]):
+        Explorer(mode, worker_num, repeats=1, departures=1).explore()
+
+
+def test_some_faults_need_a_departure_to_show() -> None:
+    """Why departures are explored at all: without one, these gates look right."""
+    for broken in (WaitsForTheGone, SettlesNothingWhenSomebodyLeaves, DropsWhatTheGoneDelivered, AnswersTheGone):
+        Explorer(Mode("sync", broken, MODES["sync"].version_needed), 3, repeats=1).explore()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [AppliesRepetitions, RemembersRepetitions, WaitsForTheNextRound, AnswersTwice, AnswersEarly, AnswersTheGone],
+)
+def test_what_holds_in_every_mode_can_fail_too(broken: type[SyncGate]) -> None:
+    """The properties that are not tied to the name of the synchronous mode find these by themselves."""
+    Explorer(Mode("a new one", SyncGate, lambda step: step), 2, repeats=1, departures=1).explore()
+    with pytest.raises(Violation):
+        Explorer(Mode("a new one", broken, lambda step: step), 2, repeats=1, departures=1).explore()
+
+
+def test_a_lost_gradient_is_found_in_every_mode() -> None:
+    class Loses(SyncGate):
+        def _settle(self) -> list[Effect]:
+            return [
+                Apply(effect.step, effect.contributors[:1]) if isinstance(effect, Apply) else effect
+                for effect in super()._settle()
+            ]
+
+    with pytest.raises(Violation, match=r"never applied|twice or out of order"):
+        Explorer(Mode("a new one", Loses, lambda step: step), 2).explore()
+
+
+# --- Examples ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_round() -> None:
+    gate = SyncGate(range(2))
+    assert gate.version == 0
+    assert gate.wait("start", 1, 0) == [Answer("start", 0)]
+    assert gate.push(1, 1) == []
+    assert gate.wait("b", 1, 1) == []
+    assert gate.lacking() == (1, (0,))
+    assert gate.push(0, 1) == [Apply(1, (0, 1)), Answer("b", 1)]
+    assert gate.wait("a", 0, 1) == [Answer("a", 1)]
+    assert gate.version == 1
+    assert gate.lacking() == (2, (0, 1))
+
+
+def test_the_last_one_to_wait_for_leaves() -> None:
+    gate = SyncGate(range(3))
+    gate.push(0, 1)
+    gate.push(2, 1)
+    gate.wait("two", 2, 1)
+    gate.wait("nought", 0, 1)
+    assert gate.leave(1) == [Apply(1, (0, 2)), Answer("two", 1), Answer("nought", 1)]
+    assert gate.lacking() == (2, (0, 2))
+
+
+def test_what_was_delivered_before_leaving_counts() -> None:
+    gate = SyncGate(range(2))
+    gate.push(1, 1)
+    gate.wait("gone", 1, 1)
+    assert gate.leave(1) == []
+    assert gate.push(0, 1) == [Apply(1, (0, 1))]
+    assert gate.push(0, 2) == [Apply(2, (0,))]
+
+
+def test_several_rounds_can_close_at_once() -> None:
+    gate = SyncGate(range(2))
+    for step in (1, 2, 3):
+        assert gate.push(0, step) == []
+    assert gate.push(1, 1) == [Apply(1, (0, 1))]
+    assert gate.wait("third", 0, 3) == []
+    assert gate.leave(1) == [Apply(2, (0,)), Apply(3, (0,)), Answer("third", 3)]
+
+
+def test_everybody_leaves() -> None:
+    gate = SyncGate(range(2))
+    gate.push(0, 1)
+    assert gate.leave(0) == []
+    assert gate.leave(1) == [Apply(1, (0,))]
+    assert gate.lacking() == (2, ())
+    assert gate.leave(1) == []
+    assert gate.version == 1
+
+
+def test_leaving_twice_is_leaving_once() -> None:
+    gate = SyncGate(range(2))
+    assert gate.leave(1) == gate.leave(1) == []
+    assert gate.push(0, 1) == [Apply(1, (0,))]
+    assert gate.leave(1) == []
+
+
+def test_a_late_repetition_is_answered_again() -> None:
+    gate = SyncGate(range(1))
+    assert gate.push(0, 1) == [Apply(1, (0,))]
+    assert gate.push(0, 2) == [Apply(2, (0,))]
+    assert gate.push(0, 1) == []
+    assert gate.delivered(0) == 2
+    assert gate.wait("again", 0, 1) == [Answer("again", 2)]
+
+
+def test_it_goes_on_from_a_checkpoint() -> None:
+    gate = SyncGate(range(2), 7)
+    assert (gate.version, gate.delivered(0), gate.lacking()) == (7, 7, (8, (0, 1)))
+    assert gate.push(0, 7) == []
+    assert gate.push(0, 8) == []
+    assert gate.push(1, 8) == [Apply(8, (0, 1))]
+
+
+@pytest.mark.parametrize("step", [2, 3, 1000])
+def test_skipping_a_step_is_refused_and_changes_nothing(step: int) -> None:
+    gate = SyncGate(range(2))
+    before = frozen(gate)
+    with pytest.raises(ProtocolError, match=f"worker 1 skipped a step; expected step 1; got step {step}"):
+        gate.push(1, step)
+    assert frozen(gate) == before
+    assert gate.push(1, 1) == []
+    with pytest.raises(ProtocolError, match="expected step 2; got step 3"):
+        gate.push(1, 3)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_is_registered_under_its_name(name: str) -> None:
+    assert MODES[name].name == name
+    assert MODES[name].gate(range(3), 5).delivered(2) == 5
+
+
+def test_synchronous_training_needs_its_own_step() -> None:
+    assert [MODES["sync"].version_needed(step) for step in range(4)] == [0, 1, 2, 3]

@@ -1,0 +1,344 @@
+"""What users do around a step: schedules, groups, accumulation, clipping, uneven data, late starters."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Job, assert_close, run_job, values
+
+import fleet.nn
+from fleet import Fleet
+
+torch.manual_seed(11)
+TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
+#: Two independent outputs, so that a worker can leave parameters without a gradient.
+HEADS = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 1), "b": torch.nn.Linear(3, 1)})
+
+
+def data(step: int, worker: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step * 10 + worker)
+    return torch.randn(6, 5, generator=draw), torch.randn(6, 2, generator=draw)
+
+
+def loss_of(model: torch.nn.Module, step: int, worker: int) -> torch.Tensor:
+    x, y = data(step, worker)
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def average_into(model: torch.nn.Module, losses: list[Callable[[], torch.Tensor]]) -> None:
+    """Leave in ``.grad`` what a round makes of the workers' gradients: their sum in worker order over their number."""
+    params = list(model.parameters())
+    total: list[torch.Tensor | None] = [None] * len(params)
+    for loss in losses:
+        model.zero_grad()
+        loss().backward()
+        for index, param in enumerate(params):
+            if param.grad is not None:
+                total[index] = param.grad.clone() if total[index] is None else total[index] + param.grad
+    for param, grad in zip(params, total, strict=True):
+        param.grad = None if grad is None else grad / len(losses)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=20),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 4),
+}
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["on the wrapper", "on the inner optimizer"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_any_scheduler(name: str, inner: bool) -> None:
+    """Momentum included: OneCycleLR moves that too."""
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        early = SCHEDULERS[name](plain) if inner else None
+        optimizer = fleet_.distributed_optimizer(plain, model=model)
+        scheduler = early or SCHEDULERS[name](optimizer)
+        fleet_.init_worker()
+        for step in range(8):
+            optimizer.minimize(loss_of(model, step, worker))
+            scheduler.step()
+        return values(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS[name](plain)
+    for step in range(8):
+        average_into(model, [lambda s=step, w=w: loss_of(model, s, w) for w in range(2)])
+        plain.step()
+        scheduler.step()
+    for got in run_job(body, 2, 2):
+        assert_close(got, values(model))
+
+
+def test_groups_and_several_optimizers() -> None:
+    def optimizers(model: torch.nn.Sequential) -> list[torch.optim.Optimizer]:
+        groups = [{"params": [model[0].weight], "lr": 0.5}, {"params": [model[0].bias], "momentum": 0.9}]
+        return [torch.optim.SGD(groups, lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.01)]
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        inner = optimizers(model)
+        optimizer = fleet_.distributed_optimizer(inner, model=model)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        own = [group for each in inner for group in each.param_groups]
+        assert all(mine is theirs for mine, theirs in zip(optimizer.param_groups, own, strict=True))
+        fleet_.init_worker()
+        for step in range(5):
+            optimizer.minimize(loss_of(model, step, worker))
+            optimizer.param_groups[0]["lr"] *= 0.9
+        return values(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    plain = optimizers(model)
+    for step in range(5):
+        average_into(model, [lambda s=step, w=w: loss_of(model, s, w) for w in range(3)])
+        for each in plain:
+            each.step()
+        plain[0].param_groups[0]["lr"] *= 0.9
+    for got in run_job(body, 3, 2):
+        assert_close(got, values(model))
+
+
+def test_the_first_contributing_workers_learning_rate_rules_the_round() -> None:
+    def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=[0.5, 7.0][worker]))
+        fleet_.init_worker()
+        optimizer.minimize(weight.sum())
+        return weight.detach().clone()
+
+    for got in run_job(body, 2, 1):
+        assert torch.equal(got, torch.full((2,), -0.5))
+
+
+def test_gradient_accumulation_and_clipping_and_closures() -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet_.init_worker()
+        for step in range(4):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                loss_of(model, 2 * step, worker).backward()
+            loss_of(model, 2 * step + 1, worker).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 99, worker)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is not None
+        return values(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        total: list[torch.Tensor] = []
+        for worker in range(2):
+            plain.zero_grad()
+            loss_of(model, 2 * step, worker).backward()
+            loss_of(model, 2 * step + 1, worker).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # each worker clips its own
+            grads = [p.grad.clone() for p in model.parameters()]
+            total = [a + b for a, b in zip(total, grads, strict=True)] if total else grads
+        for param, grad in zip(model.parameters(), total, strict=True):
+            param.grad = grad / 2
+        plain.step()
+    average_into(model, [lambda w=w: loss_of(model, 99, w) for w in range(2)])
+    plain.step()
+    for got in run_job(body, 2, 2):
+        assert_close(got, values(model))
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model", "zeros"])
+def test_rows_accumulate_and_are_dropped_like_dense_gradients(clear: str) -> None:
+    def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+        table = fleet.nn.Embedding(None, 2, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        table(torch.tensor([1])).sum().backward()
+        if clear == "model":
+            table.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=clear == "optimizer")
+        # What was dropped must not count; what comes now, in two parts and without zero_grad between, must.
+        table(torch.tensor([2, 3])).sum().backward()
+        table(torch.tensor([3, 4])).sum().backward()
+        optimizer.step()
+        optimizer.step()  # nobody cleared: as in torch, the same gradient once more
+        return table(torch.tensor([1, 2, 3, 4])).detach()[:, 0]
+
+    (got,) = run_job(body, 1, 2)
+    assert got.tolist() == [0.0, -2.0, -4.0, -2.0]
+
+
+def test_zero_grad_between_forward_and_backward() -> None:
+    """``minimize`` does exactly that."""
+
+    def body(fleet_: Fleet, worker: int) -> float:
+        table = fleet.nn.Embedding(None, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        loss = table(torch.tensor([5])).sum()
+        optimizer.minimize(loss)
+        return table(torch.tensor([5])).item()
+
+    assert run_job(body, 1, 1) == [-1.0]
+
+
+def test_parameters_without_gradient_on_one_worker_or_on_all() -> None:
+    def loss(model: torch.nn.ModuleDict, worker: int) -> torch.Tensor:
+        x = torch.ones(2, 3)
+        return model["a"](x).sum() if worker == 0 else (2 * model["a"](x)).sum() + model["b"](x).sum()
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(HEADS)
+        model["c"] = torch.nn.Linear(3, 1)  # no gradient anywhere
+        model["c"].load_state_dict(HEADS["a"].state_dict())
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1), model=model
+        )
+        fleet_.init_worker()
+        for _ in range(3):
+            optimizer.minimize(loss(model, worker))
+        return values(model)
+
+    model = copy.deepcopy(HEADS)
+    plain = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        average_into(model, [lambda w=w: loss(model, w) for w in range(2)])
+        plain.step()
+    expected = [*values(model), *values(HEADS["a"])]
+    for got in run_job(body, 2, 3):
+        assert_close(got, expected)
+
+
+def test_uneven_data() -> None:
+    """A worker that runs out leaves the round; the mean is then over those that are left."""
+    steps = [3, 6]
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet_.init_worker()
+        for step in range(steps[worker]):
+            optimizer.minimize(loss_of(model, step, worker))
+        return values(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    ends: dict[int, list[torch.Tensor]] = {}
+    for step in range(max(steps)):
+        present = [w for w in range(2) if step < steps[w]]
+        average_into(model, [lambda s=step, w=w: loss_of(model, s, w) for w in present])
+        plain.step()
+        for worker in range(2):
+            if step + 1 == steps[worker]:
+                ends[worker] = values(model)
+    for worker, got in enumerate(run_job(body, 2, 2)):
+        assert_close(got, ends[worker])
+
+
+def test_a_slow_starter_is_waited_for() -> None:
+    first_is_in = threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        if worker == 1:
+            assert first_is_in.wait(30)
+            time.sleep(0.3)  # worker 0 is in its first round by now, and waits there
+        fleet_.init_worker()
+        first_is_in.set()
+        for step in range(3):
+            optimizer.minimize(loss_of(model, step, worker))
+        return values(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        average_into(model, [lambda s=step, w=w: loss_of(model, s, w) for w in range(2)])
+        plain.step()
+    for got in run_job(body, 2, 2):
+        assert_close(got, values(model))
+
+
+def test_workers_without_any_step() -> None:
+    run_job(lambda fleet_, worker: _start_only(fleet_), 3, 2)
+
+
+def _start_only(fleet_: Fleet) -> None:
+    model = copy.deepcopy(TEMPLATE)
+    fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet_.init_worker()
+
+
+def test_memory_formats_and_shapes() -> None:
+    """A parameter that does not lie row by row in memory, one without dimensions, an empty one."""
+
+    def make() -> list[torch.nn.Parameter]:
+        draw = torch.Generator().manual_seed(1)
+        image = torch.randn(2, 3, 4, 5, generator=draw).contiguous(memory_format=torch.channels_last)
+        return [torch.nn.Parameter(t) for t in (image, torch.tensor(2.0), torch.empty(0, 3), torch.randn(3, 2).t())]
+
+    start = make()
+
+    def losses(params: list[torch.nn.Parameter]) -> torch.Tensor:
+        return (params[0] ** 3).sum() + params[1] ** 2 + params[2].sum() + (params[3] ** 2).sum()
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        params = [torch.nn.Parameter(p.detach().clone()) for p in start]
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(params, lr=0.1))
+        fleet_.init_worker()
+        for _ in range(3):
+            optimizer.minimize(losses(params))
+        assert params[0].is_contiguous(memory_format=torch.channels_last)
+        return [p.detach() for p in params]
+
+    params = [torch.nn.Parameter(p.detach().clone()) for p in start]
+    plain = torch.optim.Adam(params, lr=0.1)
+    for _ in range(3):
+        plain.zero_grad()
+        losses(params).backward()
+        plain.step()
+    for got in run_job(body, 2, 3):
+        assert_close(got, [p.detach() for p in params])
+
+
+def test_the_random_state_is_not_touched() -> None:
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    (_,) = run_job(lambda fleet_, worker: _start_only(fleet_), 1, 1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_sixty_four_workers_on_one_server_over_grpc(free_endpoints: Callable[[int], list[str]]) -> None:
+    """Their pulls park without holding a thread: the server has twelve."""
+    from fleet.ps.wire.grpc_server import GrpcNetwork
+
+    def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet_.init_worker()
+        for _ in range(3):
+            optimizer.minimize(weight.sum() * worker)
+        return weight.detach().clone()
+
+    job = Job(body, 64, network=GrpcNetwork(threads=12), endpoints=free_endpoints(1))
+    for got in job.run():
+        assert torch.equal(got, torch.full((3,), -3 * 31.5))
