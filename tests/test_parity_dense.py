@@ -87,12 +87,13 @@ def distributed(
 
     def body(fleet: Fleet, worker: int) -> list[torch.Tensor]:
         model = make_model(dtype)
+        optimizer = fleet.distributed_optimizer(make(list(model.parameters())), config, model=model)
         if worker:
             # Worker 0's values win, whatever the others start from.
             with torch.no_grad():
-                for param in model.parameters():
-                    param.fill_(float(worker))
-        optimizer = fleet.distributed_optimizer(make(list(model.parameters())), config, model=model)
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        param.fill_(float(worker))
         fleet.init_worker()
         for step in range(STEPS):
             optimizer.minimize(loss_of(model, step, worker))

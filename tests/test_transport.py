@@ -569,12 +569,18 @@ def test_who_closes_a_round_waits_for_no_reader(sockets: Line) -> None:
 
 
 def test_closing_does_not_wait_for_a_peer_that_does_not_read(sockets: Line) -> None:
-    listener = sockets.listen(lambda frame, respond: respond(answer(0, LARGE)))
+    parking = Parking()
+    listener = sockets.listen(parking)
     with raw_channel(sockets.endpoint) as stalled:
-        calls = [stalled.unary_stream(EXCHANGE)(next(ask().pieces()), wait_for_ready=True) for _ in range(2 * THREADS)]
-        next(calls[0])
+        data = next(ask().pieces())
+        unread = [stalled.unary_stream(EXCHANGE)(data, wait_for_ready=True) for _ in range(2 * THREADS)]
+        for _, respond in [parking.take() for _ in unread]:
+            respond(answer(0, LARGE))
         with ThreadPoolExecutor(1) as pool:
             pool.submit(listener.close, 0.1).result(PATIENCE_S)
+        for call in unread:
+            with pytest.raises(grpc.RpcError):
+                list(call)
     assert not is_taken(sockets.endpoint)
 
 

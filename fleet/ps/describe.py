@@ -27,6 +27,20 @@ class Description:
     params: tuple[torch.nn.Parameter, ...]
     handles: tuple[TableHandle, ...]
     groups: tuple[dict[str, Any], ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    def refuse_newcomers(self) -> None:
+        """A parameter that joined an optimizer after the plan was made would train on this worker only."""
+        now = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        known = {id(param) for param in (*self.params, *(handle.weight for handle in self.handles))}
+        for index, group in enumerate(now):
+            for place, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    raise UnsupportedError(
+                        f"the servers do not know the parameter {place} of param group {index}, {tuple(param.shape)}",
+                        expected="the groups as they were at fleet.init_worker()",
+                        todo="Add it before fleet.init_worker(); freeze it with requires_grad=False until needed.",
+                    )
 
     def options(self) -> tuple[str, ...]:
         """The options of every group as they are now, as JSON: they travel with each push."""
@@ -90,7 +104,8 @@ def describe(
     if twice:
         raise ConfigurationError(f"parameters stand in two groups or share a name: {', '.join(twice)}")
     spec = JobSpec(tuple(params), tuple(tables), tuple(groups), settings)
-    described = Description(spec, tuple(objects), tuple(handles), tuple(group for _, _, group in _groups(optimizers)))
+    in_order = tuple(group for _, _, group in _groups(optimizers))
+    described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
     described.options()  # refuses what cannot travel, while the user's line is still on the stack
     return described
 

@@ -90,6 +90,9 @@ class Membership:
     def leave(self, worker: int) -> None:
         self._members[worker].standing = Standing.LEFT
 
+    def live(self) -> tuple[int, ...]:
+        return self._select(lambda member: member.standing is Standing.LIVE)
+
     def standing(self, worker: int) -> Standing | None:
         member = self._members.get(worker)
         return None if member is None else member.standing

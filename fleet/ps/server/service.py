@@ -46,6 +46,9 @@ from fleet.transpiler.specs import JobSpec, differences
 
 _log = logging.getLogger("fleet.server")
 
+#: For so many heartbeats a failed job's server stays, to tell its workers why.
+LINGER_BEATS = 4
+
 #: Replies to send once the lock is released.
 Outbox = list[tuple[Respond, Frame]]
 
@@ -115,6 +118,8 @@ class Service:
         self._members: Membership | None = None
         self._failure: FleetError | None = None
         self._over = False
+        self._told: set[int] = set()
+        self._failed_at = 0.0
         self._tickets = itertools.count()
         self.ended = threading.Event()
         self._handlers: dict[str, Callable[[Any, Frame, Respond, Outbox], None]] = {
@@ -189,8 +194,15 @@ class Service:
     def _send(self, outbox: Outbox) -> None:
         for respond, frame in outbox:
             respond(frame)
-        if self._over:
+        if self._over and (self._failure is None or self._all_told()):
             self.ended.set()
+
+    def _all_told(self) -> bool:
+        """A job that failed is not gone before every worker has heard why, within a few of its heartbeats."""
+        with self._members_lock:
+            live = set() if self._members is None else set(self._members.live())
+        lingered_s = self._clock.now() - self._failed_at
+        return live <= self._told or lingered_s > LINGER_BEATS * self._knobs.beat_s
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""
@@ -482,6 +494,7 @@ class Service:
     def _abort(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         reason = f"worker {request.worker} failed and ended the job"
         self._fail(JobAbortedError(reason, got=request.abort.reason), outbox)
+        self._told.add(request.worker)
         outbox.append((respond, Frame(pb.Reply())))
 
     def _departed(self, worker: int, outbox: Outbox) -> None:
@@ -501,8 +514,9 @@ class Service:
         """The job is over: tell everybody who waits now, and everybody who will ask."""
         if self._over:
             return
-        self._failure, self._over = error, True
+        self._failure, self._over, self._failed_at = error, True, self._clock.now()
         if self._job is not None:
+            self._told |= {waiting.worker for waiting in self._job.all_waiting()}
             outbox += [(waiting.respond, error_reply(error)) for waiting in self._job.all_waiting()]
             self._job.parked.clear()
             self._job.early.clear()
@@ -512,6 +526,7 @@ class Service:
 
     def _check_member(self, request: Any, parting: bool = False) -> None:
         if self._failure is not None:
+            self._told.add(request.worker)
             raise self._failure
         with self._members_lock:
             members = self._members

@@ -62,8 +62,9 @@ class ServerClient:
         began = self._clock.now()
         noticed = began
         while True:
+            rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
             try:
-                reply = raise_if_error(self._channel.start(frame, self._knobs.startup_deadline_s).result())
+                reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
             except TransportError as error:
                 now = self._clock.now()
                 if not wait or now - began >= self._knobs.startup_deadline_s:

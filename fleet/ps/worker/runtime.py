@@ -181,6 +181,7 @@ class WorkerRuntime:
     def step(self) -> None:
         """Push what this worker's gradients are now; return with the values of after the round."""
         self._refuse_stopped("step()")
+        self._description.refuse_newcomers()
         step = self.completed + 1
         options = self._description.options()
         rows, used = self._row_gradients()

@@ -1,0 +1,476 @@
+"""What a user is told when something is wrong: what, where, expected and got, what to do; and never after a hang."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import PATIENT, Job, run_job
+
+import fleet.nn
+from fleet import Fleet
+from fleet.cluster import Endpoint
+from fleet.errors import (
+    DeadlineError,
+    IdentityError,
+    JobAbortedError,
+    NonFiniteGradientError,
+    PlanMismatchError,
+    PortInUseError,
+    ServerLostError,
+    StateError,
+    UnsupportedError,
+)
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import raise_if_error
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.transport import Handler, Listener
+from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.strategy import StrategyFactory
+
+HASTY = {"FLAGS_rpc_deadline": "600", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "0.6"}
+
+torch.manual_seed(2)
+TEMPLATE = torch.nn.Linear(3, 2)
+
+
+def join(fleet_: Fleet, model: torch.nn.Module | None = None, **options: object) -> torch.optim.Optimizer:
+    model = model or copy.deepcopy(TEMPLATE)
+    optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+    fleet_.init_worker()
+    return optimizer
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    (param, *_) = optimizer.param_groups[0]["params"]
+    optimizer.minimize((param**2).sum())
+
+
+# ---------------------------------------------------------------- before there is a job
+
+
+def test_init_refuses_what_is_no_role_maker() -> None:
+    for wrong in ("worker", 0, UserDefinedRoleMaker):
+        with pytest.raises(TypeError, match="RoleMakerBase"):
+            Fleet(environ={}).init(wrong)
+
+
+def test_calls_of_the_other_role() -> None:
+    def fleet_of(role: Role) -> Fleet:
+        made = Fleet(environ={}, network=LoopbackNetwork())
+        made.init(UserDefinedRoleMaker(0, role, 1, ["s:1"]))
+        return made
+
+    server, worker = fleet_of(Role.SERVER), fleet_of(Role.WORKER)
+    model = copy.deepcopy(TEMPLATE)
+    optimizer = server.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for call in (server.init_worker, server.stop_worker, server.worker_index, optimizer.step):
+        with pytest.raises(StateError, match="server"):
+            call()
+    with pytest.raises(RuntimeError, match="init_server"):
+        server.run_server()
+    for call in (worker.init_server, worker.run_server, worker.server_index):
+        with pytest.raises(StateError, match="worker 0"):
+            call()
+    with pytest.raises(RuntimeError, match="distributed_optimizer"):
+        worker.init_worker()
+    with pytest.raises(RuntimeError, match="init_worker"):
+        worker.stop_worker()
+    with pytest.raises(TypeError, match="list"):
+        worker.split_files(("a", "b"))
+    with pytest.raises(TypeError, match="Optimizer"):
+        worker.distributed_optimizer(model)
+    with pytest.raises(TypeError, match="strategy"):
+        worker.distributed_optimizer(torch.optim.SGD(model.parameters()), {"sync": True})
+    worker.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(StateError, match="twice"):
+        worker.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_split_files() -> None:
+    def share(index: int, number: int, files: list[str]) -> list[str]:
+        made = Fleet(environ={})
+        made.init(UserDefinedRoleMaker(index, Role.WORKER, number, ["s:1"]))
+        return made.split_files(files)
+
+    assert [share(i, 2, list("abcde")) for i in range(2)] == [["a", "b", "c"], ["d", "e"]]
+    assert [share(i, 3, ["a", "b"]) for i in range(3)] == [["a"], ["b"], []]
+
+
+class Homemade(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+def refused(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> str:
+    made = Fleet(environ={}, network=LoopbackNetwork())
+    made.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["s:1"]))
+    with pytest.raises(UnsupportedError) as caught:
+        made.distributed_optimizer(make(list(copy.deepcopy(TEMPLATE).parameters())))
+    return str(caught.value)
+
+
+def test_optimizers_and_options_that_cannot_be_honoured() -> None:
+    assert "LBFGS" in refused(lambda p: torch.optim.LBFGS(p))
+    assert "Homemade" in refused(lambda p: Homemade(p, lr=0.1))
+    assert "differentiable" in refused(lambda p: torch.optim.Adam(p, differentiable=True))
+    assert "capturable" in refused(lambda p: torch.optim.Adam([{"params": p, "capturable": True}]))
+    assert "SparseAdam" in refused(lambda p: torch.optim.SparseAdam(p))
+    table = fleet.nn.Embedding(None, 2)
+    assert "AdamW" in refused(lambda p: torch.optim.AdamW(table.parameters()))
+
+    def stepped(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        params[0].grad = torch.zeros_like(params[0])
+        optimizer.step()
+        return optimizer
+
+    assert "state" in refused(stepped)
+    assert "complex64" in refused(
+        lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)
+    )
+
+
+# ---------------------------------------------------------------- coming together
+
+
+def test_a_server_that_never_comes_up() -> None:
+    made = Fleet(environ=HASTY, network=LoopbackNetwork())
+    made.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["nowhere:4711"]))
+    with pytest.raises(DeadlineError, match=r"nowhere:4711.*within 0\.6 s"):
+        join(made)
+
+
+def test_wait_port_false_does_not_wait() -> None:
+    from fleet.transpiler import DistributeTranspilerConfig
+
+    config = DistributeTranspilerConfig()
+    config.wait_port = False
+    made = Fleet(environ=PATIENT, network=LoopbackNetwork())
+    made.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["nowhere:4711"]))
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="nowhere:4711"):
+        join(made, strategy=config)
+    assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE"])
+
+
+def test_no_worker_ever_comes() -> None:
+    job = Job(lambda fleet_, index: None, workers=0, environ=HASTY)
+    job.workers = 1
+    server = threading.Thread(target=job.serve, args=(0,), daemon=True)
+    server.start()
+    job.join([server])
+    assert isinstance(job.errors["server 0"], DeadlineError)
+    assert "no worker said hello" in str(job.errors["server 0"])
+
+
+def test_a_worker_that_never_comes() -> None:
+    """The one that came is told at the start-up deadline, not left waiting in its first round."""
+    job = Job(lambda fleet_, index: step(join(fleet_)), workers=2, environ=HASTY)
+    threads = [threading.Thread(target=job.serve, args=(0,)), threading.Thread(target=job.work, args=(0,))]
+    for thread in threads:
+        thread.start()
+    job.join(threads)
+    assert isinstance(job.errors["worker 0"], JobAbortedError)
+    assert "worker 1 did not say hello" in str(job.errors["worker 0"])
+    assert "worker 1 did not say hello" in str(job.errors["server 0"])
+
+
+def test_two_workers_with_one_index() -> None:
+    release = threading.Event()
+
+    def body(fleet_: Fleet, index: int) -> str:
+        if index == 1:
+            twin = job.fleet(Role.WORKER, 0)
+            with pytest.raises(IdentityError, match="already a worker 0") as caught:
+                started.wait(30)
+                join(twin)
+            optimizer = join(fleet_)
+            release.set()
+            step(optimizer)
+            return str(caught.value)
+        optimizer = join(fleet_)
+        started.set()
+        assert release.wait(30)
+        step(optimizer)
+        return ""
+
+    started = threading.Event()
+    job = Job(body, 2)
+    assert "its own index" in job.run()[1]
+
+
+def test_an_index_beyond_the_workers_and_another_number_of_workers() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        stranger = Fleet(environ=PATIENT, network=job.network)
+        stranger.init(UserDefinedRoleMaker(2, Role.WORKER, 5, job.endpoints))
+        with pytest.raises(PlanMismatchError, match="numbers of workers") as caught:
+            join(stranger)
+        assert "expected 1" in str(caught.value)
+        assert "got 5" in str(caught.value)
+        step(join(fleet_))
+
+    job = Job(body, 1)
+    job.run()
+
+
+def test_workers_that_were_told_of_other_servers() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        stranger = Fleet(environ=PATIENT, network=job.network)
+        stranger.init(UserDefinedRoleMaker(0, Role.WORKER, 1, job.endpoints[::-1]))
+        with pytest.raises(PlanMismatchError, match="lists of servers"):
+            join(stranger)
+        step(join(fleet_))
+
+    job = Job(body, 1, 2)
+    job.run()
+
+
+def test_a_model_that_differs_names_the_parameter_and_both_shapes() -> None:
+    refusals: dict[int, str] = {}
+    joined = threading.Event()
+
+    def body(fleet_: Fleet, index: int) -> None:
+        if index == 1:
+            assert joined.wait(30)
+            other = job.fleet(Role.WORKER, 1)
+            with pytest.raises(PlanMismatchError) as caught:
+                join(other, torch.nn.Linear(4, 2))
+            refusals[1] = str(caught.value)
+            optimizer = join(fleet_)  # the right model is still welcome
+        else:
+            optimizer = join(fleet_)
+            joined.set()
+        step(optimizer)
+
+    job = Job(body, 2)
+    job.run()
+    assert "'weight'" in refusals[1]
+    assert "(2, 3)" in refusals[1]
+    assert "(2, 4)" in refusals[1]
+
+
+def test_two_jobs_on_one_server() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        other = Fleet(environ={**PATIENT, "FLEET_JOB_ID": "second"}, network=job.network)
+        other.init(UserDefinedRoleMaker(0, Role.WORKER, 1, job.endpoints))
+        optimizer = join(fleet_)
+        with pytest.raises(IdentityError, match="another job.*first.*second"):
+            join(other)
+        step(optimizer)
+
+    job = Job(body, 1, environ={**PATIENT, "FLEET_JOB_ID": "first"})
+    job.run()
+
+
+def test_a_port_in_use_names_port_and_holder(free_endpoints: Callable[[int], list[str]]) -> None:
+    import os
+
+    endpoint = Endpoint.parse(free_endpoints(1)[0])
+    listener = GrpcNetwork(1).listen(endpoint, lambda frame, respond: respond(Frame(pb.Reply())))
+    try:
+        made = Fleet(environ=PATIENT)
+        made.init(UserDefinedRoleMaker(0, Role.SERVER, 1, [str(endpoint)]))
+        made.init_server()
+        with pytest.raises(PortInUseError, match=f"port {endpoint.port} is in use.*process {os.getpid()}"):
+            made.run_server()
+    finally:
+        listener.close()
+
+
+# ---------------------------------------------------------------- while training
+
+
+def test_an_exception_in_one_workers_loop_ends_the_job_at_once() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        step(optimizer)
+        if index == 1:
+            raise ValueError("a bad batch")
+        step(optimizer)
+
+    job = Job(body, 3, 2)
+    job.join(job.start(), timeout_s=10)  # far below the deadline of 60 s
+    assert isinstance(job.errors["worker 1"], ValueError)
+    for name in ("worker 0", "worker 2", "server 0", "server 1"):
+        assert isinstance(job.errors[name], JobAbortedError), name
+        assert "worker 1 failed" in str(job.errors[name])
+        assert "ValueError: a bad batch" in str(job.errors[name])
+
+
+def test_a_worker_that_falls_silent_is_given_up_on() -> None:
+    """The others go on without it, as the mean over those that are left."""
+    silent = threading.Event()
+
+    def body(fleet_: Fleet, index: int) -> torch.Tensor | None:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = join(fleet_, model)
+        step(optimizer)
+        if index == 1:
+            for client in fleet_._chosen._worker.clients:  # as if the machine was gone: no goodbye, no pulse
+                client.close()
+            silent.set()
+            return None
+        assert silent.wait(30)
+        step(optimizer)
+        return model.weight.detach().clone()
+
+    job = Job(body, 2, environ={**HASTY, "FLEET_STARTUP_DEADLINE": "15"})
+    job.join(job.start())
+    assert job.results[0] is not None
+    assert "server 0" not in job.errors
+
+
+def test_nan_is_accepted_as_torch_does_unless_a_check_was_asked_for() -> None:
+    def nan_step(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        weight, _ = optimizer.param_groups[0]["params"]
+        optimizer.minimize((weight * float("nan")).sum())
+        return weight.detach().clone()
+
+    (got,) = run_job(lambda fleet_, index: nan_step(join(fleet_)), 1)
+    assert bool(got.isnan().all())
+
+    def strict(fleet_: Fleet, index: int) -> str:
+        optimizer = join(fleet_, strategy=StrategyFactory.create_sync_strategy(check_finite=True))
+        with pytest.raises(NonFiniteGradientError) as caught:
+            nan_step(optimizer)
+        return str(caught.value)
+
+    (message,) = run_job(strict, 1)
+    assert "'weight'" in message
+    assert "step 1" in message
+
+    def strict_rows(fleet_: Fleet, index: int) -> str:
+        table = fleet.nn.Embedding(None, 2)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), model=table)
+        fleet_.init_worker()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            optimizer.minimize((table(torch.tensor([3, 77])) * torch.tensor([[1.0], [float("inf")]])).sum())
+        return str(caught.value)
+
+    (message,) = run_job(strict_rows, 1, environ={**PATIENT, "FLEET_CHECK_FINITE": "1"})
+    assert "'weight'" in message
+    assert "id 77" in message
+
+
+def test_a_gradient_for_a_parameter_the_servers_do_not_know() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        model = copy.deepcopy(TEMPLATE)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet_.distributed_optimizer(inner, model=model)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))], "lr": 0.5})
+        fleet_.init_worker()
+        step(optimizer)
+        late = {"params": [torch.nn.Parameter(torch.zeros(5))]}
+        with pytest.raises(UnsupportedError, match="init_worker"):
+            optimizer.add_param_group(late)
+        inner.add_param_group(late)
+        with pytest.raises(UnsupportedError, match=r"param group 2, \(5,\)"):
+            step(optimizer)
+
+    run_job(body, 1)
+
+
+def test_a_push_the_plan_does_not_know_is_refused_and_disturbs_nobody() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = join(fleet_, model)
+        worker = fleet_._chosen._worker
+        client, description = worker.clients[0], worker._description
+        good = {"options": description.options(), "present": b"\1\1"}
+        flat = WireTensor.of(torch.zeros(8))
+        ids = WireTensor.of(torch.tensor([1]))
+        for push, tensors in (
+            (pb.Push(**{**good, "present": b"\1\1\1"}), [flat]),
+            (pb.Push(**good), [WireTensor.of(torch.zeros(7))]),
+            (pb.Push(**good), [WireTensor.of(torch.zeros(8, dtype=torch.float64))]),
+            (pb.Push(**good), []),
+            (pb.Push(**good, row_tables=[0]), [flat, ids, flat]),
+            (pb.Push(**good, used_tables=[9]), [flat]),
+            (pb.Push(**{**good, "options": ["{}"]}), [flat]),
+            (pb.Push(**{**good, "options": ["not json"]}), [flat]),
+        ):
+            with pytest.raises(RuntimeError):
+                raise_if_error(client.call(Frame(client.request(1, push=push), tensors), "a bad push"))
+        with pytest.raises(RuntimeError, match="skipped a step"):
+            client.call(Frame(client.request(5, push=pb.Push(**good)), [flat]), "a push of the future")
+        before = model.weight.detach().clone()
+        step(optimizer)
+        assert not torch.equal(before, model.weight.detach())
+
+    run_job(body, 1)
+
+
+def test_a_server_that_lost_its_state_says_so() -> None:
+    """A worker that meets a fresh server on the old one's endpoint must not train on as if nothing had happened."""
+
+    class Recording(LoopbackNetwork):
+        def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
+            self.newest = super().listen(endpoint, handler)
+            return self.newest
+
+    network = Recording()
+    failed: dict[str, Exception] = {}
+
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        step(optimizer)
+        network.newest.close()  # the old one is gone …
+        fresh = Job(lambda f, i: None, 1, network=network, environ=HASTY, endpoints=job.endpoints)
+        thread = threading.Thread(target=fresh.serve, args=(0,))
+        thread.start()  # … and another is there
+        while network.listener(Endpoint.parse(job.endpoints[0])) is None:
+            time.sleep(0.01)
+        try:
+            step(optimizer)
+        except Exception as error:
+            failed["worker"] = error
+        thread.join(30)
+
+    job = Job(body, 1, network=network, environ={**HASTY, "FLEET_STARTUP_DEADLINE": "15"})
+    job.join(job.start())
+    assert not {name: error for name, error in job.errors.items() if name == "server 0"}
+    assert isinstance(failed.get("worker"), ServerLostError), (failed, job.errors)
+    assert job.endpoints[0] in str(failed["worker"])
+
+
+def test_after_stop_worker() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        table = fleet.nn.Embedding(None, 2)
+        optimizer = join(fleet_, table)
+        fleet_.stop_worker()
+        fleet_.stop_worker()
+        with pytest.raises(StateError, match="stop_worker"):
+            table(torch.tensor([1]))
+        with pytest.raises(StateError, match="stop_worker"):
+            optimizer.step()
+
+    run_job(body, 1)
+
+
+def test_optimizer_state_is_said_to_live_on_the_servers() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        with pytest.raises(UnsupportedError, match="save_persistables"):
+            optimizer.state_dict()
+        with pytest.raises(UnsupportedError, match="init_server"):
+            optimizer.load_state_dict({})
+
+    run_job(body, 1)
+
+
+def test_sparse_gradients_without_a_model() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+        fleet_.init_worker()
+        with pytest.raises(UnsupportedError, match="model="):
+            optimizer.minimize(table(torch.tensor([1])).sum())
+
+    run_job(body, 1)
