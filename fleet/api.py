@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from fleet.clock import SystemClock
 from fleet.cluster import Assignment
@@ -64,8 +64,13 @@ class Fleet:
         self._assignment = assignment
         self._chosen = None
         self._knobs = knobs
-        _log.info("%s of %d workers and %d servers (%s)", assignment, assignment.worker_num, assignment.server_num,
-                  assignment.origin)
+        _log.info(
+            "%s of %d workers and %d servers (%s)",
+            assignment,
+            assignment.worker_num,
+            assignment.server_num,
+            assignment.origin,
+        )
 
     def is_worker(self) -> bool:
         return self._me("is_worker").is_worker
@@ -119,19 +124,19 @@ class Fleet:
         backend = self._backend("distributed_optimizer")
         import torch
 
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for each in optimizers:
+        given: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in given:
             if not isinstance(each, torch.optim.Optimizer):
                 raise ArgumentTypeError(
                     "optimizer is of the wrong type",
                     expected="a torch.optim.Optimizer or a list of them",
                     got=type(each).__name__,
                 )
-        if not optimizers:
+        if not given:
             raise ArgumentTypeError("optimizer is an empty list")
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
-        return backend.distributed_optimizer(optimizers, as_strategy(strategy), model)
+        return backend.distributed_optimizer(given, as_strategy(strategy), model)
 
     def init_server(self, model_dir: str | None = None) -> None:
         """Prepare to serve, from a checkpoint if ``model_dir`` names one."""
@@ -162,7 +167,7 @@ class Fleet:
     def barrier_worker(self) -> NoReturn:
         self._not_yet("barrier_worker")
 
-    def all_reduce_worker(self, input: object, output: object = None, op: str = "sum") -> NoReturn:  # noqa: A002, ARG002
+    def all_reduce_worker(self, input: object, output: object = None, op: str = "sum") -> NoReturn:  # noqa: ARG002
         self._not_yet("all_reduce_worker")
 
     def load_persistables(self, dirname: str) -> NoReturn:  # noqa: ARG002
@@ -193,7 +198,9 @@ class Fleet:
     def _index(self, call: str, fits: bool) -> int:
         me = self._me(call)
         if not fits:
-            raise StateError(f"fleet.{call}() was called on {me}", todo="Guard it with fleet.is_worker() or is_server().")
+            raise StateError(
+                f"fleet.{call}() was called on {me}", todo="Guard it with fleet.is_worker() or is_server()."
+            )
         return me.index
 
     def _backend(self, call: str) -> ParameterServerBackend:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,9 @@ class Server:
     def count(self, kind: str) -> int:
         with self.lock:
             return sum(asked == kind for asked, _ in self.asked)
+
+    def heard_beyond(self, beats: int) -> bool:
+        return self.count("beat") > beats
 
     def release(self) -> None:
         with self.lock:
@@ -214,7 +218,7 @@ def test_no_hello_waits_beyond_the_deadline() -> None:
 
     knobs = replace(KNOBS, startup_deadline_s=10.0)
     client = ServerClient(Endpoint("server", 1), Nowhere(), knobs, clock, WORKER, 77)
-    with pytest.raises(DeadlineError, match="none in 10.0 s"):
+    with pytest.raises(DeadlineError, match=r"none in 10\.0 s"):
         client.hello(hello(client), wait=True)
 
 
@@ -326,7 +330,7 @@ def test_errors_of_the_server_are_raised_and_not_repeated(line: Line) -> None:
     line.server.failure = ProtocolError("no such block", where="here", todo="Look.")
     line.up()
     client = line.client()
-    with pytest.raises(ProtocolError, match="^no such block; at here"):
+    with pytest.raises(ProtocolError, match=r"^no such block; at here"):
         push(client, 7).result()
     assert line.server.count("push") == 1
 
@@ -340,7 +344,7 @@ def test_a_reply_that_is_garbage(line: Line) -> None:
             pass
 
     client = line.client()
-    client._channel.start = lambda *_: Garbage()  # type: ignore[method-assign, assignment, return-value]
+    client._channel.start = lambda *_: Garbage()  # type: ignore[method-assign]
     with pytest.raises(ProtocolError, match="not a frame"):
         push(client, 7).result()
     assert not client._under_way
@@ -471,7 +475,7 @@ def test_closing_again_and_again_under_a_fast_pulse(any_line: Line) -> None:
     for _ in range(30):
         client = any_line.joined(replace(PATIENT, beat_s=0.001))
         beats = any_line.server.count("beat")
-        until(lambda beats=beats: any_line.server.count("beat") > beats)
+        until(partial(any_line.server.heard_beyond, beats))
         client.close()
     assert pulses() == []
 

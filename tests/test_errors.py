@@ -188,8 +188,8 @@ def test_two_workers_with_one_index() -> None:
     def body(fleet_: Fleet, index: int) -> str:
         if index == 1:
             twin = job.fleet(Role.WORKER, 0)
+            assert started.wait(30)
             with pytest.raises(IdentityError, match="already a worker 0") as caught:
-                started.wait(30)
                 join(twin)
             optimizer = join(fleet_)
             release.set()
@@ -261,7 +261,7 @@ def test_two_jobs_on_one_server() -> None:
         other = Fleet(environ={**PATIENT, "FLEET_JOB_ID": "second"}, network=job.network)
         other.init(UserDefinedRoleMaker(0, Role.WORKER, 1, job.endpoints))
         optimizer = join(fleet_)
-        with pytest.raises(IdentityError, match="another job.*first.*second"):
+        with pytest.raises(IdentityError, match=r"another job.*first.*second"):
             join(other)
         step(optimizer)
 

@@ -174,7 +174,8 @@ def refused(data: bytes, kind: Any = pb.Reply) -> ProtocolError:
 
 def read_or_refused(data: bytes, piece: int = 1 << 20) -> None:
     """Garbage may happen to be a frame; it may never be any other failure than a ``ProtocolError``."""
-    for kind in (pb.Request, pb.Reply):
+    kinds: list[Any] = [pb.Request, pb.Reply]
+    for kind in kinds:
         try:
             read = read_frame(kind, (data[at : at + piece] for at in range(0, max(1, len(data)), piece)))
         except ProtocolError:

@@ -329,7 +329,7 @@ def test_a_server_that_closes_ends_the_calls(line: Line) -> None:
 
 def test_replies_under_way_leave_before_the_server_closes(line: Line) -> None:
     parking = Parking()
-    listener = line.listen(parking)
+    listener = line.listen(lambda frame, respond: (echo if frame.message.step else parking)(frame, respond))
     channel = line.connect()
     call = channel.start(ask(), PATIENCE_S)
     _, respond = parking.take()

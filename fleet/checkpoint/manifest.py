@@ -41,17 +41,48 @@ class Manifest:
     pieces: tuple[PieceFile, ...]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "format_version": FORMAT_VERSION,
-                "version": self.version,
-                "seed": self.seed,
-                "spec": json.loads(self.spec.to_json()),
-                "pieces": [asdict(piece) for piece in self.pieces],
-            },
-            indent=1,
-        )
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "version": self.version,
+            "seed": self.seed,
+            "spec": json.loads(self.spec.to_json()),
+            "pieces": [asdict(piece) for piece in self.pieces],
+        }
+        return json.dumps({**content, "crc32": _crc32(content)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read what ``to_json`` wrote; anything else is a ``ValueError`` or one of its like."""
+        raw = json.loads(text)
+        if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
+            found = f"{raw['format']} {raw['format_version']}"
+            raise CheckpointError("the checkpoint has another format", expected=f"{FORMAT} {FORMAT_VERSION}", got=found)
+        told, computed = raw.pop("crc32"), _crc32(raw)
+        if told != computed:
+            raise CheckpointError("the manifest is damaged", expected=f"crc32 {told}", got=f"crc32 {computed}")
+        pieces = tuple(PieceFile(**piece) for piece in raw["pieces"])
+        for piece in pieces:
+            path = Path(piece.file)
+            if path.is_absolute() or ".." in path.parts or "\0" in piece.file:
+                raise CheckpointError("the manifest points out of its directory", got=repr(piece.file))
+            if not isinstance(piece.about, dict):
+                raise ValueError(f"a piece does not say what it is: {piece.about!r}")
+        return cls(int(raw["version"]), int(raw["seed"]), JobSpec.from_json(json.dumps(raw["spec"])), pieces)
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    """Of the content as it would be written; without it an altered digit would go unnoticed."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether there is a checkpoint of ours, of any version and in whatever state; others have manifests too."""
+    try:
+        raw = json.loads((directory / MANIFEST).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(raw, dict) and raw.get("format") == FORMAT
 
 
 @dataclass(frozen=True)
@@ -73,19 +104,10 @@ class Checkpoint:
                 got="no such directory" if not directory.is_dir() else "a directory without one",
             )
         try:
-            raw = json.loads(path.read_text())
-            if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
-                raise CheckpointError(
-                    "the checkpoint has another format",
-                    where=str(path),
-                    expected=f"{FORMAT} {FORMAT_VERSION}",
-                    got=f"{raw['format']} {raw['format_version']}",
-                )
-            pieces = tuple(PieceFile(**piece) for piece in raw["pieces"])
-            manifest = Manifest(int(raw["version"]), int(raw["seed"]), JobSpec.from_json(json.dumps(raw["spec"])), pieces)
-        except (KeyError, TypeError, ValueError, ProtocolError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+            manifest = Manifest.from_json(path.read_bytes().decode())
+        except CheckpointError as error:
+            raise CheckpointError(error.what, where=str(path), expected=error.expected, got=error.got) from None
+        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError, ProtocolError) as error:
             raise CheckpointError("the manifest cannot be read", where=str(path), got=repr(error)) from None
         return cls(directory, manifest)
 
@@ -97,8 +119,6 @@ class Checkpoint:
 
     def _read(self, piece: PieceFile) -> list[torch.Tensor]:
         path = self.directory / piece.file
-        if Path(piece.file).is_absolute() or ".." in Path(piece.file).parts:
-            raise CheckpointError("a manifest points out of its directory", where=str(self.directory), got=piece.file)
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -115,4 +135,6 @@ class Checkpoint:
             tensors = safetensors.torch.load(data)
             return [tensors[str(index)] for index in range(len(tensors))]
         except (KeyError, safetensors.SafetensorError) as error:
-            raise CheckpointError("a piece of the checkpoint cannot be read", where=str(path), got=repr(error)) from None
+            raise CheckpointError(
+                "a piece of the checkpoint cannot be read", where=str(path), got=repr(error)
+            ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import math
 import os
 import secrets
@@ -130,7 +131,12 @@ def _serve(argv: list[str], prog: str) -> int:
     endpoint = Endpoint.parse(options.endpoint)
     from fleet.launch.server import serve_endpoint  # loads torch and grpc, which no other command needs
 
-    return serve_endpoint(endpoint, options.model_dir)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return serve_endpoint(endpoint, options.model_dir)
+    except FleetError as error:  # not a mistake in the arguments, so no word of --help
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
 
 
 #: What ``fleet`` can do: a new subcommand is one entry.

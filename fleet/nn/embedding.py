@@ -31,10 +31,17 @@ def _remote_weight(
 
 
 def _handle(module: Any) -> TableHandle:
-    handle = module.__dict__.get("_handle")
+    # The weight's comes first: two modules that were given one weight share its table.
+    handle = handle_of(module.weight) or module.__dict__.get("_handle")
     if not isinstance(handle, TableHandle):
         raise UnsupportedError(f"{type(module).__name__} has no table", todo="Construct it anew.")
     return handle
+
+
+def _sizes(module: Any) -> str:
+    size = "any id" if module.num_embeddings is None else module.num_embeddings
+    padding = "" if module.padding_idx is None else f", padding_idx={module.padding_idx}"
+    return f"{size}, {module.embedding_dim}{padding}"
 
 
 class Embedding(torch.nn.Module):
@@ -60,12 +67,11 @@ class Embedding(torch.nn.Module):
         self.padding_idx = _handle(self).padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows, inverse, padding = _handle(self).rows(ids, self.training)
+        rows, inverse, padding = _handle(self).rows(ids, self.training, self.padding_idx)
         return F.embedding(inverse, rows, padding_idx=padding)
 
     def extra_repr(self) -> str:
-        size = "any id" if self.num_embeddings is None else self.num_embeddings
-        return f"{size}, {self.embedding_dim}"
+        return _sizes(self)
 
 
 class EmbeddingBag(torch.nn.Module):
@@ -101,16 +107,15 @@ class EmbeddingBag(torch.nn.Module):
         return _bag(self, ids, offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
-        size = "any id" if self.num_embeddings is None else self.num_embeddings
-        return f"{size}, {self.embedding_dim}, mode={self.mode!r}"
+        return f"{_sizes(self)}, mode={self.mode!r}"
 
 
 def _bag(
     module: Any, ids: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    rows, inverse, padding = _handle(module).rows(ids, module.training)
+    rows, inverse, padding = _handle(module).rows(ids, module.training, module.padding_idx)
     if not len(rows):
-        rows = rows.new_zeros(1, rows.shape[1])  # torch wants a row even where no bag has one
+        rows = F.pad(rows, (0, 0, 0, 1))  # torch wants a row even where no bag has one
     return F.embedding_bag(
         inverse,
         rows,
@@ -129,7 +134,7 @@ class _RemoteEmbedding(torch.nn.Embedding):
         handle = _handle(self)
         if handle.source is None:
             return super().forward(ids)
-        rows, inverse, padding = handle.rows(ids, self.training)
+        rows, inverse, padding = handle.rows(ids, self.training, self.padding_idx)
         return F.embedding(inverse, rows, padding_idx=padding)
 
 

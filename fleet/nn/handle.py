@@ -6,7 +6,9 @@ collects share the fate of ``weight.grad``: a backward adds to them, ``zero_grad
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,9 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeErro
 from fleet.transpiler.specs import Initializer
 
 _ATTRIBUTE = "_fleet_handle"
+
+#: What a table is called until a job gives it its name.
+_UNNAMED = "an embedding"
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,30 @@ class TableHandle:
         self.zero_padding = zero_padding
         self.uploaded = uploaded
         self.source: RowSource | None = None
-        self.name = "an embedding"
+        self.name = _UNNAMED
         self._collected: list[tuple[torch.Tensor, torch.Tensor]] = []
         setattr(weight, _ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
-        """A copy of a model (an average of weights, say) looks at the same table."""
+        """A copy of a model that stands in a job (an average of weights, say) looks at the same table; before that
+        it is a model of its own, as any other copy."""
+        weight = copy.deepcopy(self.weight, memo)
+        if self.name == _UNNAMED:
+            return TableHandle(
+                weight,
+                self.num_embeddings,
+                self.dim,
+                self.initializer,
+                padding_idx=self.padding_idx,
+                zero_padding=self.zero_padding,
+                uploaded=self.uploaded,
+            )
+        setattr(weight, _ATTRIBUTE, self)
         return self
 
-    def rows(self, ids: torch.Tensor, training: bool) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    def rows(
+        self, ids: torch.Tensor, training: bool, padding_idx: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The rows of ``ids``, every id's place among them in the shape of ``ids``, and the padding row's place."""
         if self.source is None:
             raise NotInitializedError(
@@ -72,20 +92,22 @@ class TableHandle:
         lookup = self.source.lookup(self, ids.reshape(-1), training)
         rows = lookup.rows.to(ids.device)
         padding: int | None = None
-        if self.padding_idx is not None:
-            found = (lookup.ids == self.padding_idx).nonzero()
+        if padding_idx is not None:
+            found = (lookup.ids == padding_idx).nonzero()
             if len(found):
                 padding = int(found[0])
                 if self.zero_padding:
                     rows[padding].zero_()
         if torch.is_grad_enabled() and self.weight.requires_grad:
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(lambda leaf: self._collect(lookup.ids, leaf, padding))
+            collect = partial(self._collect, lookup.ids, padding)
+            rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         return rows, lookup.inverse.to(ids.device).view(ids.shape), padding
 
     def check_ids(self, ids: torch.Tensor) -> None:
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ArgumentTypeError(f"{self.name} needs int64 or int32 ids", got=ids.dtype)
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            got = getattr(ids, "dtype", type(ids).__name__)
+            raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
         if self.num_embeddings is not None and ids.numel():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.num_embeddings:
@@ -95,7 +117,7 @@ class TableHandle:
                     got=low if low < 0 else high,
                 )
 
-    def _collect(self, ids: torch.Tensor, leaf: torch.Tensor, padding: int | None) -> None:
+    def _collect(self, ids: torch.Tensor, padding: int | None, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if self.weight.grad is None:
@@ -105,7 +127,7 @@ class TableHandle:
         if padding is not None:
             keep = torch.arange(len(ids)) != padding
             ids, grad = ids[keep], grad[keep.to(grad.device)]
-        self._collected.append((ids, grad.cpu()))
+        self._collected.append((ids, grad.detach().cpu()))
 
     def collected(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The gradients since ``zero_grad``: ids, distinct within each entry, and one row of gradient for each.
@@ -126,10 +148,11 @@ def handle_of(parameter: torch.Tensor) -> TableHandle | None:
 
 def padding_index(padding_idx: int | None, num_embeddings: int | None) -> int | None:
     """torch's reading of ``padding_idx``: negative ones count from the end, if there is one."""
-    if padding_idx is None or num_embeddings is None:
-        return padding_idx
-    if not -num_embeddings <= padding_idx < num_embeddings:
-        raise ConfigurationError(
-            "padding_idx is out of range", expected=f"from {-num_embeddings} to {num_embeddings - 1}", got=padding_idx
-        )
-    return padding_idx % num_embeddings
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+        raise ArgumentTypeError("padding_idx must be an int or None", got=repr(padding_idx))
+    low, high = (-(2**63), 2**63) if num_embeddings is None else (-num_embeddings, num_embeddings)
+    if not low <= padding_idx < high:
+        raise ConfigurationError("padding_idx is out of range", expected=f"from {low} to {high - 1}", got=padding_idx)
+    return padding_idx if num_embeddings is None else padding_idx % num_embeddings

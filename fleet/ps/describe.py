@@ -100,7 +100,11 @@ def describe(
         min_block_size=strategy.min_block_size,
     )
     all_names = [p.name for p in params] + [t.name for t in tables]
-    twice = sorted({name for name in all_names if all_names.count(name) > 1}) if len(set(all_names)) < len(all_names) else []
+    twice = (
+        sorted({name for name in all_names if all_names.count(name) > 1})
+        if len(set(all_names)) < len(all_names)
+        else []
+    )
     if twice:
         raise ConfigurationError(f"parameters stand in two groups or share a name: {', '.join(twice)}")
     spec = JobSpec(tuple(params), tuple(tables), tuple(groups), settings)
@@ -164,9 +168,7 @@ def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) ->
     return ParamSpec(name, tuple(param.shape), _DTYPE_NAMES[param.dtype], group)
 
 
-def _table_spec(
-    name: str, handle: TableHandle, group: int, rule: Rule, options: dict[str, Any]
-) -> TableSpec:
+def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule, options: dict[str, Any]) -> TableSpec:
     if rule.rows is None:
         usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
         raise UnsupportedError(

@@ -16,7 +16,7 @@ from fleet.ps.consistency.base import Answer, Apply, Effect, Mode
 
 class SyncGate:
     def __init__(self, workers: Iterable[int], version: int = 0) -> None:
-        self._clock = {worker: version for worker in workers}
+        self._clock = dict.fromkeys(workers, version)
         self._applied = version
         self._pending: dict[int, set[int]] = {}
         self._waiting: dict[Hashable, tuple[int, int]] = {}

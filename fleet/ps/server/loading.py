@@ -21,8 +21,15 @@ def restore_from(dirname: str) -> tuple[int, Restore]:
 
     def restore(shard: Shard, server: int) -> int:
         _check_model(checkpoint, shard.plan.spec)
-        _restore_dense(checkpoint, shard)
-        _restore_rows(checkpoint, shard, server)
+        try:
+            _restore_dense(checkpoint, shard)
+            _restore_rows(checkpoint, shard, server)
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, RuntimeError, StopIteration) as error:
+            raise CheckpointError(
+                "the checkpoint's contents do not fit the job", where=str(checkpoint.directory), got=repr(error)
+            ) from error
         return checkpoint.manifest.version
 
     return checkpoint.manifest.seed, restore
@@ -53,7 +60,7 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
     plan, slots = shard.plan, shard.dense.layout.slots
     wanted = {plan.param_of(slot.block).name for slot in slots}
     whole: dict[str, dict[str, Any]] = {name: {} for name in wanted}
-    spread: dict[str, set[str]] = {name: set() for name in wanted}
+    spread: dict[str, dict[str, int]] = {name: {} for name in wanted}  # how many elements of each key have come
     numel = {param.name: param.numel for param in plan.spec.params}
     for about, tensors in checkpoint.pieces("dense"):
         arriving = iter(tensors)
@@ -65,15 +72,15 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
             if tensor is None:
                 whole[name][key] = entry["plain"]
             elif entry["elementwise"]:
-                spread[name].add(key)
+                spread[name][key] = spread[name].get(key, 0) + tensor.numel()
                 total = whole[name].setdefault(key, torch.empty(numel[name], dtype=tensor.dtype))
                 total[entry["offset"] : entry["offset"] + entry["numel"]] = tensor.reshape(-1)
             else:
                 whole[name].setdefault(key, tensor)
     for slot in slots:
         name, block = plan.param_of(slot.block).name, slot.block
-        if "value" not in whole[name]:
-            raise CheckpointError(f"the checkpoint has no values of {name!r}", where=str(checkpoint.directory))
+        if "value" not in whole[name] or any(count != numel[name] for count in spread[name].values()):
+            raise CheckpointError(f"the checkpoint lacks values of {name!r}", where=str(checkpoint.directory))
         mine = {
             key: value[block.offset : block.offset + block.numel] if key in spread[name] else value
             for key, value in whole[name].items()

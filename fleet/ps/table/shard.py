@@ -153,7 +153,9 @@ class Shard:
                     size += tensor.nbytes
             position += 1
         more = position < len(self.dense.layout.slots)
-        return Piece({"dense": about, "seed": self._seed}, tensors, f"dense:{position}" if more else self._table_cursor(0, 0))
+        return Piece(
+            {"dense": about, "seed": self._seed}, tensors, f"dense:{position}" if more else self._table_cursor(0, 0)
+        )
 
     def _export_rows(self, index: int, row: int) -> Piece:
         table = self.tables[index]

@@ -40,7 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._constructed = True
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._wrapped for group in optimizer.param_groups]
 
     @param_groups.setter
@@ -54,7 +54,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._frozen():
             raise UnsupportedError(
                 "a param group cannot be added to a running job: the servers have their plan",
-                todo="Add it before fleet.init_worker(); freeze it with lr=0 or requires_grad=False until it is needed.",
+                todo="Add it before fleet.init_worker(); freeze it with requires_grad=False until needed.",
             )
         self._wrapped[-1].add_param_group(param_group)
 
@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for optimizer in self._wrapped:
             optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -91,7 +91,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError(
-            "the optimizer's state lives on the servers", todo="Save the whole job with fleet.save_persistables(dirname)."
+            "the optimizer's state lives on the servers",
+            todo="Save the whole job with fleet.save_persistables(dirname).",
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002

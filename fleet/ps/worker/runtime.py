@@ -110,7 +110,7 @@ class WorkerRuntime:
             label=f"{socket.gethostname()}:{os.getpid()}",
             job_id=self._knobs.job_id,
         )
-        reply = client.hello(Frame(client.request(0, hello=hello)), wait=self._strategy.wait_port).message
+        reply: pb.Reply = client.hello(Frame(client.request(0, hello=hello)), wait=self._strategy.wait_port).message
         client.start_pulse()
         return reply
 
@@ -223,9 +223,7 @@ class WorkerRuntime:
         return flat
 
     @staticmethod
-    def _dense_payload(
-        layout: DenseLayout, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[bytes, list[WireTensor]]:
+    def _dense_payload(layout: DenseLayout, gradients: Sequence[torch.Tensor | None]) -> tuple[bytes, list[WireTensor]]:
         """Which blocks of a server have a gradient, and these end to end, one tensor an element type."""
         pieces: dict[str, list[torch.Tensor]] = {}
         present = bytearray(len(layout.slots))
@@ -233,9 +231,7 @@ class WorkerRuntime:
             grad = gradients[slot.block.param]
             if grad is not None:
                 present[slot.position] = 1
-                pieces.setdefault(slot.dtype, []).append(
-                    grad[slot.block.offset : slot.block.offset + slot.block.numel]
-                )
+                pieces.setdefault(slot.dtype, []).append(grad[slot.block.offset : slot.block.offset + slot.block.numel])
         return bytes(present), [WireTensor.of(torch.cat(pieces[dtype])) for dtype in sorted(pieces)]
 
     def _row_gradients(self) -> tuple[dict[int, list[tuple[Array, Array]]], list[int]]:
@@ -311,4 +307,3 @@ class WorkerRuntime:
     def _refuse_stopped(self, what: str) -> None:
         if self.stopped:
             raise StateError(f"{what} came after the job ended for this worker (fleet.stop_worker)")
-

@@ -1,0 +1,39 @@
+"""The script of every process in test_processes: a small job whose end is known. Variants come as arguments."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+import fleet
+
+
+def main(variant: str) -> None:
+    fleet.init()
+    weight = torch.nn.Parameter(torch.zeros(4))
+    table = fleet.nn.Embedding(None, 2, initializer="zeros")
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0))
+    if fleet.is_server():
+        fleet.init_server()
+        fleet.run_server()
+        print("served")
+        return
+    fleet.init_worker()
+    print("joined", flush=True)
+    for step in range(5):
+        optimizer.minimize(weight.sum() + table(torch.tensor([fleet.worker_index()])).sum())
+        if step == 2 and variant == "fail" and fleet.worker_index() == 1:
+            raise ValueError("a bad batch")
+    if variant == "slow":
+        for _ in range(600):
+            optimizer.minimize(weight.sum() * 0)
+            time.sleep(0.1)
+    print(f"weight {weight[0].item()} row {table(torch.tensor([0]))[0, 0].item()}")
+    if variant != "forget":
+        fleet.stop_worker()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -1,0 +1,226 @@
+"""Real processes, real sockets: every way of starting a job, and of ending one badly."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
+QUICKSTART = str(ROOT / "examples" / "quickstart.py")
+
+#: Without the variables of whatever started the tests.
+CLEAN = {
+    key: value
+    for key, value in os.environ.items()
+    if not key.startswith(("PADDLE_", "FLAGS_", "FLEET_", "TRAINING_ROLE", "POD_IP", "RANK", "WORLD_SIZE"))
+}
+
+
+class Processes:
+    """Processes of a test, each ended with it."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**CLEAN, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables},
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def server(self, endpoint: str, endpoints: list[str], workers: int, **more: str) -> subprocess.Popen[str]:
+        host, _, port = endpoint.partition(":")
+        return self.start(
+            TRAIN,
+            TRAINING_ROLE="PSERVER",
+            PADDLE_PSERVERS_IP_PORT_LIST=",".join(endpoints),
+            PADDLE_TRAINERS_NUM=str(workers),
+            POD_IP=host,
+            PADDLE_PORT=port,
+            **more,
+        )
+
+    def worker(
+        self, index: int, endpoints: list[str], workers: int, variant: str = "", **more: str
+    ) -> subprocess.Popen[str]:
+        return self.start(
+            TRAIN,
+            variant,
+            TRAINING_ROLE="TRAINER",
+            PADDLE_PSERVERS_IP_PORT_LIST=",".join(endpoints),
+            PADDLE_TRAINERS_NUM=str(workers),
+            PADDLE_TRAINER_ID=str(index),
+            **more,
+        )
+
+    def end(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    made.end()
+
+
+def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+def test_the_quickstart_alone(processes: Processes, tmp_path: Path) -> None:
+    code, out, err = ended(processes.start(QUICKSTART, cwd=tmp_path))
+    assert code == 0, err
+    found = re.search(r"accuracy on new clicks: ([\d.]+)", out)
+    assert found
+    assert float(found[1]) > 0.95
+    assert (tmp_path / "ckpt" / "quickstart" / "manifest.json").is_file()
+
+
+def test_the_quickstart_on_four_processes(processes: Processes, tmp_path: Path) -> None:
+    command = ["-m", "fleet.launch", "--server_num", "2", "--worker_num", "2", QUICKSTART]
+    code, out, err = ended(processes.start(*command, cwd=tmp_path), 100)
+    assert code == 0, err
+    accuracies = re.findall(r"\[worker (\d)\] accuracy on new clicks: ([\d.]+)", out)
+    assert sorted(index for index, _ in accuracies) == ["0", "1"]
+    assert all(float(accuracy) > 0.95 for _, accuracy in accuracies)
+    assert len(list((tmp_path / "logs").glob("*.log"))) == 4
+    assert (tmp_path / "ckpt" / "quickstart" / "manifest.json").is_file()
+
+
+def test_four_terminals_twice_on_the_same_ports(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    """One server from the user's script, one with no script at all; workers before servers; then all again."""
+    endpoints = free_endpoints(2)
+    for _ in range(2):
+        workers = [processes.worker(index, endpoints, 2) for index in range(2)]
+        servers = [
+            processes.server(endpoints[0], endpoints, 2),
+            processes.start("-m", "fleet", "server", "--endpoint", endpoints[1]),
+        ]
+        for process in workers:
+            code, out, err = ended(process)
+            assert code == 0, err
+            # Two workers: weight -1 a round; row 0 gets half a gradient a round, from worker 0 alone.
+            assert "weight -5.0 row -2.5" in out
+        for process in servers:
+            code, out, err = ended(process)
+            assert code == 0, err
+
+
+def test_one_port_on_two_addresses(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    port = free_endpoints(1)[0].partition(":")[2]
+    endpoints = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+    servers = [processes.server(endpoint, endpoints, 1) for endpoint in endpoints]
+    code, out, err = ended(processes.worker(0, endpoints, 1))
+    assert code == 0, err
+    assert "weight -5.0 row -5.0" in out
+    assert [ended(server)[0] for server in servers] == [0, 0]
+
+
+def test_an_exception_ends_the_whole_job_with_its_traceback(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    """No launcher watches: the servers and the other worker learn of it from the one that failed."""
+    endpoints = free_endpoints(1)
+    server = processes.server(endpoints[0], endpoints, 2)
+    good, bad = (processes.worker(index, endpoints, 2, "fail") for index in range(2))
+    code, _, err = ended(bad)
+    assert code == 1
+    assert "ValueError: a bad batch" in err
+    for process in (good, server):
+        code, _, err = ended(process, 30)
+        assert code == 1
+        assert "JobAbortedError: worker 1 failed" in err
+        assert "ValueError: a bad batch" in err
+
+
+def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    endpoints = free_endpoints(1)
+    server = processes.server(endpoints[0], endpoints, 1)
+    worker = processes.worker(0, endpoints, 1, "slow")
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    worker.send_signal(signal.SIGINT)
+    code, _, err = ended(worker, 30)
+    assert code != 0
+    assert "KeyboardInterrupt" in err
+    code, _, err = ended(server, 30)
+    assert code == 1
+    assert "KeyboardInterrupt" in err
+
+
+def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    """The server ends cleanly; the worker is told which one it was and why."""
+    endpoints = free_endpoints(2)
+    servers = [processes.server(endpoint, endpoints, 1) for endpoint in endpoints]
+    worker = processes.worker(0, endpoints, 1, "slow")
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    servers[1].send_signal(signal.SIGTERM)
+    code, out, err = ended(servers[1], 30)
+    assert code == 0, err
+    assert "served" in out
+    code, _, err = ended(worker, 30)
+    assert code == 1
+    assert endpoints[1] in err
+    assert "SIGTERM" in err
+    code, _, err = ended(servers[0], 30)
+    assert code == 1
+    assert "SIGTERM" in err, "the other server hears the reason from the worker"
+
+
+def test_a_killed_server_is_an_error_after_the_deadline(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    endpoints = free_endpoints(1)
+    hasty = {"FLAGS_rpc_deadline": "1500", "FLEET_BEAT": "0.2"}
+    server = processes.server(endpoints[0], endpoints, 1, **hasty)
+    worker = processes.worker(0, endpoints, 1, "slow", **hasty)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    server.kill()
+    code, _, err = ended(worker, 30)
+    assert code == 1
+    assert re.search(rf"DeadlineError: the server at {re.escape(endpoints[0])} is silent", err)
+
+
+def test_a_script_that_forgets_stop_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    endpoints = free_endpoints(1)
+    server = processes.server(endpoints[0], endpoints, 1)
+    assert ended(processes.worker(0, endpoints, 1, "forget"))[0] == 0
+    code, _, err = ended(server, 30)
+    assert code == 1
+    assert "without fleet.stop_worker()" in err
+
+
+def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    endpoints = free_endpoints(1)
+    first = processes.server(endpoints[0], endpoints, 1)
+    worker = processes.worker(0, endpoints, 1, "slow")
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    code, _, err = ended(processes.start("-m", "fleet", "server", "--endpoint", endpoints[0]))
+    assert code != 0
+    assert f"port {endpoints[0].partition(':')[2]} is in use" in err
+    assert f"process {first.pid}" in err
+    assert "Traceback" not in err, "an operator's command explains itself without one"
