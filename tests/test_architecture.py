@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.backend",),
     ("launch.server",),
     ("launch.cli", "api"),
-    ("launch.__main__", "__init__"),
+    ("launch.__main__", "__main__", "__init__"),
 ]
 
 #: Decisions: nothing but the standard library, and of that nothing that has effects or differs from run to run.

@@ -5,7 +5,7 @@ Worker and server compute it from the same plan, so a message needs to say only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet.transpiler.plan import Block, Plan
@@ -38,14 +38,11 @@ class DenseLayout:
 
 def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None = None) -> DenseLayout:
     """The layout of all blocks of ``server``, or of those marked in ``present``."""
-    marked = ((p, b) for p, b in enumerate(plan.by_server[server]) if present is None or present[p])
-    return _lay_out(plan, marked)
-
-
-def _lay_out(plan: Plan, blocks: Iterable[tuple[int, Block]]) -> DenseLayout:
     slots: list[Slot] = []
     sizes: dict[str, int] = {}
-    for position, block in blocks:
+    for position, block in enumerate(plan.by_server[server]):
+        if present is not None and not present[position]:
+            continue
         dtype = plan.param_of(block).dtype
         start = sizes.get(dtype, 0)
         slots.append(Slot(position, block, dtype, start))
