@@ -77,4 +77,4 @@ protos:
 
 clean:
 	rm -rf $(VENV) .ci-venv build dist logs ckpt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find fleet tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,11 @@ Every class also derives from the built-in a caller would naturally catch (``Val
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class FleetError(Exception):
     """Base of every error this package raises on purpose."""
@@ -25,6 +30,10 @@ class FleetError(Exception):
         self.got = got
         self.todo = todo
         super().__init__(self._sentence())
+
+    def again(self) -> Self:
+        """An equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it meets."""
+        return type(self)(self.what, where=self.where, expected=self.expected, got=self.got, todo=self.todo)
 
     def _sentence(self) -> str:
         parts = [self.what]

@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "launch.job"),
     ("nn", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
     ("checkpoint", "ps.table", "ps.describe", "launch.network", "launch.local"),
-    ("ps.server", "ps.worker"),  # siblings: each knows the other by its messages only
+    ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend",),
     ("launch.server",),
     ("launch.cli", "api"),
@@ -69,7 +69,7 @@ ONLY: dict[str, dict[str, str]] = {
     "print": {"launch/cli.py": "console", "ps/worker/runtime.py": "plan"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
     "numpy.load numpy.save": {},
-    "logging.basicConfig logging.config": {},
+    "logging.basicConfig logging.config": {"launch/cli.py": "command"},
     # The network is chosen where a backend is put together; nobody else names a concrete one.
     "fleet.ps.wire.loopback": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_server": {"ps/backend.py": "choice"},

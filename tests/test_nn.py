@@ -429,7 +429,7 @@ def test_what_cannot_go_remote_is_refused_by_name(what: str) -> None:
     kind = type(model[0][0])
     fleet_ = Fleet(environ={})
     fleet_.init()
-    with pytest.raises(UnsupportedError, match="'0.0'") as caught:
+    with pytest.raises(UnsupportedError, match=r"'0\.0'") as caught:
         fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
     assert what in str(caught.value)
     assert type(model[0][0]) is kind, "what is refused stays as it was"
@@ -632,7 +632,7 @@ def test_a_table_in_two_param_groups_is_refused() -> None:
         fleet_.distributed_optimizer(optimizers, model=table)
 
 
-# ---------------------------------------------------------------------------------------------- copies, names, neighbours
+# ---------------------------------------------------------------------------------------------- copies and neighbours
 
 
 def test_a_copy_of_a_model_in_a_job_looks_at_the_same_tables() -> None:

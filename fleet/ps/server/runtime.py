@@ -54,7 +54,7 @@ class ServerRuntime:
             self._listener.close(GRACE_S)
         failure = self._service.failure
         if failure is not None and not stopped:
-            raise failure
+            raise failure.again()
 
 
 @contextmanager

@@ -221,7 +221,7 @@ class Service:
     def _hello(self, request: Any, respond: Respond, outbox: Outbox) -> None:
         hello = request.hello
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.again()
         spec = JobSpec.from_json(hello.spec)
         label = hello.label[:200]
         try:
@@ -253,7 +253,7 @@ class Service:
                 # Without its shard this server is of no use to anybody: the job cannot run.
                 _log.exception("%s: the job cannot be set up", self._endpoint)
                 self._fail(JobAbortedError(f"server {self._endpoint} could not set up the job", got=str(error)), outbox)
-                raise self._failure or error from None
+                raise (self._failure or JobAbortedError(str(error))).again() from None
         reply = pb.Reply(
             version=job.gate.version, initialized=job.initialized, delivered=job.gate.delivered(request.worker)
         )
@@ -529,7 +529,7 @@ class Service:
     def _check_member(self, request: Any, parting: bool = False) -> None:
         if self._failure is not None:
             self._told.add(request.worker)
-            raise self._failure
+            raise self._failure.again()
         with self._members_lock:
             members = self._members
             if members is not None and members.heard(request.worker, request.incarnation, self._clock.now()):

@@ -148,7 +148,7 @@ class ServerClient:
     def launch(self, frame: Frame) -> Call:
         with self._lock:
             if self._failure is not None:
-                raise self._failure
+                raise self._failure.again()
             call = self._channel.start(frame)
             self._under_way.add(call)
         return call
@@ -210,7 +210,7 @@ class Pending:
                 reply = call.result()
             except TransportError as error:
                 if client.failure is not None:
-                    raise client.failure from None
+                    raise client.failure.again() from None
                 # Counted from one break to the next: many breaks fit between two heartbeats.
                 retries += client.heard_since(broken_at)
                 broken_at = client.clock.now()
