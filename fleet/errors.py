@@ -6,11 +6,6 @@ Every class also derives from the built-in a caller would naturally catch (``Val
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 class FleetError(Exception):
     """Base of every error this package raises on purpose."""
@@ -31,7 +26,7 @@ class FleetError(Exception):
         self.todo = todo
         super().__init__(self._sentence())
 
-    def again(self) -> Self:
+    def again(self) -> FleetError:
         """An equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it meets."""
         return type(self)(self.what, where=self.where, expected=self.expected, got=self.got, todo=self.todo)
 

@@ -704,3 +704,32 @@ def test_two_jobs_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> No
     assert stored_ids(fleet_, tmp_path / "ckpt") == {"group0.param0": [1, 10, 11, 12]}
     assert jobs[0][3].tolist() == [-3.0] * 2
     fleet_.stop_worker()
+
+
+def test_a_dense_layer_cannot_share_a_remote_weight() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(5, 3, sparse=True)
+            self.scores = torch.nn.Linear(3, 5, bias=False)
+            self.scores.weight = self.words.weight
+
+    tied = Tied()
+    alone = Fleet(environ={})
+    alone.init()
+    with pytest.raises(UnsupportedError, match="'scores' uses the weight of the embedding 'words'"):
+        alone.distributed_optimizer(torch.optim.SGD(tied.parameters(), lr=0.1), model=tied)
+
+
+def test_a_model_whose_rows_an_earlier_job_took_cannot_start_a_fresh_one() -> None:
+    model = torch.nn.Embedding(5, 3, sparse=True)
+    alone = Fleet(environ={})
+    for round_ in range(2):
+        alone.init()
+        alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        if round_ == 0:
+            alone.init_worker()
+            alone.stop_worker()
+        else:
+            with pytest.raises(UnsupportedError, match="earlier job"):
+                alone.init_worker()

@@ -57,9 +57,23 @@ def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Modul
     trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        is_sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-        if is_sparse and id(weight) in trained and "_handle" not in module.__dict__:
+        if _is_sparse(module) and id(weight) in trained and "_handle" not in module.__dict__:
+            _refuse_shared(model, name, weight)
             make_remote(module, name)
+
+
+def _is_sparse(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+
+
+def _refuse_shared(model: torch.nn.Module, name: str, weight: object) -> None:
+    """A layer that multiplies with an embedding's weight needs all of it, and no worker will have that."""
+    for other, module in model.named_modules():
+        if not _is_sparse(module) and any(param is weight for param in module.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{other!r} uses the weight of the embedding {name!r}, whose rows live on the servers",
+                todo="Untie the two, or use sparse=False for the embedding.",
+            )
 
 
 def describe(

@@ -73,6 +73,8 @@ class Membership:
             self._members[worker] = Member(Standing.LIVE, incarnation, label, now)
         elif member.incarnation != incarnation or member.standing is not Standing.LIVE:
             raise self._taken(worker, member, label, now)
+        else:
+            member.last_heard = now
 
     def refused(self, worker: int, reason: str) -> None:
         """Remember why a worker was turned away, to be told if it never comes back better."""
@@ -90,8 +92,9 @@ class Membership:
     def leave(self, worker: int) -> None:
         self._members[worker].standing = Standing.LEFT
 
-    def live(self) -> tuple[int, ...]:
-        return self._select(lambda member: member.standing is Standing.LIVE)
+    def awaited(self) -> tuple[int, ...]:
+        """Who is here or may still come."""
+        return self._select(lambda member: member.standing in (Standing.LIVE, Standing.EXPECTED))
 
     def standing(self, worker: int) -> Standing | None:
         member = self._members.get(worker)

@@ -94,6 +94,7 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
     servers = shard.plan.spec.settings.server_num
+    shard.prepare()
     for about, tensors in checkpoint.pieces("table"):
         table = tables[about["table"]]
         table.step = max(table.step, int(about["step"]))

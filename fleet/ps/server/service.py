@@ -200,9 +200,9 @@ class Service:
     def _all_told(self) -> bool:
         """A job that failed is not gone before every worker has heard why, within a few of its heartbeats."""
         with self._members_lock:
-            live = set() if self._members is None else set(self._members.live())
+            awaited = set() if self._members is None else set(self._members.awaited())
         lingered_s = self._clock.now() - self._failed_at
-        return live <= self._told or lingered_s > LINGER_BEATS * self._knobs.beat_s
+        return awaited <= self._told or lingered_s > LINGER_BEATS * self._knobs.beat_s
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""
@@ -246,7 +246,8 @@ class Service:
         if self._job is None:
             self._job = job
             _log.info("%s: serving a job of %d workers", self._endpoint, spec.settings.worker_num)
-        if request.worker == 0 and job.shard is None:
+        # A checkpoint does not need worker 0, and whoever comes first must not be told of a fresh job.
+        if job.shard is None and (request.worker == 0 or self._restore is not None):
             try:
                 self._build_shard(job, hello)
             except Exception as error:

@@ -126,6 +126,11 @@ class Shard:
             raise ProtocolError(f"initial rows of {table.spec.name!r} do not fit", got=f"{values.dtype} {values.shape}")
         table.load(ids, {"weight": values})
 
+    def prepare(self) -> None:
+        """Have every table's optimizer columns, before rows are loaded that may lack some of them."""
+        for table in self.tables:
+            table.prepare(self._options[table.spec.group])
+
     def warm(self) -> None:
         """Have every kernel compiled before somebody waits for it."""
         for table in self.tables:

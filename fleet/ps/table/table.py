@@ -63,13 +63,18 @@ class Table:
     def apply(self, ids: Ids, grads: Array, options: Mapping[str, Any], step: int) -> None:
         """Update the rows of ids, which are distinct, as step number ``step``; unknown ones begin to exist."""
         ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
+        names = self.prepare(options)
+        slots = self._insert(ids)
+        state = {name: self._store.column(name) for name in names}
+        self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
+        self.step = step
+
+    def prepare(self, options: Mapping[str, Any]) -> list[str]:
+        """Have the columns the kernel works on, filled with what untouched rows hold; their names."""
         columns = self._kernel.columns(options, self.spec.dim)
         for name, column in columns.items():
             self._store.ensure_column(name, column.width, column.fill, self._dtype)
-        slots = self._insert(ids)
-        state = {name: self._store.column(name) for name in columns}
-        self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
-        self.step = step
+        return list(columns)
 
     def load(self, ids: Ids, columns: Mapping[str, Array]) -> None:
         """Set columns of ids, which are distinct, from an upload or a checkpoint."""
@@ -78,7 +83,7 @@ class Table:
         rows = {name: self._shaped(name, values, ids, widths[name]) for name, values in columns.items()}
         for name in rows:
             if name not in self._store.columns:
-                # What untouched rows hold is the kernel's to say; it does so before its first step.
+                # What untouched rows hold is the kernel's to say (prepare); this one it does not know.
                 self._store.ensure_column(name, widths[name], 0.0, self._dtype)
         slots = self._insert(ids)
         for name, values in rows.items():

@@ -162,6 +162,13 @@ class WorkerRuntime:
 
     def _initial_rows(self, server: int, index: int, handle: TableHandle) -> Iterator[Frame]:
         weight = handle.weight.detach()
+        if len(weight) != handle.num_embeddings:
+            raise UnsupportedError(
+                f"the rows of {handle.name!r} went to the servers of an earlier job and are gone from this model",
+                expected=f"{handle.num_embeddings} rows to start from",
+                got=len(weight),
+                todo="Build the model anew, or load a checkpoint with fleet.init_server(model_dir).",
+            )
         rows_a_piece = max(1, UPLOAD_BYTES // max(1, weight.element_size() * handle.dim))
         for start in range(0, len(weight), rows_a_piece):
             ids = np.arange(start, min(start + rows_a_piece, len(weight)), dtype=np.int64)
