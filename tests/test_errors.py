@@ -359,19 +359,42 @@ def test_nan_is_accepted_as_torch_does_unless_a_check_was_asked_for() -> None:
     assert "id 77" in message
 
 
-def test_a_gradient_for_a_parameter_the_servers_do_not_know() -> None:
+def test_a_param_group_that_only_one_worker_added() -> None:
+    """The one that goes on without it is told so; nobody trains on half a plan."""
+    added = threading.Event()
+    told: dict[int, str] = {}
+
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        step(optimizer)
+        if index == 0:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(5))], "lr": 0.5})
+            added.set()
+            with pytest.raises(JobAbortedError):
+                step(optimizer)
+        else:
+            assert added.wait(30)
+            with pytest.raises(PlanMismatchError, match="param group") as caught:
+                step(optimizer)
+            told[index] = str(caught.value)
+            raise caught.value
+
+    job = Job(body, 2)
+    job.join(job.start())
+    assert "worker 1 pushes gradients of other parameters" in told[1]
+    assert isinstance(job.errors["worker 1"], PlanMismatchError)
+
+
+def test_a_param_group_that_was_taken_away() -> None:
     def body(fleet_: Fleet, index: int) -> None:
         model = copy.deepcopy(TEMPLATE)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        groups = [{"params": [param]} for param in model.parameters()]
+        inner = torch.optim.SGD(groups, lr=0.1)
         optimizer = fleet_.distributed_optimizer(inner, model=model)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4))], "lr": 0.5})
         fleet_.init_worker()
         step(optimizer)
-        late = {"params": [torch.nn.Parameter(torch.zeros(5))]}
-        with pytest.raises(UnsupportedError, match="init_worker"):
-            optimizer.add_param_group(late)
-        inner.add_param_group(late)
-        with pytest.raises(UnsupportedError, match=r"param group 2, \(5,\)"):
+        del inner.param_groups[1]
+        with pytest.raises(UnsupportedError, match="taken away"):
             step(optimizer)
 
     run_job(body, 1)
@@ -396,7 +419,7 @@ def test_a_push_the_plan_does_not_know_is_refused_and_disturbs_nobody() -> None:
             (pb.Push(**{**good, "options": ["{}"]}), [flat]),
             (pb.Push(**{**good, "options": ["not json"]}), [flat]),
         ):
-            with pytest.raises(RuntimeError):
+            with pytest.raises((RuntimeError, PlanMismatchError)):
                 raise_if_error(client.call(Frame(client.request(1, push=push), tensors), "a bad push"))
         with pytest.raises(RuntimeError, match="skipped a step"):
             client.call(Frame(client.request(5, push=pb.Push(**good)), [flat]), "a push of the future")
@@ -452,6 +475,27 @@ def test_after_stop_worker() -> None:
             optimizer.step()
 
     run_job(body, 1)
+
+
+def test_stop_worker_after_a_failure_hides_nothing_and_waits_for_nobody() -> None:
+    """As in somebody's ``finally``: the failure was raised once, and the servers may be gone by now."""
+    gone = threading.Event()
+
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        if index == 1:
+            raise ValueError("a bad batch")
+        with pytest.raises(JobAbortedError):
+            step(optimizer)
+        assert gone.wait(30)
+        fleet_.stop_worker()
+
+    job = Job(body, 2, 2)
+    threads = job.start()
+    job.join(threads[:2])  # the servers
+    gone.set()
+    job.join(threads, timeout_s=10)
+    assert "worker 0" not in job.errors
 
 
 def test_optimizer_state_is_said_to_live_on_the_servers() -> None:

@@ -111,6 +111,76 @@ def test_groups_and_several_optimizers() -> None:
         assert_close(got, values(model))
 
 
+@pytest.mark.parametrize("on_wrapper", [True, False], ids=["on the wrapper", "on the inner optimizer"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_groups_added_before_and_during_the_job(name: str, on_wrapper: bool) -> None:
+    """Unfreezing a layer while training goes on."""
+    cls = getattr(torch.optim, name)
+    late = torch.nn.Linear(5, 2)
+    later = torch.nn.Parameter(torch.randn(2))
+
+    def loss(model: torch.nn.Module, more: torch.nn.Module, bias: torch.Tensor, step: int, worker: int) -> torch.Tensor:
+        x, y = data(step, worker)
+        return torch.nn.functional.mse_loss(model(x) + more(x) + bias, y)
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, more, bias = copy.deepcopy(TEMPLATE), copy.deepcopy(late), torch.nn.Parameter(later.detach().clone())
+        inner = cls(model[0].parameters(), lr=0.1)
+        optimizer = fleet_.distributed_optimizer([torch.optim.Adam([bias], lr=0.01), inner])
+        inner.add_param_group({"params": model[2].parameters(), "lr": 0.05})
+        fleet_.init_worker()
+        for step in range(2):
+            optimizer.minimize(loss(model, more, bias, step, worker))
+        if worker and on_wrapper:
+            torch.nn.init.zeros_(more.weight)  # worker 0's values win here too
+        (optimizer if on_wrapper else inner).add_param_group({"params": more.parameters(), "lr": 0.2})
+        for step in range(2, 5):
+            optimizer.minimize(loss(model, more, bias, step, worker))
+        return [*values(model), *values(more), bias.detach()]
+
+    if name == "Adagrad":
+        # torch's own Adagrad prepares its state in the constructor only, and fails on a group that comes later;
+        # ours goes on as if the group had been there, without gradients, from the start.
+        def plain_optimizer(model: torch.nn.Sequential, more: torch.nn.Module) -> torch.optim.Optimizer:
+            groups = [(model[0], 0.1), (model[2], 0.05), (more, 0.2)]
+            return cls([{"params": part.parameters(), "lr": lr} for part, lr in groups])
+    else:
+
+        def plain_optimizer(model: torch.nn.Sequential, more: torch.nn.Module) -> torch.optim.Optimizer:
+            optimizer = cls(model[0].parameters(), lr=0.1)
+            optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.05})
+            return optimizer
+
+    model, more, bias = copy.deepcopy(TEMPLATE), copy.deepcopy(late), torch.nn.Parameter(later.detach().clone())
+    plain, other = plain_optimizer(model, more), torch.optim.Adam([bias], lr=0.01)
+    everything = torch.nn.ModuleList([model, more, torch.nn.ParameterList([bias])])
+    for step in range(5):
+        if step == 2 and name != "Adagrad":
+            plain.add_param_group({"params": more.parameters(), "lr": 0.2})
+        average_into(everything, [lambda s=step, w=w: loss(model, more, bias, s, w) for w in range(2)])
+        if step < 2:
+            more.zero_grad()
+        plain.step()
+        other.step()
+    for got in run_job(body, 2, 3):
+        assert_close(got, [*values(model), *values(more), bias.detach()])
+
+
+def test_a_table_added_during_the_job() -> None:
+    def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet_.init_worker()
+        optimizer.minimize(weight.sum())
+        table = fleet.nn.Embedding(None, 2, initializer="constant(3.0)")
+        optimizer.add_param_group({"params": table.parameters()})
+        optimizer.minimize(weight.sum() + table(torch.tensor([worker])).sum())
+        return torch.cat([table(torch.tensor([0, 1, 2])).detach()[:, 0], weight.detach()])
+
+    for got in run_job(body, 2, 2):
+        assert got.tolist() == [2.5, 2.5, 3.0, -2.0, -2.0, -2.0]
+
+
 def test_the_first_contributing_workers_learning_rate_rules_the_round() -> None:
     def body(fleet_: Fleet, worker: int) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.zeros(2))

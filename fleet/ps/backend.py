@@ -12,7 +12,7 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
 from fleet.errors import FleetError, NotInitializedError, StateError
-from fleet.ps.describe import describe, go_remote
+from fleet.ps.describe import Description, describe, go_remote
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.server.service import Restore
@@ -57,14 +57,16 @@ class ParameterServerBackend:
                 "fleet.distributed_optimizer was called twice",
                 todo="Give it all optimizers as a list, or start anew with fleet.init().",
             )
-        a = self._assignment
-        go_remote(optimizers, model)
-        described = describe(optimizers, model, strategy, a.server_num, a.worker_num)
-        if a.is_server:
+        self._parts = (optimizers, model, strategy)
+        try:
+            described = self._describe()
+        except BaseException:
+            self._parts = None
+            raise
+        if self._assignment.is_server:
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
                 handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
-        self._parts = (optimizers, model, strategy)
         return DistributedOptimizer(optimizers, self._running_worker, lambda: self._worker is not None)
 
     # ---------------------------------------------------------------- servers
@@ -100,21 +102,27 @@ class ParameterServerBackend:
                 "init_worker() came before distributed_optimizer()",
                 todo="Wrap the optimizer with fleet.distributed_optimizer(optimizer, model=model) first.",
             )
-        optimizers, model, strategy = self._parts
         a = self._assignment
-        described = describe(optimizers, model, strategy, a.server_num, a.worker_num)
         if a.embedded:
             server = self._make_server(a.servers[0])
             self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
             self._embedded.start()
-        worker = WorkerRuntime(a, described, strategy, self._network, self._knobs, self._clock)
         try:
+            worker = WorkerRuntime(a, self._describe, self._parts[2], self._network, self._knobs, self._clock)
             worker.start()
         except BaseException:
             self._join_embedded()
             raise
         self._worker = worker
         exit_guard.guard(worker)
+
+    def _describe(self) -> Description:
+        """The user's optimizers and model as they are now."""
+        assert self._parts is not None
+        optimizers, model, strategy = self._parts
+        go_remote(optimizers, model)
+        a = self._assignment
+        return describe(optimizers, model, strategy, a.server_num, a.worker_num)
 
     def stop_worker(self) -> None:
         worker = self._worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,18 +29,51 @@ class Description:
     groups: tuple[dict[str, Any], ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
 
-    def refuse_newcomers(self) -> None:
-        """A parameter that joined an optimizer after the plan was made would train on this worker only."""
-        now = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    def has_newcomers(self) -> bool:
+        """Whether a parameter joined an optimizer after this was made; one that left it is an error."""
+        present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if any(all(own is not group for group in present) for own in self.groups):
+            raise UnsupportedError(
+                "a param group was taken away from a running job",
+                todo="Leave it, with lr=0 or requires_grad=False for its parameters.",
+            )
         known = {id(param) for param in (*self.params, *(handle.weight for handle in self.handles))}
-        for index, group in enumerate(now):
-            for place, param in enumerate(group["params"]):
-                if id(param) not in known:
-                    raise UnsupportedError(
-                        f"the servers do not know the parameter {place} of param group {index}, {tuple(param.shape)}",
-                        expected="the groups as they were at fleet.init_worker()",
-                        todo="Add it before fleet.init_worker(); freeze it with requires_grad=False until needed.",
-                    )
+        return any(id(param) not in known for group in present for param in group["params"])
+
+    def continued_by(self, fresh: Description) -> Description:
+        """``fresh``, which describes the same optimizers later, in an order that begins with this one."""
+        groups, specs = list(self.groups), list(self.spec.groups)
+        places = {id(group): index for index, group in enumerate(groups)}
+        for group, group_spec in zip(fresh.groups, fresh.spec.groups, strict=True):
+            if id(group) not in places:
+                places[id(group)] = len(groups)
+                groups.append(group)
+                specs.append(group_spec)
+        moved = [places[id(group)] for group in fresh.groups]
+        known = {id(thing) for thing in (*self.params, *self.handles)}
+        params = [
+            (replace(spec, group=moved[spec.group]), param)
+            for spec, param in zip(fresh.spec.params, fresh.params, strict=True)
+            if id(param) not in known
+        ]
+        tables = [
+            (replace(spec, group=moved[spec.group]), handle)
+            for spec, handle in zip(fresh.spec.tables, fresh.handles, strict=True)
+            if id(handle) not in known
+        ]
+        spec = JobSpec(
+            (*self.spec.params, *(spec for spec, _ in params)),
+            (*self.spec.tables, *(spec for spec, _ in tables)),
+            tuple(specs),
+            self.spec.settings,
+        )
+        return Description(
+            spec,
+            (*self.params, *(param for _, param in params)),
+            (*self.handles, *(handle for _, handle in tables)),
+            tuple(groups),
+            self.optimizers,
+        )
 
     def options(self) -> tuple[str, ...]:
         """The options of every group as they are now, as JSON: they travel with each push."""
@@ -90,12 +123,14 @@ def describe(
     groups: list[GroupSpec] = []
     objects: list[torch.nn.Parameter] = []
     handles: list[TableHandle] = []
-    for index, (position, optimizer, group) in enumerate(_groups(optimizers)):
+    for index, (position, number, optimizer, group) in enumerate(_groups(optimizers)):
         rule = _rule(optimizer)
         groups.append(_group_spec(rule, position, optimizer, group))
         given = group.get("param_names")
         for place, param in enumerate(group["params"]):
-            name = names.get(id(param)) or (given[place] if given else f"group{index}.param{place}")
+            name = names.get(id(param)) or (
+                given[place] if given else f"optimizer{position}.group{number}.param{place}"
+            )
             handle = handle_of(param)
             if handle is None:
                 params.append(_param_spec(name, param, index, rule))
@@ -122,7 +157,7 @@ def describe(
     if twice:
         raise ConfigurationError(f"parameters stand in two groups or share a name: {', '.join(twice)}")
     spec = JobSpec(tuple(params), tuple(tables), tuple(groups), settings)
-    in_order = tuple(group for _, _, group in _groups(optimizers))
+    in_order = tuple(group for *_, group in _groups(optimizers))
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
     described.options()  # refuses what cannot travel, while the user's line is still on the stack
     return described
@@ -130,10 +165,11 @@ def describe(
 
 def _groups(
     optimizers: Sequence[torch.optim.Optimizer],
-) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
+) -> Iterator[tuple[int, int, torch.optim.Optimizer, dict[str, Any]]]:
+    """Every group with the position of its optimizer and its own number there."""
     for position, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            yield position, optimizer, group
+        for number, group in enumerate(optimizer.param_groups):
+            yield position, number, optimizer, group
 
 
 def _rule(optimizer: torch.optim.Optimizer) -> Rule:

@@ -130,6 +130,15 @@ class JobSpec:
     groups: tuple[GroupSpec, ...]
     settings: PlanSettings
 
+    def continues(self, earlier: JobSpec) -> bool:
+        """Whether this is ``earlier`` with further parameters, tables or groups at the end."""
+        return (
+            self.settings == earlier.settings
+            and self.params[: len(earlier.params)] == earlier.params
+            and self.tables[: len(earlier.tables)] == earlier.tables
+            and self.groups[: len(earlier.groups)] == earlier.groups
+        )
+
     def to_json(self) -> str:
         """Canonical text: equal specs give equal text."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))

@@ -71,6 +71,8 @@ class Job:
     gate: Gate
     shard: Shard | None = None
     initialized: bool = False
+    #: further parameters are planned and worker 0 has not brought their values yet
+    growing: bool = False
     #: (worker, step) -> what it pushed, until its round is applied
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: pulls that came before the initial values, with the version they need
@@ -125,6 +127,7 @@ class Service:
         self._handlers: dict[str, Callable[[Any, Frame, Respond, Outbox], None]] = {
             "upload": self._upload,
             "ready": self._ready,
+            "extend": self._extend,
             "push": self._push,
             "pull": self._pull,
             "export": self._export,
@@ -333,7 +336,8 @@ class Service:
     def _upload(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         shard = self._shard()
         upload = request.upload
-        if not self._running().initialized:
+        job = self._running()
+        if job.growing or not job.initialized:
             if upload.rows:
                 if len(frame.tensors) != 2:
                     raise ProtocolError("an upload of rows needs ids and values", got=len(frame.tensors))
@@ -348,7 +352,7 @@ class Service:
     def _ready(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         self._shard()
         job = self._running()
-        job.initialized = True
+        job.initialized, job.growing = True, False
         outbox.append((respond, Frame(pb.Reply(initialized=True))))
         self._release_early(job, outbox)
 
@@ -357,6 +361,32 @@ class Service:
         for version, waiting in early:
             self._park(job, version, waiting, [], outbox)
 
+    def _extend(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        """Further parameters, at the same step of every worker: the first that comes has the plan changed."""
+        job, shard, extend = self._running(), self._shard(), request.extend
+        spec = JobSpec.from_json(extend.spec)
+        if spec != job.plan.spec:
+            if not spec.continues(job.plan.spec):
+                raise PlanMismatchError(
+                    "this worker added other parameters to its optimizer than the job has",
+                    where=f"{self._endpoint}, step {request.step}",
+                    got="; ".join(differences(job.plan.spec, spec)),
+                    todo="Call add_param_group alike on every worker.",
+                )
+            if job.pushed or job.gate.version != request.step:
+                raise PlanMismatchError(
+                    "parameters were added while another worker went on without them",
+                    where=f"{self._endpoint}, step {request.step}",
+                    todo="Call add_param_group on every worker, after the same step.",
+                )
+            plan = make_plan(spec)
+            if plan.fingerprint != extend.fingerprint:
+                raise PlanMismatchError("worker and server plan differently", where=str(self._endpoint))
+            shard.adopt(plan, tuple(extend.options))
+            shard.warm()
+            job.plan, job.growing, job.snapshot = plan, True, None
+        outbox.append((respond, Frame(pb.Reply(version=job.gate.version, initialized=not job.growing))))
+
     # ---------------------------------------------------------------- training
 
     def _push(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
@@ -364,7 +394,7 @@ class Service:
         worker, step = request.worker, request.step
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
-            contribution = self._contribution(job, request.push, frame.tensors)
+            contribution = self._contribution(job, worker, request.push, frame.tensors)
             job.pushed[worker, step] = contribution
             try:
                 effects = job.gate.push(worker, step)
@@ -374,12 +404,18 @@ class Service:
         waiting = Waiting(worker, respond, lambda: self._values(job, True, ()))
         self._park(job, job.mode.version_needed(step), waiting, effects, outbox)
 
-    def _contribution(self, job: Job, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
+    def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
         """Read a push; every size is checked against the plan before it becomes part of a round."""
         shard = self._shard()
         present = bytes(push.present)
         if len(present) != len(shard.dense.layout.slots):
-            raise ProtocolError("a push speaks of other blocks", expected=len(shard.dense.layout.slots))
+            raise PlanMismatchError(
+                f"worker {worker} pushes gradients of other parameters than the job has",
+                where=f"{self._endpoint}",
+                expected=f"{len(shard.dense.layout.slots)} blocks",
+                got=f"{len(present)}",
+                todo="If a param group was added, add it on every worker, after the same step.",
+            )
         dtypes = dense_layout(job.plan, shard.server, present).dtypes
         if len(tensors) != len(dtypes) + 2 * len(push.row_tables):
             raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
@@ -406,7 +442,8 @@ class Service:
         ]
 
         waiting = Waiting(request.worker, respond, lambda: self._values(job, pull.dense, wanted))
-        if job.initialized:
+        # While the job grows, workers that are not there yet still need rows to get there.
+        if job.initialized and not (job.growing and pull.dense):
             self._park(job, pull.version, waiting, [], outbox)
         else:
             job.early.append((pull.version, waiting))

@@ -22,14 +22,33 @@ Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
 
 class DenseShard:
     def __init__(self, plan: Plan, server: int, options: Sequence[Mapping[str, Any]]) -> None:
-        self._plan = plan
         self._server = server
-        self.layout = dense_layout(plan, server)
-        self._flat = {name: torch.zeros(size, dtype=getattr(torch, name)) for name, size in self.layout.sizes.items()}
-        self._params = [torch.nn.Parameter(self._shaped(slot, self._flat[slot.dtype])) for slot in self.layout.slots]
+        self._flat: dict[str, torch.Tensor] = {}
+        self._params: list[torch.nn.Parameter] = []
         self._groups: dict[int, dict[str, Any]] = {}
-        self._optimizers = self._make_optimizers(options)
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.adopt(plan, options)
+
+    def adopt(self, plan: Plan, options: Sequence[Mapping[str, Any]]) -> None:
+        """Take over a plan: the first, or one that continues the present one with further parameters."""
+        self._plan = plan
+        self.layout = dense_layout(plan, self._server)
         self._layouts: dict[bytes, DenseLayout] = {}
+        for name, size in self.layout.sizes.items():
+            grown = torch.zeros(size, dtype=getattr(torch, name))
+            present = self._flat.get(name, grown[:0])
+            grown[: present.numel()] = present
+            self._flat[name] = grown
+        newcomers: dict[int, list[torch.nn.Parameter]] = {}
+        for slot in self.layout.slots:
+            piece = self._shaped(slot, self._flat[slot.dtype])
+            if slot.position < len(self._params):
+                self._params[slot.position].data = piece
+            else:
+                param = torch.nn.Parameter(piece)
+                self._params.append(param)
+                newcomers.setdefault(plan.param_of(slot.block).group, []).append(param)
+        self._enlist(newcomers, options)
 
     def _shaped(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
         """A slot's piece of a flat tensor; a whole parameter keeps its shape, for rules that look at it."""
@@ -37,27 +56,38 @@ class DenseShard:
         piece = flat[slot.start : slot.stop]
         return piece.view(param.shape) if slot.block.numel == param.numel else piece
 
-    def _make_optimizers(self, options: Sequence[Mapping[str, Any]]) -> list[torch.optim.Optimizer]:
-        """One optimizer for each of the user's, with the same groups, as far as they have blocks here."""
-        spec = self._plan.spec
-        members: dict[int, list[torch.nn.Parameter]] = {}
-        for slot, param in zip(self.layout.slots, self._params, strict=True):
-            members.setdefault(self._plan.param_of(slot.block).group, []).append(param)
+    def _enlist(self, newcomers: Mapping[int, list[torch.nn.Parameter]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Give new blocks to optimizers: one for each of the user's, with the same groups, as far as they are here."""
         by_optimizer: dict[int, list[int]] = {}
-        for index in sorted(members):
-            by_optimizer.setdefault(spec.groups[index].optimizer, []).append(index)
-        made = []
-        for indices in by_optimizer.values():
-            rule = RULES[spec.groups[indices[0]].rule]
-            if rule.torch_class is None:
-                raise ProtocolError(f"{rule.name} cannot update a dense parameter")
-            cls = getattr(torch.optim, rule.torch_class)
-            # Some constructors read their own arguments rather than the groups (Adagrad's initial accumulator).
-            known = inspect.signature(cls).parameters
-            defaults = {key: value for key, value in options[indices[0]].items() if key in known}
-            optimizer = cls([{**options[index], "params": members[index]} for index in indices], **defaults)
-            self._groups.update(zip(indices, optimizer.param_groups, strict=True))
-            made.append(optimizer)
+        for index in sorted(newcomers):
+            by_optimizer.setdefault(self._plan.spec.groups[index].optimizer, []).append(index)
+        for position, indices in by_optimizer.items():
+            made = self._make_optimizer(indices, newcomers, options)
+            present = self._optimizers.setdefault(position, made)
+            if present is not made:
+                present.state.update(made.state)  # what a constructor prepares (Adagrad's sums) comes along
+            for index, group in zip(indices, list(made.param_groups), strict=True):
+                if index in self._groups:
+                    self._groups[index]["params"] += group["params"]
+                elif present is not made:
+                    present.add_param_group(group)
+                self._groups.setdefault(index, group)
+
+    def _make_optimizer(
+        self,
+        indices: Sequence[int],
+        members: Mapping[int, list[torch.nn.Parameter]],
+        options: Sequence[Mapping[str, Any]],
+    ) -> torch.optim.Optimizer:
+        rule = RULES[self._plan.spec.groups[indices[0]].rule]
+        if rule.torch_class is None:
+            raise ProtocolError(f"{rule.name} cannot update a dense parameter")
+        cls = getattr(torch.optim, rule.torch_class)
+        # Some constructors read their own arguments rather than the groups (Adagrad's initial accumulator).
+        known = inspect.signature(cls).parameters
+        defaults = {key: value for key, value in options[indices[0]].items() if key in known}
+        groups = [{**options[index], "params": members[index]} for index in indices]
+        made: torch.optim.Optimizer = cls(groups, **defaults)
         return made
 
     def write(self, position: int, values: torch.Tensor) -> None:
@@ -96,7 +126,7 @@ class DenseShard:
             self._sum_flat(gradients, divisor)
         else:
             self._sum_blocks(gradients, divisor)
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
 
@@ -154,7 +184,7 @@ class DenseShard:
                 yield {**place, "key": f"state.{key}", "plain": value}, None
 
     def _state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.values():
             if param in optimizer.state:
                 return dict(optimizer.state[param])
         return {}
@@ -163,7 +193,7 @@ class DenseShard:
         """Set the optimizer state of one block; ``elementwise`` names the keys that are flat and of its size."""
         param = self._params[position]
         group = self._groups[self._plan.param_of(self.layout.slots[position].block).group]
-        owner = next(o for o in self._optimizers if any(own is group for own in o.param_groups))
+        owner = next(o for o in self._optimizers.values() if any(own is group for own in o.param_groups))
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 value = value.reshape(param.shape if key in elementwise else value.shape).clone()

@@ -55,6 +55,13 @@ class Shard:
         self.dense = DenseShard(plan, server, self._options)
         self.tables = [self._make_table(index) for index in range(len(plan.spec.tables))]
 
+    def adopt(self, plan: Plan, options: Sequence[str]) -> None:
+        """Take over a plan that continues the present one."""
+        self.plan = plan
+        self._options, self._options_text = self._parse(options), tuple(options)
+        self.dense.adopt(plan, self._options)
+        self.tables += [self._make_table(index) for index in range(len(self.tables), len(plan.spec.tables))]
+
     def _make_table(self, index: int) -> Table:
         spec = self.plan.spec.tables[index]
         rule = RULES[self.plan.spec.groups[spec.group].rule]

@@ -49,6 +49,16 @@ class Export(_message.Message):
     version: int
     def __init__(self, cursor: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
+class Extend(_message.Message):
+    __slots__ = ["fingerprint", "options", "spec"]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    options: _containers.RepeatedScalarFieldContainer[str]
+    spec: str
+    def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -126,12 +136,13 @@ class Reply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "claim", "export", "hello", "incarnation", "pull", "push", "ready", "release", "step", "tensors", "upload", "worker"]
+    __slots__ = ["abort", "beat", "bye", "claim", "export", "extend", "hello", "incarnation", "pull", "push", "ready", "release", "step", "tensors", "upload", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +158,7 @@ class Request(_message.Message):
     bye: Bye
     claim: Claim
     export: Export
+    extend: Extend
     hello: Hello
     incarnation: int
     pull: Pull
@@ -157,7 +169,7 @@ class Request(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     upload: Upload
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ["dtype", "shape"]

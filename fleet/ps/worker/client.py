@@ -15,7 +15,7 @@ import threading
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
-from fleet.errors import DeadlineError, FleetError
+from fleet.errors import DeadlineError, FleetError, IdentityError, JobAbortedError, ServerLostError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -27,6 +27,9 @@ _log = logging.getLogger("fleet.worker")
 NOTICE_S = 10.0
 RETRY_PAUSE_S = 0.2
 FAREWELL_S = 2.0
+
+#: After one of these there is nothing to ask the server any more.
+FATAL = (JobAbortedError, ServerLostError, IdentityError)
 
 
 class ServerClient:
@@ -45,6 +48,8 @@ class ServerClient:
         self._last_heard = clock.now()
         self._closing = threading.Event()
         self._pulse: threading.Thread | None = None
+        #: whether the user has been told what ended this line
+        self.reported = False
 
     def request(self, step: int, **kind: object) -> pb.Request:
         """A request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
@@ -147,11 +152,11 @@ class ServerClient:
 
     def launch(self, frame: Frame) -> Call:
         with self._lock:
-            if self._failure is not None:
-                raise self._failure.again()
-            call = self._channel.start(frame)
-            self._under_way.add(call)
-        return call
+            call = None if self._failure else self._channel.start(frame)
+            if call is not None:
+                self._under_way.add(call)
+                return call
+        raise self.report()
 
     def settle(self, call: Call) -> None:
         with self._lock:
@@ -162,8 +167,21 @@ class ServerClient:
         with self._lock:
             return self._failure
 
-    def answered(self) -> None:
+    def report(self) -> FleetError:
+        """What ended this line, to be raised to the user."""
+        assert self._failure is not None
+        self.reported = True
+        return self._failure.again()
+
+    def answered(self, reply: Frame) -> Frame:
+        """A reply to the user's request; one that says that the job is over ends the line."""
         self._heard()
+        try:
+            return raise_if_error(reply)
+        except FATAL as error:
+            self.reported = True
+            self._fail(error)
+            raise
 
     def heard_since(self, instant: float) -> bool:
         return self._last_heard >= instant
@@ -210,7 +228,7 @@ class Pending:
                 reply = call.result()
             except TransportError as error:
                 if client.failure is not None:
-                    raise client.failure.again() from None
+                    raise client.report() from None
                 # Counted from one break to the next: many breaks fit between two heartbeats.
                 retries += client.heard_since(broken_at)
                 broken_at = client.clock.now()
@@ -219,7 +237,6 @@ class Pending:
                 client.clock.sleep(RETRY_PAUSE_S)
                 self._call = client.launch(self._frame)
             else:
-                client.answered()
-                return raise_if_error(reply)
+                return client.answered(reply)
             finally:
                 client.settle(call)

@@ -17,23 +17,25 @@ class Stepper(Protocol):
 
     def step(self) -> None: ...
 
+    def extend(self) -> None: ...
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
     ``stepper`` is asked for at every step: it says who carries it out, or why there is nobody to.
-    ``frozen`` says whether the servers already know the groups.
+    ``running`` says whether the servers already have a plan.
     """
 
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         stepper: Callable[[], Stepper],
-        frozen: Callable[[], bool],
+        running: Callable[[], bool],
     ) -> None:
         self._wrapped = tuple(optimizers)
         self._stepper = stepper
-        self._frozen = frozen
+        self._running = running
         # torch's own constructor sets up hooks and what schedulers look for; the groups stay where they are.
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
@@ -48,15 +50,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Only torch's constructor assigns here, before there is anything to keep."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, on the last of the wrapped optimizers; before ``init_worker``."""
+        """As in torch, on the last of the wrapped optimizers. In a running job every worker does so after the same
+        step, and waits for worker 0, whose values win for the new parameters too."""
         if not self._constructed:
             return
-        if self._frozen():
-            raise UnsupportedError(
-                "a param group cannot be added to a running job: the servers have their plan",
-                todo="Add it before fleet.init_worker(); freeze it with requires_grad=False until needed.",
-            )
         self._wrapped[-1].add_param_group(param_group)
+        if self._running():
+            self._stepper().extend()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

@@ -45,27 +45,31 @@ class WorkerRuntime:
     def __init__(
         self,
         assignment: Assignment,
-        description: Description,
+        describe: Callable[[], Description],
         strategy: Strategy,
         network: Network,
         knobs: Knobs,
         clock: Clock,
     ) -> None:
         self.assignment = assignment
-        self.plan = make_plan(description.spec)
         self.completed = 0
-        self._description = description
+        self._describe = describe
+        self._adopt(describe())
         self._strategy = strategy
         self._knobs = knobs
         self._mode = MODES[strategy.mode]
-        self._tables = {id(handle): index for index, handle in enumerate(description.handles)}
-        self._layouts = [dense_layout(self.plan, server) for server in range(assignment.server_num)]
         self.stopped = False
         incarnation = secrets.randbits(63)
         self.clients = [
             ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation)
             for endpoint in assignment.servers
         ]
+
+    def _adopt(self, description: Description) -> None:
+        self._description = description
+        self.plan = make_plan(description.spec)
+        self._tables = {id(handle): index for index, handle in enumerate(description.handles)}
+        self._layouts = [dense_layout(self.plan, server) for server in range(self.assignment.server_num)]
 
     # ---------------------------------------------------------------- joining and leaving
 
@@ -90,13 +94,35 @@ class WorkerRuntime:
             # Servers that let this worker in would otherwise wait for it until their deadline.
             self.abort(f"it could not start: {type(error).__name__}: {error}")
             raise
-        for handle in self._description.handles:
+        self._attach(self._description.handles)
+        if self._strategy.print_log and self.assignment.index == 0:
+            print(self.plan.table())
+
+    def extend(self) -> None:
+        """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
+        self._refuse_stopped("add_param_group()")
+        known = self._description
+        description = known.continued_by(self._describe())
+        spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
+        extend = pb.Extend(spec=spec, fingerprint=fingerprint, options=description.options())
+        replies = self._ask_all(
+            lambda _, client: Frame(client.request(self.completed, extend=extend)),
+            f"further parameters after step {self.completed}",
+        )
+        self._adopt(description)
+        if self.assignment.index == 0:
+            for server, reply in enumerate(replies):
+                if not reply.message.initialized:
+                    self._upload(server, len(known.params), len(known.handles))
+        self._take_dense(self._pull_dense())
+        self._attach(description.handles[len(known.handles) :])
+
+    def _attach(self, handles: Sequence[TableHandle]) -> None:
+        for handle in handles:
             handle.source = self
             if handle.uploaded:
                 # The servers have the rows; no worker keeps a whole table.
                 handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
-        if self._strategy.print_log and self.assignment.index == 0:
-            print(self.plan.table())
 
     def _hello(self, server: int) -> pb.Reply:
         client = self.clients[server]
@@ -115,8 +141,12 @@ class WorkerRuntime:
         return reply
 
     def stop(self) -> None:
-        """Say goodbye. A second time does nothing."""
+        """Say goodbye. A second time does nothing, nor does it once the user knows that the job is over: what ended it
+        was raised then, and must not be hidden behind a second error from somebody's ``finally``."""
         if self.stopped:
+            return
+        if any(client.reported for client in self.clients):
+            self.abort("its job had already failed, and its script went on to stop_worker()")
             return
         try:
             self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
@@ -138,15 +168,18 @@ class WorkerRuntime:
 
     # ---------------------------------------------------------------- initial values
 
-    def _upload(self, server: int) -> None:
+    def _upload(self, server: int, first_param: int = 0, first_table: int = 0) -> None:
+        """Send one server the values of its blocks and rows, from the given parameter and table on."""
         client = self.clients[server]
-        for frame in self._initial_values(server):
+        for frame in self._initial_values(server, first_param, first_table):
             client.call(Frame(client.request(0, upload=frame.message), frame.tensors), "initial values")
         client.call(Frame(client.request(0, ready=pb.Ready())), "initial values")
 
-    def _initial_values(self, server: int) -> Iterator[Frame]:
+    def _initial_values(self, server: int, first_param: int, first_table: int) -> Iterator[Frame]:
         upload, tensors, size = pb.Upload(), [], 0
         for slot in self._layouts[server].slots:
+            if slot.block.param < first_param:
+                continue
             values = self._description.params[slot.block.param].detach().reshape(-1)
             piece = WireTensor.of(values[slot.block.offset : slot.block.offset + slot.block.numel])
             upload.blocks.append(slot.position)
@@ -157,7 +190,7 @@ class WorkerRuntime:
                 upload, tensors, size = pb.Upload(), [], 0
         yield Frame(upload, tensors)
         for index, handle in enumerate(self._description.handles):
-            if handle.uploaded:
+            if index >= first_table and handle.uploaded:
                 yield from self._initial_rows(server, index, handle)
 
     def _initial_rows(self, server: int, index: int, handle: TableHandle) -> Iterator[Frame]:
@@ -188,7 +221,8 @@ class WorkerRuntime:
     def step(self) -> None:
         """Push what this worker's gradients are now; return with the values of after the round."""
         self._refuse_stopped("step()")
-        self._description.refuse_newcomers()
+        if self._description.has_newcomers():
+            self.extend()
         step = self.completed + 1
         options = self._description.options()
         rows, used = self._row_gradients()
