@@ -131,7 +131,7 @@ class _FaultyChannel:
         self._calls: set[_FaultyCall] = set()
         self._timers: set[threading.Timer] = set()
 
-    def start(self, request: Frame, timeout_s: float | None = None) -> Call:
+    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
         fault = self._network.strike(self._endpoint, request)
         action = None if fault is None else fault.action
         if action is Action.CUT:
@@ -144,17 +144,19 @@ class _FaultyChannel:
         with self._lock:
             self._calls.add(call)
         if fault is not None and action is Action.DELAY:
-            timer = threading.Timer(fault.delay_s, lambda: call.send(lambda: self._inner.start(request, timeout_s)))
+            timer = threading.Timer(
+                fault.delay_s, lambda: call.send(lambda: self._inner.start(request, timeout_s, urgent=urgent))
+            )
             timer.daemon = True
             with self._lock:
                 self._timers.add(timer)
             timer.start()
         elif action is Action.DUPLICATE:
-            first = self._inner.start(request, timeout_s)
-            call.send(lambda: self._inner.start(request, timeout_s))
+            first = self._inner.start(request, timeout_s, urgent=urgent)
+            call.send(lambda: self._inner.start(request, timeout_s, urgent=urgent))
             call.twin = first
         elif action is not Action.SILENCE:
-            call.send(lambda: self._inner.start(request, timeout_s))
+            call.send(lambda: self._inner.start(request, timeout_s, urgent=urgent))
         return call
 
     def _settle(self, call: _FaultyCall) -> None:

@@ -203,7 +203,7 @@ def test_no_hello_waits_beyond_the_deadline() -> None:
     clock = Ticking()
 
     class Channel:
-        def start(self, _: Frame, timeout_s: float | None = None) -> Call:
+        def start(self, _: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
             assert timeout_s is not None
             if clock.now() > 5:
                 clock.sleep(timeout_s)

@@ -140,7 +140,7 @@ def test_the_padding_row(size: int | None, padding: int, row: int, mover: str, t
             optimizer.minimize((out**2 + out).sum())
         assert (table(ids)[:, 1] != 2).all(), "the others do move"
         assert torch.equal(table.eval()(ids)[:, 0], torch.zeros(2, DIM))
-        assert stored_ids(fleet_, tmp_path / "ckpt") == {"group0.param0": [1, 2]}
+        assert stored_ids(fleet_, tmp_path / "ckpt") == {"optimizer0.group0.param0": [1, 2]}
 
     alone(body)
 
@@ -194,7 +194,10 @@ def test_lookups_without_gradient_push_nothing(tmp_path: Path) -> None:
             table(torch.tensor([3]))
         out = table(torch.tensor([4])) + frozen(torch.tensor([5]))
         optimizer.minimize(out.sum())
-        assert stored_ids(fleet_, tmp_path / "ckpt") == {"group0.param0": [4], "group0.param1": []}
+        assert stored_ids(fleet_, tmp_path / "ckpt") == {
+            "optimizer0.group0.param0": [4],
+            "optimizer0.group0.param1": [],
+        }
 
     alone(body)
 
@@ -510,11 +513,11 @@ def test_evaluation_reads_the_mean_and_reading_creates_nothing(initializer: str 
         bag.eval()
         assert torch.equal(table(ids), mean)
         assert torch.equal(bag(ids[:, None]), mean)
-        assert stored_ids(fleet_, tmp_path / "a") == {"group0.param0": [], "group0.param1": []}
+        assert stored_ids(fleet_, tmp_path / "a") == {"optimizer0.group0.param0": [], "optimizer0.group0.param1": []}
         table.train()
         assert torch.equal(table(ids), training), "evaluation has left no trace"
         optimizer.minimize(table(ids[1:2]).sum())
-        assert stored_ids(fleet_, tmp_path / "b") == {"group0.param0": [2], "group0.param1": []}
+        assert stored_ids(fleet_, tmp_path / "b") == {"optimizer0.group0.param0": [2], "optimizer0.group0.param1": []}
         table.eval()
         expected = mean.clone()
         expected[1] = training[1] - 1
@@ -616,7 +619,7 @@ def test_use_before_the_job_is_there(make: Any) -> None:
     fleet_ = Fleet(environ={})
     fleet_.init()
     fleet_.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=1.0))
-    with pytest.raises(NotInitializedError, match=r"group0.param0.*fleet.init_worker\(\)"):
+    with pytest.raises(NotInitializedError, match=r"optimizer0.group0.param0.*fleet.init_worker\(\)"):
         module(ids)
     fleet_.init_worker()
     assert module(ids).shape[-1] == DIM
@@ -701,7 +704,7 @@ def test_two_jobs_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> No
     assert table(torch.tensor([1, 10, 99])).tolist() == [[-4 * rate], [-rate], [0]]
     assert dense.tolist() == [-4 * rate] * 2
     assert fleet_.resume_step() == 4
-    assert stored_ids(fleet_, tmp_path / "ckpt") == {"group0.param0": [1, 10, 11, 12]}
+    assert stored_ids(fleet_, tmp_path / "ckpt") == {"optimizer0.group0.param0": [1, 10, 11, 12]}
     assert jobs[0][3].tolist() == [-3.0] * 2
     fleet_.stop_worker()
 

@@ -14,6 +14,7 @@ from harness import Job, assert_close, run_job, values
 
 import fleet.nn
 from fleet import Fleet
+from fleet.errors import StateError, UnsupportedError
 
 torch.manual_seed(11)
 TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
@@ -235,26 +236,119 @@ def test_gradient_accumulation_and_clipping_and_closures() -> None:
         assert_close(got, values(model))
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model", "zeros"])
-def test_rows_accumulate_and_are_dropped_like_dense_gradients(clear: str) -> None:
+CLEAR: dict[str, Callable[[torch.optim.Optimizer, torch.optim.Optimizer, torch.nn.Module], None]] = {
+    "optimizer": lambda optimizer, inner, model: optimizer.zero_grad(),
+    "optimizer to zeros": lambda optimizer, inner, model: optimizer.zero_grad(set_to_none=False),
+    "inner": lambda optimizer, inner, model: inner.zero_grad(),
+    "inner to zeros": lambda optimizer, inner, model: inner.zero_grad(set_to_none=False),
+    "model": lambda optimizer, inner, model: model.zero_grad(),
+    "model to zeros": lambda optimizer, inner, model: model.zero_grad(set_to_none=False),
+    "by hand": lambda optimizer, inner, model: model.weight.grad.zero_(),
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("clear", CLEAR)
+def test_rows_accumulate_and_are_dropped_like_dense_gradients(clear: str, foreach: bool) -> None:
     def body(fleet_: Fleet, worker: int) -> torch.Tensor:
         table = fleet.nn.Embedding(None, 2, initializer="zeros")
-        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        inner = torch.optim.SGD(table.parameters(), lr=1.0, foreach=foreach)
+        optimizer = fleet_.distributed_optimizer(inner)
         fleet_.init_worker()
         table(torch.tensor([1])).sum().backward()
-        if clear == "model":
-            table.zero_grad()
-        else:
-            optimizer.zero_grad(set_to_none=clear == "optimizer")
+        CLEAR[clear](optimizer, inner, table)
         # What was dropped must not count; what comes now, in two parts and without zero_grad between, must.
         table(torch.tensor([2, 3])).sum().backward()
         table(torch.tensor([3, 4])).sum().backward()
+        torch.nn.utils.clip_grad_norm_(table.parameters(), 1e-3)  # rows are not in .grad, and must survive this
         optimizer.step()
         optimizer.step()  # nobody cleared: as in torch, the same gradient once more
         return table(torch.tensor([1, 2, 3, 4])).detach()[:, 0]
 
     (got,) = run_job(body, 1, 2)
     assert got.tolist() == [0.0, -2.0, -4.0, -2.0]
+
+
+def test_a_grad_scaler_is_refused_where_rows_would_stay_scaled() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 2, initializer="zeros")
+        dense = torch.nn.Parameter(torch.zeros(2))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([*table.parameters(), dense], lr=1.0))
+        fleet_.init_worker()
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer.zero_grad()
+        scaler.scale(table(torch.tensor([1])).sum() + dense.sum()).backward()
+        with pytest.raises(UnsupportedError, match="GradScaler"):
+            scaler.step(optimizer)
+
+    run_job(body, 1)
+
+
+def test_backward_through_a_graph_from_before_the_step_is_an_error_as_in_torch() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet_.init_worker()
+        loss = (weight**3).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
+
+    run_job(body, 1)
+
+
+@pytest.mark.parametrize("delivered", [0, 1, 2])
+def test_an_interrupted_step_is_finished_first(delivered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop button of a notebook, in the middle of a push: with none, one or all of the servers reached."""
+    from fleet.ps.worker.client import Pending, ServerClient
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(params, lr=1.0))
+        fleet_.init_worker()
+        start, reached = ServerClient.start, [0]
+
+        def interrupted(client: ServerClient, frame: object, what: str) -> Pending:
+            if reached[0] == delivered:
+                raise KeyboardInterrupt
+            reached[0] += 1
+            return start(client, frame, what)
+
+        def result(pending: Pending) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ServerClient, "start", interrupted)
+            patch.setattr(Pending, "result", result)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.minimize(params[0].sum() + params[1].sum())
+        optimizer.minimize(100 * params[0].sum() + 100 * params[1].sum())
+        return [param.detach().clone() for param in params]
+
+    (got,) = run_job(body, 1, 2)
+    assert all(torch.equal(each, torch.full((2,), -101.0)) for each in got)
+
+
+def test_hooks_and_steps_of_the_wrapped_optimizer() -> None:
+    def body(fleet_: Fleet, worker: int) -> list[str]:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        calls: list[str] = []
+        inner.register_step_pre_hook(lambda *_: calls.append("before"))
+        inner.register_step_post_hook(lambda *_: calls.append("after"))
+        optimizer = fleet_.distributed_optimizer(inner)
+        optimizer.register_step_post_hook(lambda *_: calls.append("wrapper"))
+        fleet_.init_worker()
+        optimizer.minimize(weight.sum())
+        with pytest.raises(StateError, match="distributed_optimizer"):
+            inner.step()
+        with pytest.raises(UnsupportedError, match="param_groups"):
+            optimizer.param_groups = []
+        return calls
+
+    (calls,) = run_job(body, 1)
+    assert calls == ["before", "after", "wrapper", "before"]
 
 
 def test_zero_grad_between_forward_and_backward() -> None:

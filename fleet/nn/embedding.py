@@ -67,7 +67,7 @@ class Embedding(torch.nn.Module):
         self.padding_idx = _handle(self).padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows, inverse, padding = _handle(self).rows(ids, self.training, self.padding_idx)
+        rows, inverse, padding = _handle(self).rows(ids, self.training, self.padding_idx, self.weight)
         return F.embedding(inverse, rows, padding_idx=padding)
 
     def extra_repr(self) -> str:
@@ -113,7 +113,7 @@ class EmbeddingBag(torch.nn.Module):
 def _bag(
     module: Any, ids: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    rows, inverse, padding = _handle(module).rows(ids, module.training, module.padding_idx)
+    rows, inverse, padding = _handle(module).rows(ids, module.training, module.padding_idx, module.weight)
     if not len(rows):
         rows = F.pad(rows, (0, 0, 0, 1))  # torch wants a row even where no bag has one
     return F.embedding_bag(
@@ -134,7 +134,7 @@ class _RemoteEmbedding(torch.nn.Embedding):
         handle = _handle(self)
         if handle.source is None:
             return super().forward(ids)
-        rows, inverse, padding = handle.rows(ids, self.training, self.padding_idx)
+        rows, inverse, padding = handle.rows(ids, self.training, self.padding_idx, self.weight)
         return F.embedding(inverse, rows, padding_idx=padding)
 
 

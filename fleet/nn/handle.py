@@ -1,7 +1,7 @@
 """Where an embedding module and the servers meet: ids go out, rows come in, gradients of rows are collected.
 
-A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. The gradients it
-collects share the fate of ``weight.grad``: a backward adds to them, ``zero_grad`` drops them, a step reads them.
+A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. Gradients of rows
+are collected in ``weight.grad`` (see gradient.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,19 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
-from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
+from fleet.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    IdOutOfRangeError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from fleet.nn.gradient import Entry, RowGradient
 from fleet.transpiler.specs import Initializer
 
 _ATTRIBUTE = "_fleet_handle"
@@ -59,7 +67,6 @@ class TableHandle:
         self.uploaded = uploaded
         self.source: RowSource | None = None
         self.name = _UNNAMED
-        self._collected: list[tuple[torch.Tensor, torch.Tensor]] = []
         setattr(weight, _ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
@@ -79,10 +86,20 @@ class TableHandle:
         setattr(weight, _ATTRIBUTE, self)
         return self
 
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.name} cannot be pickled: its rows live on the servers",
+            todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
+        )
+
+    @_disable_dynamo
     def rows(
-        self, ids: torch.Tensor, training: bool, padding_idx: int | None
+        self, ids: torch.Tensor, training: bool, padding_idx: int | None, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """The rows of ``ids``, every id's place among them in the shape of ``ids``, and the padding row's place."""
+        """The rows of ``ids``, every id's place among them in the shape of ``ids``, and the padding row's place.
+
+        ``weight`` is the asking module's: a copy of a model reads the same rows, and its backward trains nothing.
+        """
         if self.source is None:
             raise NotInitializedError(
                 f"{self.name} was asked for rows before its job was there",
@@ -98,10 +115,11 @@ class TableHandle:
                 padding = int(found[0])
                 if self.zero_padding:
                     rows[padding].zero_()
-        if torch.is_grad_enabled() and self.weight.requires_grad:
+        if torch.is_grad_enabled() and weight.requires_grad:
             rows.requires_grad_()
-            collect = partial(self._collect, lookup.ids, padding)
-            rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+            if weight is self.weight:
+                collect = partial(self._collect, lookup.ids, padding)
+                rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         return rows, lookup.inverse.to(ids.device).view(ids.shape), padding
 
     def check_ids(self, ids: torch.Tensor) -> None:
@@ -120,25 +138,19 @@ class TableHandle:
     def _collect(self, ids: torch.Tensor, padding: int | None, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        if self.weight.grad is None:
-            # Gradients were dropped (or never there): begin anew, and mark that there are some.
-            self._collected.clear()
-            self.weight.grad = torch.zeros_like(self.weight)
+        if not isinstance(self.weight.grad, RowGradient):
+            self.weight.grad = RowGradient.of(self.weight)
         if padding is not None:
             keep = torch.arange(len(ids)) != padding
             ids, grad = ids[keep], grad[keep.to(grad.device)]
-        self._collected.append((ids, grad.detach().cpu()))
+        self.weight.grad.entries.append((ids, grad.detach().cpu()))
 
-    def collected(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The gradients since ``zero_grad``: ids, distinct within each entry, and one row of gradient for each.
+    def collected(self) -> list[Entry]:
+        """The gradients since they were last dropped.
 
         Empty: no backward came through here. An entry without ids: one did, and touched no row.
         """
-        return self._collected if self.weight.grad is not None else []
-
-    def drop(self) -> None:
-        self._collected.clear()
-        self.weight.grad = None
+        return self.weight.grad.entries if isinstance(self.weight.grad, RowGradient) else []
 
 
 def handle_of(parameter: torch.Tensor) -> TableHandle | None:

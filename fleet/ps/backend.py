@@ -67,13 +67,15 @@ class ParameterServerBackend:
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
                 handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
-        return DistributedOptimizer(optimizers, self._running_worker, lambda: self._worker is not None)
+        return DistributedOptimizer(optimizers, lambda: self._running_worker("step()"), lambda: self.running)
 
     # ---------------------------------------------------------------- servers
 
     def init_server(self, model_dir: str | None) -> None:
         if not (self._assignment.is_server or self._assignment.embedded):
             raise StateError(f"init_server() was called on {self._assignment}", todo="Guard it with fleet.is_server().")
+        if self._worker is not None:
+            raise StateError("init_server() came after init_worker()", todo="Call it before: the server is running.")
         self._restore = None if model_dir is None else restore_from(model_dir)
         self._server_prepared = True
 
@@ -147,21 +149,23 @@ class ParameterServerBackend:
         if self._embedded is not None:
             self._embedded.join(timeout=10.0)
 
-    def _running_worker(self) -> WorkerRuntime:
+    def _running_worker(self, call: str) -> WorkerRuntime:
+        where = str(self._assignment)
+        if self._worker is None and self._assignment.is_server:
+            raise StateError(f"{call} was called on a server", where=where, todo="Guard it with fleet.is_worker().")
         if self._worker is None:
-            where = str(self._assignment)
-            if self._assignment.is_server:
-                raise StateError("a server does not step", where=where, todo="Call fleet.run_server() there.")
-            raise NotInitializedError("the optimizer was used before init_worker()", where=where)
+            raise NotInitializedError(f"{call} came before fleet.init_worker()", where=where)
+        if self._worker.stopped:
+            raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)", where=where)
         return self._worker
 
     # ---------------------------------------------------------------- state
 
     def save_persistables(self, dirname: str) -> None:
-        saving.save(self._running_worker(), dirname)
+        saving.save(self._running_worker("save_persistables()"), dirname)
 
     def resume_step(self) -> int:
-        return self._running_worker().completed
+        return self._running_worker("resume_step()").completed
 
 
 def _run_quietly(server: ServerRuntime) -> None:

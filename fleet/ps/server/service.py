@@ -81,6 +81,8 @@ class Job:
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
     #: checkpoint name -> the worker that writes it, and who waits for it
     claims: dict[str, tuple[int, list[Waiting]]] = field(default_factory=dict)
+    #: the newest finished checkpoint and who wrote it
+    saved: tuple[str, int] | None = None
     snapshot: tuple[int, list[torch.Tensor]] | None = None
 
     @property
@@ -334,6 +336,7 @@ class Service:
         job.shard = shard
 
     def _upload(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        self._check_initializer(request)
         shard = self._shard()
         upload = request.upload
         job = self._running()
@@ -350,6 +353,7 @@ class Service:
         outbox.append((respond, Frame(pb.Reply())))
 
     def _ready(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        self._check_initializer(request)
         self._shard()
         job = self._running()
         job.initialized, job.growing = True, False
@@ -360,6 +364,10 @@ class Service:
         early, job.early = job.early, []
         for version, waiting in early:
             self._park(job, version, waiting, [], outbox)
+
+    def _check_initializer(self, request: Any) -> None:
+        if request.worker != 0:
+            raise ProtocolError("initial values come from worker 0", got=f"worker {request.worker}")
 
     def _extend(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         """Further parameters, at the same step of every worker: the first that comes has the plan changed."""
@@ -391,6 +399,8 @@ class Service:
 
     def _push(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         job = self._running()
+        if not job.initialized or job.growing:
+            raise ProtocolError("a push came before the initial values", where=str(self._endpoint))
         worker, step = request.worker, request.step
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
@@ -499,19 +509,22 @@ class Service:
     def _claim(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         """One writer a checkpoint: the first worker that asks; the others are answered when it is written."""
         worker = request.worker
-        writer, queue = self._running().claims.setdefault(request.claim.name, (worker, []))
+        job = self._running()
+        if job.saved is not None and job.saved[0] == request.claim.name and job.saved[1] != worker:
+            outbox.append((respond, Frame(pb.Reply())))  # written already, by somebody quicker
+            return
+        writer, queue = job.claims.setdefault(request.claim.name, (worker, []))
         if writer == worker:
             outbox.append((respond, Frame(pb.Reply(granted=True))))
         else:
             queue.append(Waiting(worker, respond, lambda: Frame(pb.Reply())))
 
     def _release(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
-        failure = request.release.failure
-        self._settle_claim(
-            request.release.name,
-            FleetError(f"worker {request.worker} could not write the checkpoint", got=failure) if failure else None,
-            outbox,
-        )
+        job, name, failure = self._running(), request.release.name, request.release.failure
+        if job.claims.get(name, (None, []))[0] == request.worker:  # a late repetition releases nobody else's claim
+            refusal = FleetError(f"worker {request.worker} could not write the checkpoint", got=failure)
+            self._settle_claim(name, refusal if failure else None, outbox)
+            job.saved = job.saved if failure else (name, request.worker)
         outbox.append((respond, Frame(pb.Reply())))
 
     def _settle_claim(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
@@ -544,7 +557,9 @@ class Service:
             return
         for name in [name for name, (writer, _) in job.claims.items() if writer == worker]:
             self._settle_claim(name, FleetError(f"worker {worker} left while it wrote the checkpoint"), outbox)
-        job.parked = {ticket: waiting for ticket, waiting in job.parked.items() if waiting.worker != worker}
+        gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
+        for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
+            outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
         self._carry_out(job, job.gate.leave(worker), outbox)
         assert self._members is not None
         with self._members_lock:

@@ -17,6 +17,7 @@ MAX_MESSAGE_BYTES = PIECE_BYTES + (64 << 10)
 
 EXCHANGE = "/fleet.ParameterServer/Exchange"
 UPLOAD = "/fleet.ParameterServer/Upload"
+URGENT = "/fleet.ParameterServer/Urgent"
 
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -37,14 +38,16 @@ class GrpcChannel:
         self._channel = grpc.insecure_channel(str(endpoint), options=_OPTIONS)
         self._exchange = self._channel.unary_stream(EXCHANGE)
         self._upload = self._channel.stream_stream(UPLOAD)
+        self._urgent = self._channel.unary_stream(URGENT)
 
-    def start(self, request: Frame, timeout_s: float | None = None) -> Call:
+    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
         pieces = request.pieces()
         first = next(pieces)
         second = next(pieces, None)
         try:
             if second is None:
-                return GrpcCall(self._exchange(first, timeout=timeout_s), timeout_s)
+                method = self._urgent if urgent else self._exchange
+                return GrpcCall(method(first, timeout=timeout_s), timeout_s)
             return GrpcCall(self._upload(_chained(first, second, pieces), timeout=timeout_s), timeout_s)
         except ValueError as error:  # gRPC's answer to a request on a closed channel
             return BrokenCall(str(error))

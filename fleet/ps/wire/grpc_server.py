@@ -22,11 +22,13 @@ from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.ps.wire.errors import serve
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, UPLOAD, GrpcChannel
+from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, UPLOAD, URGENT, GrpcChannel
 from fleet.ps.wire.port_holder import holder_of, is_taken
 from fleet.ps.wire.transport import Handler
 
 _log = logging.getLogger("fleet.wire")
+
+URGENT_THREADS = 4
 
 _Send = Callable[[bytes | None], None]
 
@@ -57,12 +59,15 @@ class GrpcListener:
             raise _port_in_use(endpoint)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fleet-rpc")
         self._server = grpc.server(self._pool, options=_OPTIONS)
-        self._server.add_generic_rpc_handlers((_Handlers(handler, self._pool, threads),))
+        # However many requests wait for a long round to end, heartbeats are answered meanwhile.
+        self._urgent = ThreadPoolExecutor(URGENT_THREADS, thread_name_prefix="fleet-rpc-urgent")
+        self._server.add_generic_rpc_handlers((_Handlers(handler, self._pool, threads, self._urgent),))
         try:
             self._server.add_insecure_port(str(endpoint))
         except RuntimeError as error:
             self._server.stop(None)
             self._pool.shutdown(wait=False)
+            self._urgent.shutdown(wait=False)
             if is_taken(endpoint):
                 raise _port_in_use(endpoint) from None
             raise ConfigurationError(
@@ -76,6 +81,7 @@ class GrpcListener:
     def close(self, grace_s: float = 0.0) -> None:
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=True)
+        self._urgent.shutdown(wait=True)
 
 
 def _port_in_use(endpoint: Endpoint) -> PortInUseError:
@@ -88,7 +94,7 @@ def _port_in_use(endpoint: Endpoint) -> PortInUseError:
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, handler: Handler, pool: ThreadPoolExecutor, threads: int) -> None:
+    def __init__(self, handler: Handler, pool: ThreadPoolExecutor, threads: int, urgent: ThreadPoolExecutor) -> None:
         # A peer has two lanes, and one thread stays free of both.
         lanes = _Lanes(pool, max(1, (threads - 1) // 2))
 
@@ -98,11 +104,19 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         def upload(requests: Iterator[bytes], context: Any, send: _Send) -> None:
             _Exchange(context, send, lanes).serve(handler, requests)
 
+        overtaking = _Lanes(urgent, 1)
+
+        def hurry(request: bytes, context: Any, send: _Send) -> None:
+            _Exchange(context, send, overtaking).serve(handler, (request,))
+
+        hurry.experimental_non_blocking = True  # type: ignore[attr-defined]
+        hurry.experimental_thread_pool = urgent  # type: ignore[attr-defined]
         exchange.experimental_non_blocking = True  # type: ignore[attr-defined]
         upload.experimental_non_blocking = True  # type: ignore[attr-defined]
         self._methods = {
             EXCHANGE: grpc.unary_stream_rpc_method_handler(exchange),
             UPLOAD: grpc.stream_stream_rpc_method_handler(upload),
+            URGENT: grpc.unary_stream_rpc_method_handler(hurry),
         }
 
     def service(self, details: Any) -> Any:

@@ -61,7 +61,7 @@ class _Channel:
         self._endpoint = endpoint
         self._calls = _Calls()
 
-    def start(self, request: Frame, timeout_s: float | None = None) -> Call:
+    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:  # noqa: ARG002
         listener = self._network.listener(self._endpoint)
         call = _Call(timeout_s)
         if listener is None or not listener.calls.add(call):

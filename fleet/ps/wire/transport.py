@@ -48,7 +48,9 @@ class BrokenCall:
 class Channel(Protocol):
     """A line to one endpoint. Made without a connection; that comes with the first request."""
 
-    def start(self, request: Frame, timeout_s: float | None = None) -> Call: ...
+    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
+        """Send a request. An ``urgent`` one is small, and never waits behind others at the server."""
+        ...
 
     def close(self) -> None:
         """End the calls under way, and every later one, with a ``TransportError``."""

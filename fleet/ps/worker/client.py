@@ -112,7 +112,7 @@ class ServerClient:
         noticed = self._clock.now()
         while not self._closing.wait(self._knobs.beat_s):
             try:
-                call = self._channel.start(Frame(self.request(0, beat=pb.Beat())), self._knobs.beat_s * 2)
+                call = self._channel.start(Frame(self.request(0, beat=pb.Beat())), self._knobs.beat_s * 2, urgent=True)
                 raise_if_error(call.result())
                 self._heard()
             except TransportError:
@@ -120,6 +120,9 @@ class ServerClient:
             except FleetError as error:
                 self._fail(error)
                 return
+            except Exception as error:  # without a pulse a wait could have no end
+                self._fail(FleetError(f"the pulse to {self.endpoint} failed", got=repr(error)))
+                raise
             now = self._clock.now()
             silent_s = now - self._last_heard
             if silent_s > self._knobs.rpc_deadline_s:

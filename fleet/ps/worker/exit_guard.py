@@ -7,6 +7,7 @@ down; a script that just stops is told on by ``atexit``.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import traceback
@@ -21,11 +22,13 @@ class Guarded(Protocol):
 _lock = threading.Lock()
 _guarded: list[Guarded] = []
 _installed = False
+_owner = 0
 
 
 def guard(worker: Guarded) -> None:
-    global _installed
+    global _installed, _owner
     with _lock:
+        _owner = os.getpid()
         _guarded.append(worker)
         if not _installed:
             _installed = True
@@ -41,7 +44,9 @@ def release(worker: Guarded) -> None:
 
 def _abort_all(reason: str) -> None:
     with _lock:
-        workers, _guarded[:] = list(_guarded), []
+        # A forked child (a DataLoader's, say) ends without a word: the job is its parent's.
+        workers = list(_guarded) if os.getpid() == _owner else []
+        _guarded.clear()
     for worker in workers:
         worker.abort(reason)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from fleet.errors import UnsupportedError
-from fleet.nn.handle import handle_of
+from fleet.errors import StateError, UnsupportedError
 
 
 class Stepper(Protocol):
@@ -40,14 +39,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
         self._constructed = True
+        for optimizer in self._wrapped:
+            optimizer.register_step_pre_hook(_refuse_alone)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._wrapped for group in optimizer.param_groups]
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Only torch's constructor assigns here, before there is anything to keep."""
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # noqa: ARG002 - refused, or torch's constructor
+        if self._constructed:
+            raise UnsupportedError("param_groups cannot be replaced", todo="Change the groups, or add_param_group().")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, on the last of the wrapped optimizers. In a running job every worker does so after the same
@@ -59,11 +61,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stepper().extend()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                handle = handle_of(param)
-                if handle is not None:
-                    handle.drop()
         for optimizer in self._wrapped:
             optimizer.zero_grad(set_to_none)
 
@@ -72,11 +69,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for optimizer in self._wrapped:
+            self._run_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
         self._stepper().step()
         for optimizer in self._wrapped:
+            self._run_hooks(optimizer, optimizer._optimizer_step_post_hooks)
             # What a scheduler on the wrapped optimizer looks at, to warn of a step() that never came.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    @staticmethod
+    def _run_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
+        """The user's hooks on a wrapped optimizer see its step happen, wherever it does."""
+        for hook in list(hooks.values()):
+            if hook is not _refuse_alone:
+                hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
         """``zero_grad(); loss.backward(); step()``."""
@@ -102,3 +109,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({', '.join(repr(optimizer) for optimizer in self._wrapped)})"
+
+
+def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG001 - torch's
+    raise StateError(
+        f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
+        todo="Call step() on what fleet.distributed_optimizer() returned.",
+    )

@@ -18,7 +18,7 @@ import torch
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
-from fleet.errors import NonFiniteGradientError, ServerLostError, StateError, UnsupportedError
+from fleet.errors import FleetError, NonFiniteGradientError, ServerLostError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, TableHandle
 from fleet.ps.consistency import MODES
 from fleet.ps.describe import Description
@@ -53,6 +53,7 @@ class WorkerRuntime:
     ) -> None:
         self.assignment = assignment
         self.completed = 0
+        self._in_doubt: tuple[int, list[Frame]] | None = None
         self._describe = describe
         self._adopt(describe())
         self._strategy = strategy
@@ -100,7 +101,7 @@ class WorkerRuntime:
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
-        self._refuse_stopped("add_param_group()")
+        self._settle_doubt("add_param_group()")
         known = self._description
         description = known.continued_by(self._describe())
         spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
@@ -149,6 +150,7 @@ class WorkerRuntime:
             self.abort("its job had already failed, and its script went on to stop_worker()")
             return
         try:
+            self._settle_doubt("stop_worker()")
             self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
         finally:
             self.close()
@@ -220,7 +222,7 @@ class WorkerRuntime:
 
     def step(self) -> None:
         """Push what this worker's gradients are now; return with the values of after the round."""
-        self._refuse_stopped("step()")
+        self._settle_doubt("step()")
         if self._description.has_newcomers():
             self.extend()
         step = self.completed + 1
@@ -238,9 +240,24 @@ class WorkerRuntime:
             )
             return Frame(client.request(step, push=message), tensors)
 
-        replies = self._ask_all(push, f"push of step {step}")
-        self.completed = step
+        self._finish(step, [push(server, client) for server, client in enumerate(self.clients)])
+
+    def _finish(self, step: int, frames: list[Frame]) -> None:
+        """Bring one step to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
+        self._in_doubt = (step, frames)
+        try:
+            replies = self._ask_all(lambda server, _: frames[server], f"push of step {step}")
+        except FleetError:
+            self._in_doubt = None  # that is an answer
+            raise
+        self.completed, self._in_doubt = step, None
         self._take_dense(replies)
+
+    def _settle_doubt(self, call: str) -> None:
+        """Before anything else happens: the same frames again, which no server applies twice."""
+        self._refuse_stopped(call)
+        if self._in_doubt is not None:
+            self._finish(*self._in_doubt)
 
     def _dense_gradients(self) -> list[torch.Tensor | None]:
         """The flat gradient of every parameter, on the CPU."""
@@ -310,19 +327,19 @@ class WorkerRuntime:
             flat = dict(zip(layout.dtypes, (tensor.torch() for tensor in reply.tensors), strict=True))
             for slot in layout.slots:
                 position, block = slot.block.param, slot.block
-                data = params[position].data
+                data = params[position].detach()  # shares the version counter: a stale graph is an error, as in torch
                 if not data.is_contiguous():
                     # Blocks are ranges of the parameter read row by row; memory laid out otherwise needs a detour.
                     data = scattered.setdefault(position, data.contiguous())
                 target = data.view(-1)[block.offset : block.offset + block.numel]
                 target.copy_(flat[slot.dtype][slot.start : slot.stop])
         for position, data in scattered.items():
-            params[position].data.copy_(data)
+            params[position].detach().copy_(data)
 
     # ---------------------------------------------------------------- rows
 
     def lookup(self, handle: TableHandle, ids: torch.Tensor, training: bool) -> Lookup:
-        self._refuse_stopped("a look-up")
+        self._settle_doubt("a look-up")
         index = self._tables[id(handle)]
         distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
         rows = np.empty((distinct.size, handle.dim), self.plan.spec.tables[index].dtype)
@@ -343,7 +360,16 @@ class WorkerRuntime:
     def _ask_all(self, make: Callable[[int, ServerClient], Frame], what: str) -> list[Frame]:
         """One request to every server, all under way at once."""
         pendings = [client.start(make(server, client), what) for server, client in enumerate(self.clients)]
-        return [pending.result() for pending in pendings]
+        failure: FleetError | None = None
+        replies = []
+        for pending in pendings:
+            try:
+                replies.append(pending.result())
+            except FleetError as error:  # the others still get their answer
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return replies
 
     def _refuse_stopped(self, what: str) -> None:
         if self.stopped:
