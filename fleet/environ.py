@@ -6,16 +6,34 @@ settings of the source documents and our own, parsed and checked once in ``fleet
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fleet.errors import ConfigurationError, UnsupportedError
 
+_log = logging.getLogger("fleet")
+
 PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
 
 #: Understood, not there yet: setting one is refused by name rather than ignored.
 _REFUSED = ("FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN")
+
+#: Settings of the source documents with nothing to act on here (docs/environment.md says why), checked all the same.
+_IDLE = (
+    "FLAGS_rpc_send_thread_num",
+    "FLAGS_rpc_prefetch_thread_num",
+    "FLAGS_communicator_max_merge_var_num",
+    "FLAGS_communicator_send_queue_size",
+    "FLAGS_communicator_independent_recv_thread",
+    "FLAGS_communicator_min_send_grad_num_before_recv",
+    "FLAGS_communicator_send_wait_times",
+    "FLAGS_communicator_thread_pool_size",
+    "FLAGS_communicator_is_sgd_optimizer",
+)
+_ACTING = ("FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLAGS_rpc_get_thread_num", "FLEET_STARTUP_DEADLINE")
+_KNOWN = {*_REFUSED, *_IDLE, *_ACTING, "FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,11 @@ class Knobs:
         for name in _REFUSED:
             if environ.get(name):
                 raise UnsupportedError(f"{name} is set and not supported yet", todo=f"Unset {name}.")
+        for name in _IDLE:
+            _number(environ, name, 1, whole=True, least=0)
+        for name in sorted(environ):
+            if name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
+                _log.warning("the environment variable %s is not known here and has no effect", name)
         beat_s = _number(environ, "FLEET_BEAT", cls.beat_s, unit=1.0)
         deadline_s = _number(environ, "FLAGS_rpc_deadline", cls.rpc_deadline_s, unit=1e-3)
         if beat_s * 2 > deadline_s:

@@ -638,8 +638,9 @@ def shard_for(dirname: Path, change: Callable[[dict[str, Any]], None] = lambda r
 
 def load(dirname: Path, shard: Shard | None = None) -> Shard:
     shard = shard or shard_for(dirname)
-    _, restore = restore_from(str(dirname))
-    assert restore(shard, 0) == 2
+    restore = restore_from(str(dirname))
+    assert restore.version == 2
+    restore.fill(shard, 0)
     return shard
 
 

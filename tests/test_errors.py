@@ -269,6 +269,32 @@ def test_two_jobs_on_one_server() -> None:
     job.run()
 
 
+def test_one_parameter_in_two_optimizers() -> None:
+    made = Fleet(environ={}, network=LoopbackNetwork())
+    made.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["s:1"]))
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="two groups"):
+        made.distributed_optimizer([torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([weight], lr=1.0)])
+
+
+def test_a_refusal_leaves_the_model_as_it_was() -> None:
+    made = Fleet(environ={}, network=LoopbackNetwork())
+    made.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["s:1"]))
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Embedding(3, 2, sparse=True), "b": torch.nn.Embedding(3, 2, sparse=True, max_norm=1.0)}
+    )
+    with pytest.raises(UnsupportedError, match="max_norm of 'b'"):
+        made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+    assert type(model["a"]) is torch.nn.Embedding
+
+
+def test_settings_that_do_nothing_here_are_still_checked(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="FLAGS_communicator_send_queue_size"):
+        Fleet(environ={"FLAGS_communicator_send_queue_size": "banana"}).init()
+    Fleet(environ={"FLAGS_rpc_retry_time": "5"}).init()
+    assert "FLAGS_rpc_retry_time is not known" in caplog.text
+
+
 def test_a_port_in_use_names_port_and_holder(free_endpoints: Callable[[int], list[str]]) -> None:
     import os
 

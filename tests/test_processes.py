@@ -169,6 +169,31 @@ def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int]
     assert "KeyboardInterrupt" in err
 
 
+def test_sigterm_on_a_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    """As when a pod is evicted: the job ends at once and says why, and the process still dies of the signal."""
+    endpoints = free_endpoints(1)
+    server = processes.server(endpoints[0], endpoints, 1)
+    worker = processes.worker(0, endpoints, 1, "slow")
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "joined\n"
+    worker.send_signal(signal.SIGTERM)
+    assert ended(worker, 30)[0] == -signal.SIGTERM
+    code, _, err = ended(server, 30)
+    assert code == 1
+    assert "ended by SIGTERM" in err
+
+
+def test_a_forked_child_does_not_speak_for_the_worker(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    endpoints = free_endpoints(1)
+    server = processes.server(endpoints[0], endpoints, 1)
+    code, out, err = ended(processes.worker(0, endpoints, 1, "fork"))
+    assert code == 0, err
+    assert "weight -5.0" in out
+    assert ended(server, 30)[0] == 0
+
+
 def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     """The server ends cleanly; the worker is told which one it was and why."""
     endpoints = free_endpoints(2)

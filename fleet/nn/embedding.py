@@ -158,9 +158,8 @@ _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 
 
-def make_remote(module: torch.nn.Module, name: str) -> None:
-    """Turn a ``torch.nn`` embedding with ``sparse=True`` into a remote one, in place: the module and its ``weight``
-    keep their identity, and the class stays a subclass of what it was."""
+def check_remote(module: torch.nn.Module, name: str) -> None:
+    """Refuse a ``torch.nn`` embedding that a remote table could not stand in for."""
     kind = type(module)
     if kind not in _REMOTE:
         raise UnsupportedError(
@@ -179,7 +178,13 @@ def make_remote(module: torch.nn.Module, name: str) -> None:
             raise UnsupportedError(
                 f"{option} of {name!r} cannot be honoured by a remote table", todo="Unset it, or use sparse=False."
             )
-    module.__class__ = _REMOTE[kind]
+
+
+def make_remote(module: torch.nn.Module) -> None:
+    """Turn a ``torch.nn`` embedding with ``sparse=True`` into a remote one, in place: the module and its ``weight``
+    keep their identity, and the class stays a subclass of what it was."""
+    source: Any = module
+    module.__class__ = _REMOTE[type(module)]
     # Two modules that share a weight share its table.
     source._handle = handle_of(source.weight) or TableHandle(
         source.weight,

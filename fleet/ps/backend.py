@@ -37,7 +37,7 @@ class ParameterServerBackend:
         self._knobs = knobs
         self._clock = clock
         self._network = network or (LoopbackNetwork() if assignment.embedded else real_network(knobs))
-        self._restore: tuple[int, Restore] | None = None
+        self._restore: Restore | None = None
         self._server_prepared = False
         self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, Strategy] | None = None
         self._worker: WorkerRuntime | None = None

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
-from fleet.nn.embedding import make_remote
+from fleet.nn.embedding import check_remote, make_remote
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.strategy import Strategy
 from fleet.transpiler.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+
+#: Options that torch reads in the constructor, whatever a group says.
+_CONSTRUCTOR_ONLY = {"initial_accumulator_value"}
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,28 @@ class Description:
 
     def options(self) -> tuple[str, ...]:
         """The options of every group as they are now, as JSON: they travel with each push."""
-        return tuple(
-            json.dumps({name: _plain(group[name], name) for name in spec.options})
-            for spec, group in zip(self.spec.groups, self.groups, strict=True)
-        )
+        told = []
+        for spec, group in zip(self.spec.groups, self.groups, strict=True):
+            defaults = self.optimizers[spec.optimizer].defaults
+            values = {name: defaults[name] if name in _CONSTRUCTOR_ONLY else group[name] for name in spec.options}
+            told.append(json.dumps({name: _plain(value, name) for name, value in values.items()}))
+        return tuple(told)
 
 
 def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
     """Turn the model's ``sparse=True`` embeddings that are trained into remote ones, in place."""
     if model is None:
         return
+    found: list[torch.nn.Module] = []
     trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if _is_sparse(module) and id(weight) in trained and "_handle" not in module.__dict__:
             _refuse_shared(model, name, weight)
-            make_remote(module, name)
+            check_remote(module, name or type(model).__name__)
+            found.append(module)
+    for module in found:  # all or none: a refusal leaves the model as it was
+        make_remote(module)
 
 
 def _is_sparse(module: torch.nn.Module) -> bool:
@@ -123,14 +132,18 @@ def describe(
     groups: list[GroupSpec] = []
     objects: list[torch.nn.Parameter] = []
     handles: list[TableHandle] = []
+    seen: dict[int, str] = {}
     for index, (position, number, optimizer, group) in enumerate(_groups(optimizers)):
         rule = _rule(optimizer)
         groups.append(_group_spec(rule, position, optimizer, group))
         given = group.get("param_names")
         for place, param in enumerate(group["params"]):
-            name = names.get(id(param)) or (
-                given[place] if given else f"optimizer{position}.group{number}.param{place}"
-            )
+            if id(param) in seen:
+                raise ConfigurationError(f"the parameter {seen[id(param)]!r} stands in two groups")
+            name = names.get(id(param), given[place] if given else f"group{number}.param{place}")
+            if id(param) not in names and (not given or len(optimizers) > 1):
+                name = f"optimizer{position}.{name}"  # each optimizer has names of its own
+            seen[id(param)] = name
             handle = handle_of(param)
             if handle is None:
                 params.append(_param_spec(name, param, index, rule))
@@ -148,14 +161,9 @@ def describe(
         split_method=strategy.split_method,
         min_block_size=strategy.min_block_size,
     )
-    all_names = [p.name for p in params] + [t.name for t in tables]
-    twice = (
-        sorted({name for name in all_names if all_names.count(name) > 1})
-        if len(set(all_names)) < len(all_names)
-        else []
-    )
-    if twice:
-        raise ConfigurationError(f"parameters stand in two groups or share a name: {', '.join(twice)}")
+    if len(set(seen.values())) < len(seen):
+        twice = sorted({name for name in seen.values() if list(seen.values()).count(name) > 1})
+        raise ConfigurationError(f"parameters share a name: {', '.join(twice)}")
     spec = JobSpec(tuple(params), tuple(tables), tuple(groups), settings)
     in_order = tuple(group for *_, group in _groups(optimizers))
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -26,6 +27,8 @@ def main(variant: str) -> None:
         optimizer.minimize(weight.sum() + table(torch.tensor([fleet.worker_index()])).sum())
         if step == 2 and variant == "fail" and fleet.worker_index() == 1:
             raise ValueError("a bad batch")
+    if variant == "fork" and os.fork() == 0:
+        sys.exit(3)  # runs what is registered for the end of a process
     if variant == "slow":
         for _ in range(600):
             optimizer.minimize(weight.sum() * 0)

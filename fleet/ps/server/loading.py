@@ -15,11 +15,11 @@ from fleet.ps.table.shard import Shard
 from fleet.transpiler.specs import JobSpec
 
 
-def restore_from(dirname: str) -> tuple[int, Restore]:
-    """The seed of a checkpoint and how to load it; the checkpoint's manifest is read now, its pieces later."""
+def restore_from(dirname: str) -> Restore:
+    """How to start from a checkpoint; its manifest is read now, its pieces when the job is known."""
     checkpoint = Checkpoint.open(dirname)
 
-    def restore(shard: Shard, server: int) -> int:
+    def fill(shard: Shard, server: int) -> None:
         _check_model(checkpoint, shard.plan.spec)
         try:
             _restore_dense(checkpoint, shard)
@@ -30,9 +30,8 @@ def restore_from(dirname: str) -> tuple[int, Restore]:
             raise CheckpointError(
                 "the checkpoint's contents do not fit the job", where=str(checkpoint.directory), got=repr(error)
             ) from error
-        return checkpoint.manifest.version
 
-    return checkpoint.manifest.seed, restore
+    return Restore(checkpoint.manifest.seed, checkpoint.manifest.version, fill)
 
 
 def _check_model(checkpoint: Checkpoint, spec: JobSpec) -> None:

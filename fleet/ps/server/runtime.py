@@ -32,7 +32,7 @@ class ServerRuntime:
         clock: Clock,
         *,
         expected: tuple[int, tuple[Endpoint, ...]] | None = None,
-        restore: tuple[int, Restore] | None = None,
+        restore: Restore | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._clock = clock

@@ -94,8 +94,13 @@ class Job:
         return [*self.parked.values(), *(waiting for _, waiting in self.early), *claimants]
 
 
-#: Fills a new shard from a checkpoint and says at which version it stands.
-Restore = Callable[[Shard, int], int]
+@dataclass(frozen=True)
+class Restore:
+    """A checkpoint to start from: what its manifest says, and how to fill a new shard from it."""
+
+    seed: int
+    version: int
+    fill: Callable[[Shard, int], None]
 
 
 class Service:
@@ -106,10 +111,10 @@ class Service:
         clock: Clock,
         *,
         expected: tuple[int, tuple[Endpoint, ...]] | None = None,
-        restore: tuple[int, Restore] | None = None,
+        restore: Restore | None = None,
     ) -> None:
         """``expected`` is the number of workers and the servers this process was told of, where it was told;
-        ``restore`` the seed of a checkpoint and how to load it."""
+        ``restore`` the checkpoint to start from."""
         self._endpoint = endpoint
         self._knobs = knobs
         self._clock = clock
@@ -251,17 +256,19 @@ class Service:
         if self._job is None:
             self._job = job
             _log.info("%s: serving a job of %d workers", self._endpoint, spec.settings.worker_num)
-        # A checkpoint does not need worker 0, and whoever comes first must not be told of a fresh job.
-        if job.shard is None and (request.worker == 0 or self._restore is not None):
+            if self._restore is not None:
+                self._begin_restoring(job, self._restore, hello)
+        if request.worker == 0 and self._restore is None and job.shard is None:
             try:
-                self._build_shard(job, hello)
+                shard = Shard(job.plan, hello.server, hello.seed, tuple(hello.options))
+                shard.warm()
+                job.shard = shard
             except Exception as error:
-                # Without its shard this server is of no use to anybody: the job cannot run.
-                _log.exception("%s: the job cannot be set up", self._endpoint)
-                self._fail(JobAbortedError(f"server {self._endpoint} could not set up the job", got=str(error)), outbox)
-                raise (self._failure or JobAbortedError(str(error))).again() from None
+                raise self._cannot_set_up(error, outbox) from None
         reply = pb.Reply(
-            version=job.gate.version, initialized=job.initialized, delivered=job.gate.delivered(request.worker)
+            version=job.gate.version,
+            initialized=job.initialized or self._restore is not None,
+            delivered=job.gate.delivered(request.worker),
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:
@@ -325,15 +332,34 @@ class Service:
                 todo="Install the same version of this package everywhere.",
             )
 
-    def _build_shard(self, job: Job, hello: Any) -> None:
-        seed = hello.seed if self._restore is None else self._restore[0]
-        shard = Shard(job.plan, hello.server, seed, tuple(hello.options))
-        if self._restore is not None:
-            version = self._restore[1](shard, hello.server)
-            job.gate = MODES[job.plan.spec.settings.mode].gate(range(job.plan.spec.settings.worker_num), version)
-            job.initialized = True
-        shard.warm()
-        job.shard = shard
+    def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
+        """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
+        version that its manifest names, and pulls wait as they wait for initial values."""
+        job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
+
+        def load() -> None:
+            outbox: Outbox = []
+            try:
+                shard = Shard(job.plan, hello.server, restore.seed, tuple(hello.options))
+                restore.fill(shard, hello.server)
+                shard.warm()
+            except Exception as error:
+                with self._lock:
+                    self._cannot_set_up(error, outbox)
+            else:
+                with self._lock:
+                    job.shard, job.initialized = shard, True
+                    self._release_early(job, outbox)
+            self._send(outbox)
+
+        threading.Thread(target=load, name=f"fleet-restore-{self._endpoint}", daemon=True).start()
+
+    def _cannot_set_up(self, error: Exception, outbox: Outbox) -> FleetError:
+        """Without its shard this server is of no use to anybody: the job cannot run."""
+        _log.error("%s: the job cannot be set up", self._endpoint, exc_info=error)
+        failure = JobAbortedError(f"server {self._endpoint} could not set up the job", got=str(error))
+        self._fail(failure, outbox)
+        return failure
 
     def _upload(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         self._check_initializer(request)

@@ -1,13 +1,14 @@
 """What happens when a worker's process ends without ``stop_worker``: the job hears of it at once, not after a deadline.
 
 An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts
-down; a script that just stops is told on by ``atexit``.
+down, as is SIGTERM; a script that just stops is told on by ``atexit``.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -19,7 +20,10 @@ class Guarded(Protocol):
     def abort(self, reason: str) -> None: ...
 
 
-_lock = threading.Lock()
+#: How long a process that was told to end waits for its last word to leave.
+TELLING_S = 3.0
+
+_lock = threading.RLock()
 _guarded: list[Guarded] = []
 _installed = False
 _owner = 0
@@ -34,6 +38,7 @@ def guard(worker: Guarded) -> None:
             _installed = True
             atexit.register(_at_exit)
             _chain_excepthook()
+            _chain_sigterm()
 
 
 def release(worker: Guarded) -> None:
@@ -59,6 +64,23 @@ def _chain_excepthook() -> None:
         _abort_all("".join(traceback.format_exception(kind, error, trace)))
 
     sys.excepthook = hook
+
+
+def _chain_sigterm() -> None:
+    """A worker that is told to end says so before it does. Somebody's own handler is left alone."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def on_sigterm(number: int, _frame: object) -> None:
+        # The handler runs between two instructions of the main thread, which may hold a lock that this needs.
+        telling = threading.Thread(target=_abort_all, args=("it was ended by SIGTERM",), daemon=True)
+        telling.start()
+        telling.join(TELLING_S)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _at_exit() -> None:
