@@ -34,6 +34,8 @@ from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Handler, Listener
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy import StrategyFactory
+from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import GroupSpec, JobSpec, PlanSettings
 
 HASTY = {"FLAGS_rpc_deadline": "600", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "0.6"}
 
@@ -218,6 +220,32 @@ def test_an_index_beyond_the_workers_and_another_number_of_workers() -> None:
 
     job = Job(body, 1)
     job.run()
+
+
+def test_a_stranger_that_comes_first_leaves_no_trace() -> None:
+    """With no script of its own a server learns of the job from the first hello, which had better be one."""
+    from fleet.clock import SystemClock
+    from fleet.environ import Knobs
+    from fleet.ps.server.runtime import ServerRuntime
+
+    network, endpoint = LoopbackNetwork(), Endpoint.parse("bare:1")
+    knobs = Knobs.read(PATIENT)
+    thread = threading.Thread(target=ServerRuntime(endpoint, network, knobs, SystemClock()).run)
+    thread.start()
+    hello = {"endpoints": [str(endpoint)], "options": ["{}"]}
+    spec = JobSpec((), (), (GroupSpec("SGD", 0, ()),), PlanSettings(server_num=1, worker_num=2))
+    plan = make_plan(spec)
+    stranger = pb.Request(
+        worker=7, incarnation=1, hello=pb.Hello(spec=spec.to_json(), fingerprint=plan.fingerprint, **hello)
+    )
+    with pytest.raises(IdentityError, match="worker 7 is not part"):
+        raise_if_error(network.connect(endpoint).start(Frame(stranger)).result())
+    made = Fleet(environ=PATIENT, network=network)
+    made.init(UserDefinedRoleMaker(0, Role.WORKER, 1, [str(endpoint)]))
+    step(join(made))
+    made.stop_worker()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_workers_that_were_told_of_other_servers() -> None:

@@ -219,7 +219,7 @@ class Service:
         with self._lock, self._members_lock:
             if self._job is None or self._members is None:
                 return "waiting for the first worker's hello"
-            if not self._job.initialized:
+            if self._job.growing or not self._job.initialized:
                 return f"waiting for initial values from {self._members.describe(0, self._clock.now())}"
             step, lacking = self._job.gate.lacking()
             return f"round {step}: waiting for " + ", ".join(
@@ -231,6 +231,7 @@ class Service:
     def _hello(self, request: Any, respond: Respond, outbox: Outbox) -> None:
         hello = request.hello
         if self._failure is not None:
+            self._told.add(request.worker)
             raise self._failure.again()
         spec = JobSpec.from_json(hello.spec)
         label = hello.label[:200]
@@ -245,14 +246,14 @@ class Service:
             _log.warning("%s: worker %d (%s) was refused: %s", self._endpoint, request.worker, label, error)
             raise
         with self._members_lock:
-            if self._members is None:
-                self._members = Membership(
-                    spec.settings.worker_num,
-                    silence_s=self._knobs.rpc_deadline_s,
-                    startup_s=self._knobs.startup_deadline_s,
-                    now=self._clock.now(),
-                )
-            self._members.hello(request.worker, request.incarnation, label, self._clock.now())
+            members = self._members or Membership(
+                spec.settings.worker_num,
+                silence_s=self._knobs.rpc_deadline_s,
+                startup_s=self._knobs.startup_deadline_s,
+                now=self._clock.now(),
+            )
+            members.hello(request.worker, request.incarnation, label, self._clock.now())
+            self._members = members
         if self._job is None:
             self._job = job
             _log.info("%s: serving a job of %d workers", self._endpoint, spec.settings.worker_num)

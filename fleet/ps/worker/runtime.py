@@ -101,7 +101,7 @@ class WorkerRuntime:
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
-        self._settle_doubt("add_param_group()")
+        self.settle("add_param_group()")
         known = self._description
         description = known.continued_by(self._describe())
         spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
@@ -150,8 +150,14 @@ class WorkerRuntime:
             self.abort("its job had already failed, and its script went on to stop_worker()")
             return
         try:
-            self._settle_doubt("stop_worker()")
+            self.settle("stop_worker()")
             self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
+        except FleetError:
+            raise
+        except BaseException as error:
+            # Without its goodbye the others would wait for this worker until their deadline.
+            self.abort(f"it was interrupted before its goodbye: {type(error).__name__}")
+            raise
         finally:
             self.close()
 
@@ -222,7 +228,7 @@ class WorkerRuntime:
 
     def step(self) -> None:
         """Push what this worker's gradients are now; return with the values of after the round."""
-        self._settle_doubt("step()")
+        self.settle("step()")
         if self._description.has_newcomers():
             self.extend()
         step = self.completed + 1
@@ -253,7 +259,7 @@ class WorkerRuntime:
         self.completed, self._in_doubt = step, None
         self._take_dense(replies)
 
-    def _settle_doubt(self, call: str) -> None:
+    def settle(self, call: str) -> None:
         """Before anything else happens: the same frames again, which no server applies twice."""
         self._refuse_stopped(call)
         if self._in_doubt is not None:
@@ -339,7 +345,7 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- rows
 
     def lookup(self, handle: TableHandle, ids: torch.Tensor, training: bool) -> Lookup:
-        self._settle_doubt("a look-up")
+        self.settle("a look-up")
         index = self._tables[id(handle)]
         distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
         rows = np.empty((distinct.size, handle.dim), self.plan.spec.tables[index].dtype)

@@ -19,6 +19,7 @@ _log = logging.getLogger("fleet.worker")
 
 
 def save(worker: WorkerRuntime, dirname: str) -> None:
+    worker.settle("save_persistables()")
     arbiter, step = worker.clients[0], worker.completed
     name = f"{dirname}@{step}"
     claim = arbiter.call(Frame(arbiter.request(step, claim=pb.Claim(name=name))), f"claim of checkpoint {dirname}")
