@@ -533,12 +533,14 @@ def test_after_stop_worker() -> None:
 
 def test_stop_worker_after_a_failure_hides_nothing_and_waits_for_nobody() -> None:
     """As in somebody's ``finally``: the failure was raised once, and the servers may be gone by now."""
-    gone = threading.Event()
+    joined, gone = threading.Event(), threading.Event()
 
     def body(fleet_: Fleet, index: int) -> None:
         optimizer = join(fleet_)
         if index == 1:
+            assert joined.wait(30)
             raise ValueError("a bad batch")
+        joined.set()
         with pytest.raises(JobAbortedError):
             step(optimizer)
         assert gone.wait(30)
@@ -549,7 +551,7 @@ def test_stop_worker_after_a_failure_hides_nothing_and_waits_for_nobody() -> Non
     job.join(threads[:2])  # the servers
     gone.set()
     job.join(threads, timeout_s=10)
-    assert "worker 0" not in job.errors
+    assert "worker 0" not in job.errors, job.errors["worker 0"]
 
 
 def test_optimizer_state_is_said_to_live_on_the_servers() -> None:
