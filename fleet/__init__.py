@@ -83,4 +83,6 @@ def __getattr__(name: str) -> Any:
     # fleet.nn is made of torch modules; it is imported when it is first asked for, as ``import fleet`` must stay light.
     if name == "nn":
         return import_module("fleet.nn")
+    if name in ("metrics", "prefetch"):
+        raise AttributeError(f"fleet.{name} is not supported yet")
     raise AttributeError(f"module 'fleet' has no attribute {name!r}")

@@ -213,7 +213,7 @@ def test_a_module(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
     code, out, _ = finish(launch("", "--server_num", "1", "--worker_num", "1", "-m", "pkg.train", "-m"))
-    assert (code, out.splitlines()[1]) == (0, "[worker 0] __main__ ['-m', 'script.py']")
+    assert (code, sorted(out.splitlines())[1]) == (0, "[worker 0] __main__ ['-m', 'script.py']")
 
 
 def test_servers_that_stay_are_ended_after_the_workers(launch: Launch) -> None:

@@ -75,16 +75,9 @@ def _unique(ids: Ids) -> tuple[Ids, Ids]:
     return distinct[:count], inverse
 
 
-def sum_rows(inverse: npt.ArrayLike, grads: Array, count: int) -> Array:
-    """Add the rows that share a place, in the order they come: the order decides the last bits."""
-    total = np.zeros((count, grads.shape[1]), grads.dtype)
-    accumulate(packed_ids(inverse), packed(grads, grads.dtype), total)
-    return total
-
-
 @compiled
 def accumulate(places: Ids, grads: Array, total: Array) -> None:
-    """Add every row of ``grads`` to the row of ``total`` at its place."""
+    """Add every row of ``grads`` to the row of ``total`` at its place, in the order they come: it decides the bits."""
     for k in range(places.size):
         row = total[places[k]]
         for j in range(row.size):

@@ -256,7 +256,14 @@ class Service:
             self._members = members
         if self._job is None:
             self._job = job
-            _log.info("%s: serving a job of %d workers", self._endpoint, spec.settings.worker_num)
+            _log.info(
+                "%s: serving a job of %d workers: %d blocks of %d bytes in all, and a share of %d tables",
+                self._endpoint,
+                spec.settings.worker_num,
+                len(job.plan.by_server[hello.server]),
+                job.plan.dense_bytes(hello.server),
+                len(spec.tables),
+            )
             if self._restore is not None:
                 self._begin_restoring(job, self._restore, hello)
         if request.worker == 0 and self._restore is None and job.shard is None:
