@@ -51,7 +51,7 @@ class Knobs:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
         for name in _REFUSED:
-            if environ.get(name):
+            if environ.get(name, "").strip():
                 raise UnsupportedError(f"{name} is set and not supported yet", todo=f"Unset {name}.")
         for name in _IDLE:
             _number(environ, name, 1, whole=True, least=0)
@@ -74,7 +74,7 @@ class Knobs:
             startup_deadline_s=_number(environ, "FLEET_STARTUP_DEADLINE", cls.startup_deadline_s, unit=1.0),
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
-            job_id=environ.get("FLEET_JOB_ID", ""),
+            job_id=environ.get("FLEET_JOB_ID", "").strip(),
         )
 
 
