@@ -58,8 +58,9 @@ class Knobs:
         for name in sorted(environ):
             if name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
                 _log.warning("the environment variable %s is not known here and has no effect", name)
-        beat_s = _number(environ, "FLEET_BEAT", cls.beat_s, unit=1.0)
         deadline_s = _number(environ, "FLAGS_rpc_deadline", cls.rpc_deadline_s, unit=1e-3)
+        # A short deadline alone is no contradiction: the heart just beats faster.
+        beat_s = _number(environ, "FLEET_BEAT", min(cls.beat_s, deadline_s / 4), unit=1.0)
         if beat_s * 2 > deadline_s:
             raise ConfigurationError(
                 "FLEET_BEAT (seconds between heartbeats) must be at most half of FLAGS_rpc_deadline (milliseconds)",

@@ -14,7 +14,7 @@ def test_defaults() -> None:
     ("name", "text", "field", "value"),
     [
         ("FLAGS_rpc_deadline", "5000", "rpc_deadline_s", 5.0),
-        ("FLAGS_rpc_deadline", " 2500.0 ", "rpc_deadline_s", 2.5),
+        ("FLAGS_rpc_deadline", " 4500.0 ", "rpc_deadline_s", 4.5),
         ("FLAGS_rpc_retry_times", "0", "rpc_retry_times", 0),
         ("FLAGS_rpc_get_thread_num", "1", "rpc_get_thread_num", 1),
         ("FLEET_STARTUP_DEADLINE", "7", "startup_deadline_s", 7.0),
@@ -63,7 +63,8 @@ def test_unusable(name: str, text: str, expected: str) -> None:
 def test_heartbeats_fit_in_the_deadline() -> None:
     assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_BEAT": "0.5"}).beat_s == 0.5
     with pytest.raises(ConfigurationError, match=r"FLEET_BEAT.*FLAGS_rpc_deadline"):
-        Knobs.read({"FLAGS_rpc_deadline": "1000"})
+        Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_BEAT": "0.6"})
+    assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).beat_s == 0.25
 
 
 @pytest.mark.parametrize("name", ["FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN"])

@@ -29,6 +29,10 @@ OPTIMIZERS: dict[str, Make] = {
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, rho=0.8, weight_decay=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
     "rmsprop-centered": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True, weight_decay=0.01),
 }
