@@ -106,6 +106,36 @@ def test_the_quickstart_on_four_processes(processes: Processes, tmp_path: Path) 
     assert (tmp_path / "ckpt" / "quickstart" / "manifest.json").is_file()
 
 
+def test_the_example_of_the_readme(processes: Processes, tmp_path: Path) -> None:
+    (code,) = [part.partition("```")[0] for part in (ROOT / "README.md").read_text().split("```python\n")[1:2]]
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    status, out, err = ended(processes.start(str(script), cwd=tmp_path))
+    assert status == 0, err
+    found = re.search(r"worker 0 of 1: loss ([\d.]+)", out)
+    assert found
+    assert float(found[1]) < 0.05
+
+
+def test_role_makers_in_code_on_four_processes(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    """examples/user_defined.py, whose right answer is known."""
+    endpoints = free_endpoints(2)
+    command = [str(ROOT / "examples" / "user_defined.py"), "--endpoints", ",".join(endpoints), "--worker_num", "2"]
+    started = [
+        processes.start(*command, "--role", role, "--index", str(index))
+        for role in ("server", "worker")
+        for index in range(2)
+    ]
+    for process in started:
+        status, out, err = ended(process)
+        assert status == 0, err
+    found = re.search(r"largest error ([\d.e-]+)", out)
+    assert found
+    assert float(found[1]) < 1e-3
+
+
 def test_four_terminals_twice_on_the_same_ports(
     processes: Processes, free_endpoints: Callable[[int], list[str]]
 ) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Job, assert_close, run_job, values
+from faults import Action, Fault, FaultyNetwork
+from harness import PATIENT, Job, assert_close, run_job, values
 
 import fleet.nn
 from fleet import Fleet
-from fleet.errors import StateError, UnsupportedError
+from fleet.errors import DeadlineError, StateError, UnsupportedError
+from fleet.ps.wire.loopback import LoopbackNetwork
 
 torch.manual_seed(11)
 TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
@@ -506,3 +508,23 @@ def test_sixty_four_workers_on_one_server_over_grpc(free_endpoints: Callable[[in
     job = Job(body, 64, network=GrpcNetwork(threads=12), endpoints=free_endpoints(1))
     for got in job.run():
         assert torch.equal(got, torch.full((3,), -3 * 31.5))
+
+
+def test_a_step_whose_answer_never_came_is_not_taken_for_another() -> None:
+    """The server has it, the replies got lost until the worker gave up: going on repeats it, and loses no later one."""
+    network = FaultyNetwork(LoopbackNetwork())
+
+    def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet_.init_worker()
+        network.add(Fault(Action.DROP_REPLY, kind="push", step=1, times=None))
+        with pytest.raises(DeadlineError, match="push of step 1"):
+            optimizer.minimize(weight.sum())
+        network.clear()
+        optimizer.minimize(100 * weight.sum())
+        return weight.detach().clone()
+
+    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_BEAT": "0.01"}
+    (got,) = run_job(body, 1, network=network, environ=environ)
+    assert torch.equal(got, torch.full((2,), -101.0))

@@ -130,7 +130,7 @@ class ParameterServerBackend:
         worker = self._worker
         if worker is None:
             if self._assignment.is_worker:
-                raise NotInitializedError("stop_worker() came before init_worker()")
+                raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
             raise StateError(f"stop_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
         exit_guard.release(worker)
         try:
@@ -154,7 +154,9 @@ class ParameterServerBackend:
         if self._worker is None and self._assignment.is_server:
             raise StateError(f"{call} was called on a server", where=where, todo="Guard it with fleet.is_worker().")
         if self._worker is None:
-            raise NotInitializedError(f"{call} came before fleet.init_worker()", where=where)
+            raise NotInitializedError(
+                f"{call} came before fleet.init_worker()", where=where, todo="Call fleet.init_worker() first."
+            )
         if self._worker.stopped:
             raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)", where=where)
         return self._worker

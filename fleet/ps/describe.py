@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,13 +36,19 @@ class Description:
     def has_newcomers(self) -> bool:
         """Whether a parameter joined an optimizer after this was made; one that left it is an error."""
         present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        if any(all(own is not group for group in present) for own in self.groups):
+        groups, things = self._known
+        if not groups <= {id(group) for group in present}:
             raise UnsupportedError(
                 "a param group was taken away from a running job",
                 todo="Leave it, with lr=0 or requires_grad=False for its parameters.",
             )
-        known = {id(param) for param in (*self.params, *(handle.weight for handle in self.handles))}
-        return any(id(param) not in known for group in present for param in group["params"])
+        return any(id(param) not in things for group in present for param in group["params"])
+
+    @cached_property
+    def _known(self) -> tuple[set[int], set[int]]:
+        """The identities of all groups and of all parameters: looked at in every step, so made once."""
+        weights = (handle.weight for handle in self.handles)
+        return {id(group) for group in self.groups}, {id(param) for param in (*self.params, *weights)}
 
     def continued_by(self, fresh: Description) -> Description:
         """``fresh``, which describes the same optimizers later, in an order that begins with this one."""

@@ -331,12 +331,15 @@ class Service:
                 got="; ".join(differences(job.plan.spec, spec)),
                 todo="Run the same script everywhere; if another job is using this server, give this one its own.",
             )
-        if job.plan.fingerprint != hello.fingerprint:
+        self._check_fingerprint(job.plan, hello.fingerprint)
+
+    def _check_fingerprint(self, plan: Plan, theirs: str) -> None:
+        if plan.fingerprint != theirs:
             raise PlanMismatchError(
                 "worker and server plan differently",
                 where=str(self._endpoint),
-                expected=job.plan.fingerprint[:12],
-                got=hello.fingerprint[:12],
+                expected=plan.fingerprint[:12],
+                got=theirs[:12],
                 todo="Install the same version of this package everywhere.",
             )
 
@@ -422,10 +425,12 @@ class Service:
                     todo="Call add_param_group on every worker, after the same step.",
                 )
             plan = make_plan(spec)
-            if plan.fingerprint != extend.fingerprint:
-                raise PlanMismatchError("worker and server plan differently", where=str(self._endpoint))
-            shard.adopt(plan, tuple(extend.options))
-            shard.warm()
+            self._check_fingerprint(plan, extend.fingerprint)
+            try:
+                shard.adopt(plan, tuple(extend.options))
+                shard.warm()
+            except Exception as error:
+                raise self._cannot_set_up(error, outbox) from None
             job.plan, job.growing, job.snapshot = plan, True, None
         outbox.append((respond, Frame(pb.Reply(version=job.gate.version, initialized=not job.growing))))
 

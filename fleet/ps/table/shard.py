@@ -51,14 +51,14 @@ class Shard:
         self.server = server
         self._seed = seed
         self._options_text = tuple(options)
-        self._options = self._parse(options)
+        self._options = self._parse(plan, options)
         self.dense = DenseShard(plan, server, self._options)
         self.tables = [self._make_table(index) for index in range(len(plan.spec.tables))]
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
         """Take over a plan that continues the present one."""
+        self._options, self._options_text = self._parse(plan, options), tuple(options)
         self.plan = plan
-        self._options, self._options_text = self._parse(options), tuple(options)
         self.dense.adopt(plan, self._options)
         self.tables += [self._make_table(index) for index in range(len(self.tables), len(plan.spec.tables))]
 
@@ -69,8 +69,9 @@ class Shard:
             raise ProtocolError(f"{rule.name} cannot update the rows of a table", got=spec.name)
         return Table(spec, rule.rows, self._seed)
 
-    def _parse(self, options: Sequence[str]) -> list[dict[str, Any]]:
-        groups = self.plan.spec.groups
+    @staticmethod
+    def _parse(plan: Plan, options: Sequence[str]) -> list[dict[str, Any]]:
+        groups = plan.spec.groups
         if len(options) != len(groups):
             raise ProtocolError("a message speaks of other param groups", expected=len(groups), got=len(options))
         parsed = []
@@ -88,7 +89,7 @@ class Shard:
     def check(self, contribution: Contribution) -> None:
         """Refuse what does not fit before it becomes part of a round: later it would be everybody's problem."""
         if contribution.options != self._options_text:
-            self._parse(contribution.options)
+            self._parse(self.plan, contribution.options)
         self.dense.check(contribution.dense)
         for index, (ids, grads) in contribution.rows.items():
             spec = self._table(index).spec
@@ -111,7 +112,7 @@ class Shard:
         """One optimizer step on the mean of the contributions; the first one's options rule the round."""
         first = contributions[0]
         if first.options != self._options_text:
-            self._options, self._options_text = self._parse(first.options), first.options
+            self._options, self._options_text = self._parse(self.plan, first.options), first.options
         count = len(contributions)
         self.dense.apply([c.dense for c in contributions], count, self._options)
         for index in sorted(frozenset().union(*(c.used for c in contributions))):

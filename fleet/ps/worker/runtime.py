@@ -18,7 +18,14 @@ import torch
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
-from fleet.errors import FleetError, NonFiniteGradientError, ServerLostError, StateError, UnsupportedError
+from fleet.errors import (
+    DeadlineError,
+    FleetError,
+    NonFiniteGradientError,
+    ServerLostError,
+    StateError,
+    UnsupportedError,
+)
 from fleet.nn.handle import Lookup, TableHandle
 from fleet.ps.consistency import MODES
 from fleet.ps.describe import Description
@@ -253,8 +260,10 @@ class WorkerRuntime:
         self._in_doubt = (step, frames)
         try:
             replies = self._ask_all(lambda server, _: frames[server], f"push of step {step}")
+        except DeadlineError:
+            raise  # no answer: still in doubt
         except FleetError:
-            self._in_doubt = None  # that is an answer
+            self._in_doubt = None
             raise
         self.completed, self._in_doubt = step, None
         self._take_dense(replies)
