@@ -19,9 +19,6 @@ from fleet.transpiler.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, Par
 
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 
-#: Options that torch reads in the constructor, whatever a group says.
-_CONSTRUCTOR_ONLY = {"initial_accumulator_value"}
-
 
 @dataclass(frozen=True)
 class Description:
@@ -89,8 +86,8 @@ class Description:
         """The options of every group as they are now, as JSON: they travel with each push."""
         told = []
         for spec, group in zip(self.spec.groups, self.groups, strict=True):
-            defaults = self.optimizers[spec.optimizer].defaults
-            values = {name: defaults[name] if name in _CONSTRUCTOR_ONLY else group[name] for name in spec.options}
+            defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
+            values = {name: defaults[name] if name in fixed else group[name] for name in spec.options}
             told.append(json.dumps({name: _plain(value, name) for name, value in values.items()}))
         return tuple(told)
 
@@ -192,10 +189,10 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     if name in REFUSED:
         raise UnsupportedError(f"{name} cannot be honoured by parameter servers: {REFUSED[name]}")
     rule = RULES.get(name)
-    if rule is None or type(optimizer) is not getattr(torch.optim, name, None):
+    if rule is None or type(optimizer) is not rule.optimizer:
         raise UnsupportedError(
             f"the optimizer {type(optimizer).__module__}.{name} is not known to the servers",
-            expected="one of torch.optim's own: " + ", ".join(sorted(RULES)),
+            expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
             todo="A new one is a file in fleet/ps/kernels; CONTRIBUTING.md has the recipe.",
         )
     if _has_stepped(optimizer):
@@ -223,7 +220,7 @@ def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, gro
 
 
 def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) -> ParamSpec:
-    if rule.torch_class is None:
+    if not rule.dense:
         raise UnsupportedError(
             f"{rule.name} updates rows of sparse tables only, and {name!r} is a dense parameter",
             todo="Give it to another optimizer; distributed_optimizer takes a list.",

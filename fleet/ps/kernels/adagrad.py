@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
 from fleet.ps.kernels.rule import Column, Rule, scalars
@@ -63,4 +64,4 @@ def _step(
             w[j] -= rate * g / (np.sqrt(total[j]) + eps)
 
 
-RULE = Rule("Adagrad", torch_class="Adagrad", rows=AdagradRows())
+RULE = Rule(torch.optim.Adagrad, rows=AdagradRows(), constructor_only=frozenset({"initial_accumulator_value"}))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
 from fleet.ps.kernels.rule import Column, Rule, column, scalars
@@ -93,6 +94,6 @@ def _step(
 
 
 RULES = (
-    Rule("Adam", torch_class="Adam", rows=AdamRows()),
-    Rule("SparseAdam", torch_class=None, rows=SparseAdamRows()),
+    Rule(torch.optim.Adam, rows=AdamRows()),
+    Rule(torch.optim.SparseAdam, dense=False, rows=SparseAdamRows()),
 )

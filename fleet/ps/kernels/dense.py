@@ -13,7 +13,7 @@ _ELEMENTWISE = ("AdamW", "Adamax", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD"
 _WHOLE = ("Muon", "Adafactor")
 
 RULES = tuple(
-    Rule(name, torch_class=name, sliceable=name in _ELEMENTWISE)
+    Rule(getattr(torch.optim, name), sliceable=name in _ELEMENTWISE)
     for name in (*_ELEMENTWISE, *_WHOLE)
     if hasattr(torch.optim, name)  # Muon is younger than the oldest torch supported
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
 from fleet.ps.kernels.rule import Column, Rule, column, scalars
@@ -90,4 +91,4 @@ def _step(
             w[j] -= lr * change
 
 
-RULE = Rule("RMSprop", torch_class="RMSprop", rows=RMSpropRows())
+RULE = Rule(torch.optim.RMSprop, rows=RMSpropRows())

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fleet.ps.kernels.jit import Array, Ids
 
@@ -57,13 +58,18 @@ class RowKernel(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """One optimizer by the name of its class."""
+    """One optimizer: the class that users name, which also updates dense blocks, and what updates rows."""
 
-    name: str
-    torch_class: str | None  #: attribute of torch.optim that updates dense blocks; None: it cannot
+    optimizer: type[torch.optim.Optimizer]
+    dense: bool = True  #: False: it cannot update dense parameters
     sliceable: bool = True  #: the update is elementwise, so a parameter may be cut into flat blocks
     rows: RowKernel | None = None  #: None: it cannot update rows of a table
+    constructor_only: frozenset[str] = frozenset()  #: options read in the constructor, whatever a group says
     refused: Mapping[str, str] = field(default_factory=lambda: REFUSED_OPTIONS)
+
+    @property
+    def name(self) -> str:
+        return self.optimizer.__name__
 
 
 def column(state: Mapping[str, Array], name: str, weights: Array) -> Array:

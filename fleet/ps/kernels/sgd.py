@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
 from fleet.ps.kernels.rule import Column, Rule, column, scalars
@@ -82,4 +83,4 @@ def _step(
             w[j] -= lr * (g + momentum * buffer[j] if nesterov else buffer[j])
 
 
-RULE = Rule("SGD", torch_class="SGD", rows=SGDRows())
+RULE = Rule(torch.optim.SGD, rows=SGDRows())

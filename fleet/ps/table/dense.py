@@ -80,15 +80,13 @@ class DenseShard:
         options: Sequence[Mapping[str, Any]],
     ) -> torch.optim.Optimizer:
         rule = RULES[self._plan.spec.groups[indices[0]].rule]
-        if rule.torch_class is None:
+        if not rule.dense:
             raise ProtocolError(f"{rule.name} cannot update a dense parameter")
-        cls = getattr(torch.optim, rule.torch_class)
         # Some constructors read their own arguments rather than the groups (Adagrad's initial accumulator).
-        known = inspect.signature(cls).parameters
+        known = inspect.signature(rule.optimizer).parameters
         defaults = {key: value for key, value in options[indices[0]].items() if key in known}
         groups = [{**options[index], "params": members[index]} for index in indices]
-        made: torch.optim.Optimizer = cls(groups, **defaults)
-        return made
+        return rule.optimizer(groups, **defaults)
 
     def write(self, position: int, values: torch.Tensor) -> None:
         """Set one block, as an upload or a checkpoint says."""
