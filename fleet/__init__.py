@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from fleet.api import Fleet
 from fleet.strategy import StrategyFactory
+from fleet.transpile import Program
 
 if TYPE_CHECKING:
     from fleet import nn as nn
+    from fleet import optim as optim
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ resume_step = _default.resume_step
 
 __all__ = [
     "Fleet",
+    "Program",
     "StrategyFactory",
     "all_reduce_worker",
     "barrier_worker",
@@ -62,6 +65,7 @@ __all__ = [
     "load_persistables",
     "load_state_dict",
     "nn",
+    "optim",
     "resume_step",
     "run_server",
     "save_inference_model",
@@ -80,9 +84,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # fleet.nn is made of torch modules; it is imported when it is first asked for, as ``import fleet`` must stay light.
-    if name == "nn":
-        return import_module("fleet.nn")
+    # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
+    if name in ("nn", "optim"):
+        return import_module(f"fleet.{name}")
     if name in ("metrics", "prefetch"):
         raise AttributeError(f"fleet.{name} is not supported yet")
     raise AttributeError(f"module 'fleet' has no attribute {name!r}")

@@ -60,7 +60,13 @@ class Fleet:
             assignment = role_maker.assignment()
             if is_collective is not None and is_collective is not assignment.collective:
                 kind = "collective" if assignment.collective else "parameter-server"
-                raise StateError(f"is_collective={is_collective} contradicts the role maker, a {kind} one")
+                asked = "collective" if is_collective else "parameter-server"
+                raise StateError(
+                    f"a {asked} job is asked for, and the role maker describes a {kind} one",
+                    expected=f"is_collective={assignment.collective}, or a role maker of the other kind",
+                    got=f"is_collective={is_collective} and {assignment.origin}",
+                    todo="Leave is_collective out: then the role maker chooses, as it does with import fleet.",
+                )
         self._assignment = assignment
         self._chosen = None
         self._knobs = knobs
@@ -124,16 +130,7 @@ class Fleet:
         backend = self._backend("distributed_optimizer")
         import torch
 
-        given: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for each in given:
-            if not isinstance(each, torch.optim.Optimizer):
-                raise ArgumentTypeError(
-                    "optimizer is of the wrong type",
-                    expected="a torch.optim.Optimizer or a list of them",
-                    got=type(each).__name__,
-                )
-        if not given:
-            raise ArgumentTypeError("optimizer is an empty list")
+        given = optimizer_list(optimizer)
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
         return backend.distributed_optimizer(given, as_strategy(strategy), model)
@@ -219,6 +216,23 @@ class Fleet:
     def _not_yet(self, call: str, todo: str | None = None) -> NoReturn:
         self._me(call)
         raise UnsupportedError(f"fleet.{call}() is not supported yet", todo=todo)
+
+
+def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
+    """One optimizer or several, as a list."""
+    import torch
+
+    optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                "optimizer is of the wrong type",
+                expected="a torch.optim.Optimizer or a list of them",
+                got=type(each).__name__,
+            )
+    if not optimizers:
+        raise ArgumentTypeError("optimizer is an empty list")
+    return optimizers
 
 
 def _listed(endpoints: Sequence[object], to_string: bool) -> list[str] | str:

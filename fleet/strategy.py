@@ -63,7 +63,10 @@ def as_strategy(given: object) -> Strategy:
 
 def _from_config(config: DistributeTranspilerConfig) -> Strategy:
     if config.mode != "pserver":
-        raise _not_yet(f"mode={config.mode!r} (collective training)")
+        raise UnsupportedError(
+            f"mode={config.mode!r} (collective training) is not supported yet",
+            todo="Leave mode at 'pserver' and name parameter servers; docs/doors.md shows every way to.",
+        )
     idle = {
         "nccl_comm_num": 1,
         "use_hierarchical_allreduce": False,

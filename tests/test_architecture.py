@@ -26,18 +26,24 @@ LAYERS: list[tuple[str, ...]] = [
     ("cluster", "environ", "transpiler"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "launch.job"),
     ("nn", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
-    ("checkpoint", "ps.table", "ps.describe", "launch.network", "launch.local"),
-    ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
+    ("checkpoint", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
+    ("ps.server", "ps.worker"),  # siblings: server and worker know each other by their messages only
     ("ps.backend",),
     ("launch.server",),
     ("launch.cli", "api"),
+    ("transpile",),
     ("launch.__main__", "__main__", "__init__"),
+    ("facade",),
+    ("transpiler.__init__", "collective.__init__"),  # import points that get the whole package when they are asked
 ]
 
 #: Decisions: nothing but the standard library, and of that nothing that has effects or differs from run to run.
 PURE = ("errors", "cluster", "strategy", "role_maker", "transpiler", "ps.consistency", "ps.layout", "launch.job")
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
-STANDARD_LIBRARY = ("clock", "environ", "api", "__init__", "launch.guard", "launch.watch", "launch.local", "launch.cli")
+STANDARD_LIBRARY = (
+    *("clock", "environ", "api", "transpile", "facade", "__init__", "transpiler.__init__", "collective.__init__"),
+    *("launch.guard", "launch.watch", "launch.local", "launch.cli"),
+)
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
     *("time", "datetime", "random", "secrets", "uuid", "socket", "select", "selectors"),

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from fleet.ps.kernels import adagrad, adam, dense, rmsprop, sgd
+from fleet.ps.kernels import (
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    decayed_adagrad,
+    dense,
+    ftrl,
+    lamb,
+    lars_momentum,
+    nadam,
+    radam,
+    rmsprop,
+    sgd,
+)
 from fleet.ps.kernels.rule import HINTS, Column, RowKernel, Rule
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (sgd.RULE, adagrad.RULE, *adam.RULES, rmsprop.RULE, *dense.RULES)}
+_OF_TORCH = (
+    *(sgd.RULE, adagrad.RULE, adadelta.RULE, rmsprop.RULE),
+    *(*adam.RULES, adamw.RULE, adamax.RULE, nadam.RULE, radam.RULE),
+    *dense.RULES,
+)
+_OF_FLEET = (ftrl.RULE, decayed_adagrad.RULE, lamb.RULE, lars_momentum.RULE)
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (*_OF_TORCH, *_OF_FLEET)}
 
 #: Optimizers of torch that a server cannot run, and why.
 REFUSED: dict[str, str] = {

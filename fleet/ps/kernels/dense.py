@@ -7,7 +7,7 @@ import torch
 from fleet.ps.kernels.rule import Rule
 
 #: Elementwise, with nothing but step counts and functions of them beside: cutting a parameter changes no number.
-_ELEMENTWISE = ("AdamW", "Adamax", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD")
+_ELEMENTWISE = ("Rprop", "ASGD")
 
 #: These mix the elements of a parameter (a matrix iteration, row and column means), so it stays in one piece.
 _WHOLE = ("Muon", "Adafactor")

@@ -1,0 +1,40 @@
+"""``from fleet.transpiler import fleet`` and ``from fleet.collective import fleet``: the import chooses the backend.
+
+Both are ``import fleet`` itself, default ``Fleet`` and all, but for ``init``, which refuses the other kind of job.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fleet
+from fleet.errors import StateError
+from fleet.role_maker.base import RoleMakerBase
+
+
+class Facade:
+    def __init__(self, package: str, collective: bool) -> None:
+        self._package = package
+        self._collective = collective
+
+    def init(self, role_maker: RoleMakerBase | None = None, *, is_collective: bool | None = None) -> None:
+        """As ``fleet.init``, for one kind of job."""
+        if isinstance(is_collective, bool) and is_collective is not self._collective:
+            raise StateError(
+                f"is_collective={is_collective} was given to the fleet of {self._package}",
+                todo="Leave it out; import fleet itself takes both kinds of job.",
+            )
+        fleet.init(role_maker, is_collective=self._collective if is_collective is None else is_collective)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fleet, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(fleet)
+
+    def __repr__(self) -> str:
+        return f"<fleet, as {self._package} has it>"
+
+
+parameter_server = Facade("fleet.transpiler", collective=False)
+collective = Facade("fleet.collective", collective=True)
