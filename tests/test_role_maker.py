@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from fleet import role_maker
 from fleet.cluster import Assignment, Endpoint
-from fleet.errors import ConfigurationError, FleetError, UnsupportedError
+from fleet.errors import ConfigurationError, FleetError
 from fleet.role_maker import (
     EnvRoleMaker,
     PaddleCloudRoleMaker,
@@ -557,17 +557,29 @@ ALONE = LocalRoleMaker().assignment()
         (False, {}, LocalRoleMaker()),
         (None, STRAY, LocalRoleMaker()),
         (None, {"PADDLE_TRAINING_ROLE": " ", "PADDLE_TRAINERS": ""}, LocalRoleMaker()),
-        (None, {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, LocalRoleMaker()),
     ],
 )
 def test_resolve(is_collective: bool | None, environ: Env, maker: RoleMakerBase) -> None:
     assert resolve(is_collective, environ) == maker.assignment()
 
 
-@pytest.mark.parametrize("environ", [MPI, {"PMI_SIZE": "2"}, {"PMIX_RANK": "0"}, {**TORCHRUN, **MPI}])
-def test_an_mpi_launcher_is_refused_for_now(environ: Env) -> None:
-    with pytest.raises(UnsupportedError, match=r"MPI.*not supported yet.*PADDLE_PSERVERS_IP_PORT_LIST"):
-        resolve(None, environ)
+class Pair:
+    """Two ranks, of which this is the second."""
+
+    rank, size = 1, 2
+
+    def exchange(self, card: Mapping[str, Any], deadline_s: float, what: str) -> list[dict[str, Any]]:
+        raise AssertionError("nobody else is here")
+
+
+@pytest.mark.parametrize(
+    "environ", [MPI, {"PMI_SIZE": "2"}, {"PMI_SIZE": "1"}, {"PMIX_RANK": "0"}, {**TORCHRUN, **MPI}]
+)
+@pytest.mark.parametrize("is_collective", [None, False])
+def test_an_mpi_launcher_is_found(environ: Env, is_collective: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleet.role_maker.mpi.world", lambda *_: Pair())
+    with pytest.raises(AssertionError, match="nobody else is here"):
+        resolve(is_collective, environ)
 
 
 @pytest.mark.parametrize(
@@ -598,5 +610,3 @@ def test_is_collective_overrides_what_the_variables_name() -> None:
         resolve(False, TORCHRUN)
     with pytest.raises(ConfigurationError, match="PADDLE_TRAINER_ENDPOINTS"):
         resolve(True, {})
-    with pytest.raises(UnsupportedError, match="MPI"):
-        resolve(True, MPI)

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError, PortInUseError
-from fleet.ps.wire.port_holder import holder_of, is_taken
+from fleet.ports import holder_of, is_taken
+from fleet.rendezvous import addresses_of, own_addresses
 
 LOOPBACK = "127.0.0.1"
 
@@ -56,14 +57,14 @@ def hosts_here(hosts: Iterable[str], node_ip: str | None) -> frozenset[str]:
     """
     unique = list(dict.fromkeys(hosts))
     if node_ip is None:
-        here = frozenset(host for host in unique if any(map(_bindable, _addresses_of(host))))
+        here = frozenset(host for host in unique if any(map(_bindable, addresses_of(host))))
         described = f"this machine is {', '.join(machine_names())}"
     else:
-        wanted = {node_ip, *_addresses_of(node_ip)}
-        here = frozenset(host for host in unique if host in wanted or wanted & _addresses_of(host))
+        wanted = {node_ip, *addresses_of(node_ip)}
+        here = frozenset(host for host in unique if host in wanted or wanted & addresses_of(host))
         described = f"--node_ip is {node_ip}"
     if not here:
-        unknown = [host for host in unique if not _addresses_of(host)]
+        unknown = [host for host in unique if not addresses_of(host)]
         raise ConfigurationError(
             "nothing in --servers and --workers is on this machine",
             expected=f"one of {', '.join(unique)}" + (f" ({', '.join(unknown)}: unknown names)" if unknown else ""),
@@ -75,21 +76,8 @@ def hosts_here(hosts: Iterable[str], node_ip: str | None) -> frozenset[str]:
 
 def machine_names() -> list[str]:
     """The names and addresses of this machine, as far as they are easily found."""
-    hostname = socket.gethostname()
-    found = [hostname, *sorted(_addresses_of(hostname))]
-    for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((far, 9))
-            found.append(probe.getsockname()[0])
-    return list(dict.fromkeys([*found, LOOPBACK]))
-
-
-def _addresses_of(host: str) -> set[str]:
-    try:
-        return {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
-        return set()
+    loopback, *others = own_addresses()
+    return list(dict.fromkeys([socket.gethostname(), *others, loopback]))
 
 
 def _bindable(address: str) -> bool:

@@ -3,10 +3,13 @@
 from fleet.cluster import Role
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.environment import EnvRoleMaker, PaddleCloudRoleMaker
+from fleet.role_maker.mpi import MPISymetricRoleMaker, MPISymmetricRoleMaker
 from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
 
 __all__ = [
     "EnvRoleMaker",
+    "MPISymetricRoleMaker",
+    "MPISymmetricRoleMaker",
     "PaddleCloudRoleMaker",
     "Role",
     "RoleMakerBase",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fleet.cluster import Assignment
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.mpi import launcher_of
 from fleet.role_maker import torchrun
 from fleet.role_maker.environment import EnvRoleMaker, mentions_job, names_servers, names_workers
 from fleet.role_maker.local import LocalRoleMaker
+from fleet.role_maker.mpi import MPISymmetricRoleMaker
 from fleet.role_maker.variables import Variables
 
 _VARIABLES = (
@@ -24,14 +26,9 @@ def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignmen
         only_workers = names_workers(environ) and not names_servers(environ)
         return EnvRoleMaker(only_workers if is_collective is None else is_collective, environ).assignment()
     by_torchrun = torchrun.at_work(environ)
-    launcher = _mpi_launcher(environ)
-    # MPI ranks make a parameter-server job, so torchrun answers a call for a collective one even under MPI.
-    if launcher is not None and not (is_collective and by_torchrun):
-        raise UnsupportedError(
-            "a start by an MPI launcher is not supported yet",
-            got=launcher,
-            todo=f"Set {_VARIABLES} for each process instead.",
-        )
+    # torchrun starts collective jobs only, so it answers a call for one even where an MPI launcher started it.
+    if launcher_of(environ) is not None and not (is_collective and by_torchrun):
+        return MPISymmetricRoleMaker(bool(is_collective), environ).assignment()
     if is_collective or (by_torchrun and is_collective is None):
         return EnvRoleMaker(True, environ).assignment()
     if by_torchrun:
@@ -42,12 +39,3 @@ def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignmen
             todo=f"Set {_VARIABLES} for each process, or leave is_collective out.",
         )
     return LocalRoleMaker().assignment()
-
-
-def _mpi_launcher(environ: Mapping[str, str]) -> str | None:
-    """What betrays an MPI launcher, if any; a launch of a single process is as good as none."""
-    variables = Variables(environ)
-    sizes = variables.given("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    if sizes:
-        return None if all(environ[name].strip() == "1" for name in sizes) else variables.found(*sizes)
-    return variables.found("PMIX_RANK") or None

@@ -67,6 +67,7 @@ def _signals_end(stop: Callable[[str], None]) -> Iterator[list[int]]:
 
     def on_signal(number: int, _frame: object) -> None:
         received.append(number)
+        _log.warning("serving ends: %s", signal.Signals(number).name)
         # The handler runs between two instructions of this thread, which may hold the service's lock.
         threading.Thread(target=stop, args=(f"signal {signal.Signals(number).name}",), daemon=True).start()
 

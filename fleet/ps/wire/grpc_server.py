@@ -20,10 +20,10 @@ import grpc
 
 from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError, PortInUseError
+from fleet.ports import holder_of, is_taken
 from fleet.ps.wire.errors import serve
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, UPLOAD, URGENT, GrpcChannel
-from fleet.ps.wire.port_holder import holder_of, is_taken
 from fleet.ps.wire.transport import Handler
 
 _log = logging.getLogger("fleet.wire")

@@ -7,6 +7,7 @@ down, as is SIGTERM; a script that just stops is told on by ``atexit``.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from typing import Protocol
 class Guarded(Protocol):
     def abort(self, reason: str) -> None: ...
 
+
+_log = logging.getLogger("fleet.worker")
 
 #: How long a process that was told to end waits for its last word to leave.
 TELLING_S = 3.0
@@ -67,12 +70,16 @@ def _chain_excepthook() -> None:
 
 
 def _chain_sigterm() -> None:
-    """A worker that is told to end says so before it does. Somebody's own handler is left alone."""
+    """A worker that is told to end says so before it does. Somebody's own handler is left alone; one of ours, which
+    spoke for a process that was no worker yet, gives way."""
+    present = signal.getsignal(signal.SIGTERM)
+    is_ours = getattr(present, "__module__", "").startswith("fleet.")
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not in_main or not (present is signal.SIG_DFL or is_ours):
         return
 
     def on_sigterm(number: int, _frame: object) -> None:
+        _log.error("this worker is ended by SIGTERM: launchers send it to every process when one has ended badly")
         # The handler runs between two instructions of the main thread, which may hold a lock that this needs.
         telling = threading.Thread(target=_abort_all, args=("it was ended by SIGTERM",), daemon=True)
         telling.start()

@@ -1,0 +1,15 @@
+"""Optimizers that PaddlePaddle has and torch lacks.
+
+They are ordinary ``torch.optim.Optimizer`` classes: use them with ``fleet.distributed_optimizer``, or without any
+server. On servers ``Ftrl`` and ``DecayedAdagrad`` also train the rows of sparse tables. ``Lamb`` and ``LarsMomentum``
+need the norm of a whole parameter, so they train dense parameters only, and none of these is cut.
+"""
+
+from __future__ import annotations
+
+from fleet.ps.kernels.decayed_adagrad import DecayedAdagrad
+from fleet.ps.kernels.ftrl import Ftrl
+from fleet.ps.kernels.lamb import Lamb
+from fleet.ps.kernels.lars_momentum import LarsMomentum
+
+__all__ = ["DecayedAdagrad", "Ftrl", "Lamb", "LarsMomentum"]

@@ -1,0 +1,109 @@
+"""Adagrad that forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import ParamsT
+
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.rule import Column, Rule, scalars
+
+
+class DecayedAdagrad(torch.optim.Optimizer):
+    """Adagrad over a running mean of squared gradients instead of their sum, as PaddlePaddle's ``DecayedAdagrad``.
+
+    Each step with gradient g does::
+
+        m = decay * m + (1 - decay) * g^2
+        w -= lr * g / (sqrt(m) + eps)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        decay: float = 0.95,
+        eps: float = 1e-6,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"Invalid decay value: {decay}")
+        if not eps >= 0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        super().__init__(params, {"lr": lr, "decay": decay, "eps": eps, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+        grad, state, lr = param.grad, self.state[param], float(group["lr"])
+        assert grad is not None
+        if grad.layout is not torch.strided or grad.is_complex():
+            raise RuntimeError("DecayedAdagrad supports neither sparse nor complex gradients")
+        if not state:
+            state["moment"] = torch.zeros_like(param)
+        moment = state["moment"].mul_(group["decay"]).addcmul_(grad, grad, value=1 - group["decay"])
+        param.addcdiv_(grad, moment.sqrt().add_(group["eps"]), value=lr if group["maximize"] else -lr)
+
+
+class DecayedAdagradRows:
+    options: Mapping[str, Any] = {"lr": 1e-3, "decay": 0.95, "eps": 1e-6, "maximize": False}
+
+    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
+        return {"moment": Column(dim)}
+
+    def step(
+        self,
+        weights: Array,
+        state: Mapping[str, Array],
+        slots: Ids,
+        grads: Array,
+        options: Mapping[str, Any],
+        step: int,  # noqa: ARG002
+    ) -> None:
+        o = {**self.options, **options}
+        rate = -o["lr"] if o["maximize"] else o["lr"]
+        numbers = scalars(weights.dtype, rate, o["decay"], 1 - o["decay"], o["eps"])
+        _step(weights, state["moment"], slots, grads, *numbers)
+
+
+@compiled
+def _step(
+    weights: Array,
+    moments: Array,
+    slots: Ids,
+    grads: Array,
+    rate: np.floating[Any],
+    decay: np.floating[Any],
+    share: np.floating[Any],
+    eps: np.floating[Any],
+) -> None:
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(weights, slots[k + AHEAD])
+            prefetch(moments, slots[k + AHEAD])
+        w, m = weights[slots[k]], moments[slots[k]]
+        for j in range(w.size):
+            g = grads[k, j]
+            m[j] = m[j] * decay + share * g * g
+            w[j] -= rate * g / (np.sqrt(m[j]) + eps)
+
+
+RULE = Rule(DecayedAdagrad, rows=DecayedAdagradRows())

@@ -1,0 +1,83 @@
+"""Adam with a trust ratio for each parameter, for very large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from fleet.ps.kernels.rule import Rule
+
+
+class Lamb(torch.optim.Optimizer):
+    """Layer-wise adaptive moments (You et al., 2020), as PaddlePaddle's ``Lamb`` computes it.
+
+    With m and v Adam's moments, corrected for their start at zero, each step does::
+
+        r = m / (sqrt(v) + eps) + weight_decay * w
+        w -= lr * |w| / |r| * r
+
+    The norms are those of the whole parameter; where one of them is zero their ratio is taken as 1. Parameters that
+    should have no weight decay (biases, norms) go into a param group of their own.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for index, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not eps >= 0:
+            raise ValueError(f"Invalid epsilon value: {eps}")
+        if not weight_decay >= 0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+        grad, state, (beta1, beta2) = param.grad, self.state[param], group["betas"]
+        assert grad is not None
+        if grad.layout is not torch.strided or grad.is_complex():
+            raise RuntimeError("Lamb supports neither sparse nor complex gradients")
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        state["step"] += 1
+        step = float(state["step"])
+        mean = state["exp_avg"].lerp_(-grad if group["maximize"] else grad, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        spread = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        change = (mean / (1 - beta1**step)).div_(spread).add_(param, alpha=group["weight_decay"])
+        # The ratio stays a tensor: reading it would make the processor wait for the device.
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        weight_norm, change_norm = (torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in (param, change))
+        trust = torch.where((weight_norm > 0) & (change_norm > 0), weight_norm / change_norm, 1.0)
+        param.sub_(change.mul_(trust * float(group["lr"])))
+
+
+RULE = Rule(Lamb, sliceable=False)

@@ -1,0 +1,117 @@
+"""The cluster as an MPI launcher makes it: even ranks serve, odd ranks train, or all are workers of a collective job.
+
+Where a server listens is agreed, not guessed: each offers a free port at every address it has, the workers try them,
+and the first one that all of them have reached is the server's endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from fleet.clock import Clock, SystemClock
+from fleet.cluster import Assignment, Endpoint, Role
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.mpi import world
+from fleet.rendezvous import Offer, own_addresses, visit
+from fleet.role_maker.base import RoleMakerBase, collective
+
+Cards = list[dict[str, Any]]
+
+
+class Ranks(Protocol):
+    """The processes of one launch, and their way to tell each other something."""
+
+    rank: int
+    size: int
+
+    def exchange(self, card: Mapping[str, Any], deadline_s: float, what: str) -> Cards:
+        """Give every rank this one's card, and have theirs, by rank."""
+        ...
+
+
+class MPISymmetricRoleMaker(RoleMakerBase):
+    """One of the processes that ``mpirun`` started. Every rank has to make one, as ranks 0, 1, 2, 3, … become server 0,
+    worker 0, server 1, worker 1, … together; with ``is_collective`` all are workers."""
+
+    def __init__(
+        self,
+        is_collective: bool = False,
+        environ: Mapping[str, str] = PROCESS_ENVIRONMENT,
+        *,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if not isinstance(is_collective, bool):
+            raise ArgumentTypeError("is_collective must be a bool", expected="True or False", got=repr(is_collective))
+        deadline_s = Knobs.read(environ).startup_deadline_s
+        clock = SystemClock()
+        present = world(environ, clock, deadline_s) if ranks is None else ranks
+        if not is_collective and (present.size < 2 or present.size % 2):
+            raise ConfigurationError(
+                "a parameter-server job under MPI needs pairs of ranks: the even ones serve, the odd ones train",
+                where=f"rank {present.rank}",
+                expected="an even number of ranks, 2 or more",
+                got=f"{present.size}",
+                todo="mpirun -n 2, -n 4, …; or fleet.init(is_collective=True), where every rank is a worker.",
+            )
+        self._assignment = _agree(present, is_collective, clock, deadline_s)
+
+    def assignment(self) -> Assignment:
+        return self._assignment
+
+
+#: As the source documents spell it.
+MPISymetricRoleMaker = MPISymmetricRoleMaker
+
+
+def _agree(ranks: Ranks, is_collective: bool, clock: Clock, deadline_s: float) -> Assignment:
+    def is_host(rank: int) -> bool:
+        return is_collective or rank % 2 == 0
+
+    guests = {rank for rank in range(ranks.size) if is_collective or rank % 2}
+    offer = Offer(own_addresses()) if is_host(ranks.rank) else None
+    card: dict[str, Any] = {"collective": is_collective}
+    if offer is not None:
+        card |= {"token": offer.token.hex(), "offers": [str(endpoint) for endpoint in offer.endpoints]}
+    cards = ranks.exchange(card, deadline_s, "the kind of job and the addresses")
+    _refuse_discord(cards)
+    if ranks.rank in guests:
+        hosts = [card for rank, card in enumerate(cards) if is_host(rank)]
+        offers = [(Endpoint.parse(text), bytes.fromhex(host["token"])) for host in hosts for text in host["offers"]]
+        visit(offers, ranks.rank, clock)
+    ranks.exchange({}, deadline_s, "having tried the addresses")
+    found: dict[str, Any] = {}
+    if offer is not None:
+        chosen, visitors = offer.settle(guests, clock)
+        found = {
+            "endpoint": None if chosen is None else str(chosen),
+            "seen": "; ".join(f"{endpoint} by ranks {sorted(seen)}" for endpoint, seen in visitors.items()),
+        }
+    results = ranks.exchange(found, deadline_s, "the addresses agreed on")
+    settled = {rank: result for rank, result in enumerate(results) if is_host(rank)}
+    for rank, result in settled.items():
+        if result["endpoint"] is None:
+            raise ConfigurationError(
+                f"not every worker reaches rank {rank}",
+                expected=f"one address that ranks {sorted(guests)} connect to",
+                got=result["seen"][:1000] or "no address that can be bound",
+                todo="Look at host names and firewalls, or say who is who with PADDLE_* variables instead.",
+            )
+    endpoints = tuple(Endpoint.parse(result["endpoint"]) for result in settled.values())
+    origin = f"MPI, rank {ranks.rank} of {ranks.size}"
+    if is_collective:
+        return replace(collective(endpoints, ranks.rank, origin), held=offer)
+    role = Role.SERVER if is_host(ranks.rank) else Role.WORKER
+    return Assignment(role, ranks.rank // 2, ranks.size // 2, endpoints, origin=origin, held=offer)
+
+
+def _refuse_discord(cards: Cards) -> None:
+    kinds = {kind: [rank for rank, card in enumerate(cards) if card["collective"] is kind] for kind in (True, False)}
+    if all(kinds.values()):
+        raise ConfigurationError(
+            "the ranks do not ask for one kind of job",
+            expected="the same is_collective on every rank",
+            got=f"is_collective=True on ranks {kinds[True]}, False on ranks {kinds[False]}",
+        )

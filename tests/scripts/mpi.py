@@ -1,0 +1,61 @@
+"""The script of every rank in test_mpi.py: a job whose end is known, and ranks that end badly in every way."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import fleet
+
+
+def rank() -> int:
+    return int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+
+
+def main(variant: str, who: int) -> None:
+    mine = rank() == who
+    if variant == "exit-before" and mine:
+        sys.exit(3)
+    if variant == "never-calls" and mine:
+        return
+    if variant == "discord":
+        fleet.init(is_collective=mine)
+    fleet.init(is_collective=variant == "collective" or None)
+    if variant == "collective":
+        endpoints = fleet.worker_endpoints()
+        print(f"worker {fleet.worker_index()} of {fleet.worker_num()} at {len(set(endpoints))} endpoints", flush=True)
+        return
+    if variant == "raise-early" and mine:
+        raise ValueError("no data here")
+    import torch  # here, so that the ranks that never come so far need not wait for it
+
+    weight = torch.nn.Parameter(torch.zeros(4))
+    table = fleet.nn.Embedding(None, 2, initializer="zeros")
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0))
+    if fleet.is_server():
+        fleet.init_server()
+        if variant == "raise" and mine:
+            raise ValueError("a bad server")
+        fleet.run_server()
+        print(f"served at {fleet.server_endpoints()[fleet.server_index()]}", flush=True)
+        return
+    fleet.init_worker()
+    for step in range(5):
+        optimizer.minimize(weight.sum() + table(torch.tensor([fleet.worker_index()])).sum())
+        if step == 2 and variant == "raise" and mine:
+            raise ValueError("a bad batch")
+        if step == 2 and variant == "kill":
+            time.sleep(1)  # all are in their loops
+            if mine:
+                os.kill(os.getpid(), 9)
+    print(f"weight {weight[0].item()} row {table(torch.tensor([0]))[0, 0].item()}", flush=True)
+    if variant == "uses-mpi":
+        from mpi4py import MPI
+
+        print(f"neighbour {MPI.COMM_WORLD.sendrecv(rank(), dest=4 - rank(), source=4 - rank())}", flush=True)
+    fleet.stop_worker()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "", int(sys.argv[2]) if len(sys.argv) > 2 else -1)

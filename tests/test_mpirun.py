@@ -1,0 +1,152 @@
+"""Real ranks under real launchers, Open MPI's and MPICH's: `make test-mpi` installs both and runs this."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "tests" / "scripts" / "mpi.py"
+
+#: Where the Makefile puts the MPIs: side by side, as only one of them can be in an environment.
+PREFIXES = Path(sys.prefix) / "mpi"
+#: Words with which Open MPI allows itself to run as root and on fewer cores than ranks.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+Run = Callable[..., "tuple[int, str, str]"]
+
+
+def launch(launcher: str, library: str, ranks: int, *command: str, **variables: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a whole launch."""
+    mpirun = PREFIXES / launcher / "bin" / "mpirun"
+    assert mpirun.is_file(), f"no {launcher} in {PREFIXES}: run `make test-mpi`"
+    strange = ("PADDLE_", "FLAGS_", "FLEET_", "PMI", "OMPI_", "PRTE_", "RANK", "WORLD_SIZE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    environ |= {"LD_LIBRARY_PATH": str(PREFIXES / library / "lib"), "OMP_NUM_THREADS": "1", **OPEN_MPI, **variables}
+    started = subprocess.Popen(
+        [mpirun, "-n", str(ranks), sys.executable, *command],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        out, err = started.communicate(timeout=90)
+    finally:
+        started.kill()
+    return started.returncode, out, err
+
+
+@pytest.fixture(params=["mpich", "openmpi"])
+def mpi(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def mpirun(mpi: str) -> Run:
+    def run(ranks: int, *command: str, **variables: str) -> tuple[int, str, str]:
+        return launch(mpi, mpi, ranks, *command, **variables)
+
+    return run
+
+
+def test_the_quickstart(mpirun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = mpirun(4, str(ROOT / "examples" / "quickstart.py"))
+    assert code == 0, err
+    accuracies = re.findall(r"accuracy on new clicks: ([\d.]+)", out)
+    assert len(accuracies) == 2
+    assert all(float(accuracy) > 0.95 for accuracy in accuracies)
+    assert (tmp_path / "ckpt" / "quickstart" / "manifest.json").is_file()
+
+
+def test_a_job_ends_where_one_process_ends_and_leaves_mpi_to_the_script(mpirun: Run) -> None:
+    code, out, err = mpirun(4, str(SCRIPT), "uses-mpi")
+    assert code == 0, err
+    # Two workers: weight -1 a round; row 0 gets half a gradient a round, from worker 0 alone.
+    assert out.count("weight -5.0 row -2.5") == 2
+    assert sorted(re.findall(r"neighbour (\d)", out)) == ["1", "3"]
+    assert len(set(re.findall(r"served at (127\.0\.0\.1:\d+)", out))) == 2
+
+
+def test_every_rank_a_worker(mpirun: Run) -> None:
+    code, out, err = mpirun(3, str(SCRIPT), "collective")
+    assert code == 0, err
+    assert sorted(re.findall(r"worker (\d) of 3 at 3 endpoints", out)) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_that_are_no_pairs(mpirun: Run, ranks: int) -> None:
+    code, _, err = mpirun(ranks, str(SCRIPT))
+    assert code != 0
+    for rank in range(ranks):
+        assert re.search(rf"ConfigurationError: .*at rank {rank}; expected an even number of ranks.* got {ranks}", err)
+
+
+def test_ranks_that_disagree(mpirun: Run) -> None:
+    code, _, err = mpirun(4, str(SCRIPT), "discord", "1")
+    assert code != 0
+    assert err.count("ConfigurationError: the ranks do not ask for one kind of job") == 4
+
+
+def test_a_rank_that_ends_before_mpi_has_started(mpirun: Run, mpi: str) -> None:
+    code, _, err = mpirun(4, str(SCRIPT), "exit-before", "1", FLEET_STARTUP_DEADLINE="4")
+    assert code != 0
+    for rank in (0, 2, 3):
+        if mpi == "mpich":  # waits on; the deadline is ours
+            assert re.search(rf"DeadlineError: MPI did not start within 4 s; at MPI rank {rank} of 4", err)
+        else:
+            assert f"MPI rank {rank} of 4 is ended by SIGTERM" in err
+
+
+def test_a_rank_that_never_calls_init(mpirun: Run, mpi: str) -> None:
+    code, _, err = mpirun(4, str(SCRIPT), "never-calls", "1", FLEET_STARTUP_DEADLINE="4")
+    assert code != 0
+    for rank in (0, 2, 3):
+        assert re.search(rf"at MPI rank {rank} of 4|MPI rank {rank} of 4 is ended by SIGTERM", err)
+
+
+def test_a_rank_that_fails_before_the_job_runs(mpirun: Run) -> None:
+    code, _, err = mpirun(4, str(SCRIPT), "raise-early", "1")
+    assert code != 0
+    assert "ValueError: no data here" in err
+    for rank in (0, 2, 3):
+        assert f"MPI rank {rank} of 4: MPI rank 1 of 4 has failed and ends the job: ValueError: no data here" in err
+
+
+def test_a_rank_that_fails_in_the_job(mpirun: Run) -> None:
+    code, _, err = mpirun(4, str(SCRIPT), "raise", "3")
+    assert code != 0
+    assert err.count("JobAbortedError: worker 1 failed and ended the job") == 3
+    assert err.count("ValueError: a bad batch") >= 4
+
+
+def test_a_rank_that_is_killed(mpirun: Run, mpi: str) -> None:
+    code, out, err = mpirun(4, str(SCRIPT), "kill", "1")
+    assert code != 0
+    if mpi == "openmpi":
+        assert err.count("serving ends: SIGTERM") == 2
+        assert "this worker is ended by SIGTERM" in err
+    else:  # MPICH kills them all in the same moment, and is the only one left to speak
+        assert "EXIT CODE: 9" in out + err
+
+
+@pytest.mark.parametrize(("launcher", "library"), [("mpich", "openmpi"), ("openmpi", "mpich")])
+def test_a_launcher_and_a_library_of_different_mpis(launcher: str, library: str) -> None:
+    """Every process would take itself for a job of one."""
+    code, _, err = launch(launcher, library, 2, str(SCRIPT))
+    assert code != 0
+    assert err.count("the MPI launcher and the MPI library of this process do not belong together") == 2
