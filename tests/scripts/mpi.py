@@ -15,10 +15,9 @@ def rank() -> int:
 
 def main(variant: str, who: int) -> None:
     mine = rank() == who
-    if variant == "exit-before" and mine:
-        sys.exit(3)
-    if variant == "never-calls" and mine:
-        return
+    if variant in ("exit-before", "never-calls") and mine:
+        time.sleep(1)  # the others are in fleet.init() by then
+        sys.exit(3 if variant == "exit-before" else 0)
     if variant == "discord":
         fleet.init(is_collective=mine)
     fleet.init(is_collective=variant == "collective" or None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.one_by_one import OneByOne
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
 
-class DecayedAdagrad(torch.optim.Optimizer):
+class DecayedAdagrad(OneByOne):
     """Adagrad over a running mean of squared gradients instead of their sum, as PaddlePaddle's ``DecayedAdagrad``.
 
     Each step with gradient g does::
@@ -39,24 +40,8 @@ class DecayedAdagrad(torch.optim.Optimizer):
             raise ValueError(f"Invalid epsilon value: {eps}")
         super().__init__(params, {"lr": lr, "decay": decay, "eps": eps, "maximize": maximize})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
-
-    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-        grad, state, lr = param.grad, self.state[param], float(group["lr"])
-        assert grad is not None
-        if grad.layout is not torch.strided or grad.is_complex():
-            raise RuntimeError("DecayedAdagrad supports neither sparse nor complex gradients")
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state, lr = self.state[param], float(group["lr"])
         if not state:
             state["moment"] = torch.zeros_like(param)
         moment = state["moment"].mul_(group["decay"]).addcmul_(grad, grad, value=1 - group["decay"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,11 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.one_by_one import OneByOne
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
 
-class Ftrl(torch.optim.Optimizer):
+class Ftrl(OneByOne):
     """Follow the regularized leader (McMahan et al., 2013), as PaddlePaddle's ``Ftrl`` computes it.
 
     With n the sum of squared gradients and p = ``-lr_power``, each step with gradient g does::
@@ -60,24 +61,8 @@ class Ftrl(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
-
-    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-        grad, lr = param.grad, float(group["lr"])
-        assert grad is not None
-        if grad.layout is not torch.strided or grad.is_complex():
-            raise RuntimeError("Ftrl supports neither sparse nor complex gradients")
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
+        lr = float(group["lr"])
         if lr == 0:  # the formula divides by it
             return
         state = self.state[param]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from fleet.ps.kernels.one_by_one import OneByOne
 from fleet.ps.kernels.rule import Rule
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(OneByOne):
     """Layer-wise adaptive moments (You et al., 2020), as PaddlePaddle's ``Lamb`` computes it.
 
     With m and v Adam's moments, corrected for their start at zero, each step does::
@@ -45,24 +46,8 @@ class Lamb(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
-
-    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-        grad, state, (beta1, beta2) = param.grad, self.state[param], group["betas"]
-        assert grad is not None
-        if grad.layout is not torch.strided or grad.is_complex():
-            raise RuntimeError("Lamb supports neither sparse nor complex gradients")
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(param)

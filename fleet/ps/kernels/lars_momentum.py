@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from fleet.ps.kernels.one_by_one import OneByOne
 from fleet.ps.kernels.rule import Rule
 
 
-class LarsMomentum(torch.optim.Optimizer):
+class LarsMomentum(OneByOne):
     """Layer-wise adaptive rate scaling (You et al., 2017), as PaddlePaddle's ``LarsMomentum`` computes it.
 
     Each step with gradient g does, with norms of the whole parameter::
@@ -55,24 +56,8 @@ class LarsMomentum(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew and returns it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
-
-    def _update(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-        grad, state, lr, decay = param.grad, self.state[param], float(group["lr"]), group["weight_decay"]
-        assert grad is not None
-        if grad.layout is not torch.strided or grad.is_complex():
-            raise RuntimeError("LarsMomentum supports neither sparse nor complex gradients")
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state, lr, decay = self.state[param], float(group["lr"]), group["weight_decay"]
         if not state:
             state["velocity"] = torch.zeros_like(param)
         change = (-grad if group["maximize"] else grad).add(param, alpha=decay)

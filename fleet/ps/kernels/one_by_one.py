@@ -1,0 +1,34 @@
+"""What the optimizers that torch lacks have in common: a step goes through the parameters one by one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class OneByOne(torch.optim.Optimizer):
+    """A derived class says what a step does to one parameter."""
+
+    @abstractmethod
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, self._usable(param.grad), group)
+        return loss
+
+    def _usable(self, grad: torch.Tensor) -> torch.Tensor:
+        if grad.layout is not torch.strided or grad.is_complex():
+            raise RuntimeError(f"{type(self).__name__} supports neither sparse nor complex gradients")
+        return grad
