@@ -24,15 +24,16 @@ _REFUSED = ("FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN")
 _IDLE = (
     "FLAGS_rpc_send_thread_num",
     "FLAGS_rpc_prefetch_thread_num",
-    "FLAGS_communicator_max_merge_var_num",
     "FLAGS_communicator_send_queue_size",
     "FLAGS_communicator_independent_recv_thread",
     "FLAGS_communicator_min_send_grad_num_before_recv",
     "FLAGS_communicator_send_wait_times",
     "FLAGS_communicator_thread_pool_size",
-    "FLAGS_communicator_is_sgd_optimizer",
 )
-_ACTING = ("FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLAGS_rpc_get_thread_num", "FLEET_STARTUP_DEADLINE")
+_ACTING = (
+    *("FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLAGS_rpc_get_thread_num", "FLEET_STARTUP_DEADLINE"),
+    *("FLAGS_communicator_max_merge_var_num", "FLAGS_communicator_is_sgd_optimizer"),
+)
 _KNOWN = {*_REFUSED, *_IDLE, *_ACTING, "FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID"}
 
 
@@ -47,6 +48,9 @@ class Knobs:
     beat_s: float = 1.0
     check_finite: bool = False
     job_id: str = ""
+    max_merge_var_num: int = 1
+    #: None: found out from the optimizer
+    is_sgd_optimizer: bool | None = None
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
@@ -76,6 +80,8 @@ class Knobs:
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
+            max_merge_var_num=int(_number(environ, "FLAGS_communicator_max_merge_var_num", 1, whole=True)),
+            is_sgd_optimizer=_maybe_flag(environ, "FLAGS_communicator_is_sgd_optimizer"),
         )
 
 
@@ -97,8 +103,15 @@ def _number(
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:
+    return bool(_maybe_flag(environ, name))
+
+
+def _maybe_flag(environ: Mapping[str, str], name: str) -> bool | None:
+    """None where it is not set."""
     text = environ.get(name, "").strip().lower()
-    if text in ("", "0", "false", "no", "off"):
+    if not text:
+        return None
+    if text in ("0", "false", "no", "off"):
         return False
     if text in ("1", "true", "yes", "on"):
         return True

@@ -19,6 +19,13 @@ class Strategy:
     wait_port: bool = True
     print_log: bool = False
     check_finite: bool = False
+    #: ssp: how many steps a worker may be ahead of the slowest.
+    staleness: int = 0
+    #: half_async: how many steps are merged into one push. None: what FLAGS_communicator_max_merge_var_num says, or 1.
+    max_merge_var_num: int | None = None
+    #: Whether merged gradients are summed (True) or averaged. None: FLAGS_communicator_is_sgd_optimizer, or else summed
+    #: for SGD without momentum.
+    is_sgd_optimizer: bool | None = None
 
 
 class StrategyFactory:
@@ -34,16 +41,29 @@ class StrategyFactory:
         raise _not_yet("the asynchronous mode")
 
     @staticmethod
-    def create_half_async_strategy() -> Strategy:
-        raise _not_yet("the half-asynchronous mode")
+    def create_half_async_strategy(
+        *, max_merge_var_num: int | None = None, is_sgd_optimizer: bool | None = None, check_finite: bool = False
+    ) -> Strategy:
+        """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else."""
+        if max_merge_var_num is not None:
+            _whole("max_merge_var_num", max_merge_var_num, 1)
+        if is_sgd_optimizer is not None and not isinstance(is_sgd_optimizer, bool):
+            raise ArgumentTypeError("is_sgd_optimizer must be True, False or None", got=repr(is_sgd_optimizer))
+        return Strategy(
+            "half_async",
+            check_finite=check_finite,
+            max_merge_var_num=max_merge_var_num,
+            is_sgd_optimizer=is_sgd_optimizer,
+        )
 
     @staticmethod
     def create_geo_strategy(update_frequency: int = 100) -> Strategy:
         raise _not_yet(f"the GEO mode (update_frequency={update_frequency})")
 
     @staticmethod
-    def create_ssp_strategy(staleness: int = 4) -> Strategy:
-        raise _not_yet(f"bounded staleness (staleness={staleness})")
+    def create_ssp_strategy(staleness: int = 4, *, check_finite: bool = False) -> Strategy:
+        """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more."""
+        return Strategy("ssp", staleness=_whole("staleness", staleness, 0), check_finite=check_finite)
 
 
 def as_strategy(given: object) -> Strategy:
@@ -85,11 +105,19 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             f"sync_mode=True and {relaxed[0]}=True exclude each other",
             todo=f"Set sync_mode = False, or leave {relaxed[0]} unset.",
         )
-    if not config.sync_mode:
-        raise _not_yet(f"{relaxed[0]}=True" if relaxed else "sync_mode=False (the asynchronous mode)")
-    if config.geo_sgd_need_push_nums != 100:
+    if config.geo_sgd_need_push_nums != 100 and not config.geo_sgd_mode:
         raise ConfigurationError("geo_sgd_need_push_nums: nothing to act on without geo_sgd_mode")
+    if config.geo_sgd_mode and len(relaxed) > 1:
+        (other,) = set(relaxed[:2]) - {"geo_sgd_mode"}
+        raise ConfigurationError(
+            f"geo_sgd_mode=True and {other}=True exclude each other: GEO workers send no gradients",
+            todo=f"Leave {other} unset, or geo_sgd_mode.",
+        )
+    missing = [name for name in relaxed if name != "half_async"]
+    if missing or not (config.sync_mode or relaxed):
+        raise _not_yet(f"{missing[0]}=True" if missing else "sync_mode=False (the asynchronous mode)")
     return Strategy(
+        mode="half_async" if config.half_async else "sync",
         slice_var_up=config.slice_var_up,
         split_method=config.split_method,
         min_block_size=config.min_block_size,
@@ -99,5 +127,13 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
     )
 
 
+def _whole(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+    if value < least:
+        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)
+    return value
+
+
 def _not_yet(what: str) -> UnsupportedError:
-    return UnsupportedError(f"{what} is not supported yet", todo="Use the synchronous mode, the default.")
+    return UnsupportedError(f"{what} is not supported yet", todo="There are sync, half_async and ssp.")

@@ -294,9 +294,9 @@ def test_all_that_is_set_in_vain_is_named() -> None:
     [
         {"sync_mode": False},
         {"sync_mode": False, "runtime_split_send_recv": True},
-        {"sync_mode": False, "half_async": True},
         {"sync_mode": False, "geo_sgd_mode": True},
         {"sync_mode": False, "enable_dc_asgd": True},
+        {"sync_mode": False, "half_async": True, "enable_dc_asgd": True},
         {"mode": "nccl2"},
         {"mode": "collective"},
     ],
@@ -323,16 +323,45 @@ def test_the_factory_makes_the_synchronous_strategy() -> None:
     ("make", "arguments", "words"),
     [
         (StrategyFactory.create_async_strategy, {}, "asynchronous"),
-        (StrategyFactory.create_half_async_strategy, {}, "half-asynchronous"),
         (StrategyFactory.create_geo_strategy, {}, "GEO mode .update_frequency=100"),
         (StrategyFactory.create_geo_strategy, {"update_frequency": 7}, "GEO mode .update_frequency=7"),
-        (StrategyFactory.create_ssp_strategy, {}, "staleness=4"),
-        (StrategyFactory.create_ssp_strategy, {"staleness": 0}, "staleness=0"),
     ],
 )
 def test_the_factory_refuses_what_is_not_there_yet(make: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{words}.*is not supported yet"):
         make(**arguments)
+
+
+def test_the_factory_makes_the_relaxed_strategies() -> None:
+    assert StrategyFactory.create_ssp_strategy() == Strategy(mode="ssp", staleness=4)
+    assert StrategyFactory.create_ssp_strategy(0, check_finite=True) == Strategy(mode="ssp", check_finite=True)
+    assert StrategyFactory.create_half_async_strategy() == Strategy(mode="half_async")
+    made = StrategyFactory.create_half_async_strategy(max_merge_var_num=3, is_sgd_optimizer=False)
+    assert made == Strategy(mode="half_async", max_merge_var_num=3, is_sgd_optimizer=False)
+    assert as_strategy(config(sync_mode=False, half_async=True)) == Strategy(mode="half_async")
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "kind"),
+    [
+        (StrategyFactory.create_ssp_strategy, {"staleness": -1}, ValueError),
+        (StrategyFactory.create_ssp_strategy, {"staleness": 1.0}, TypeError),
+        (StrategyFactory.create_ssp_strategy, {"staleness": True}, TypeError),
+        (StrategyFactory.create_half_async_strategy, {"max_merge_var_num": 0}, ValueError),
+        (StrategyFactory.create_half_async_strategy, {"max_merge_var_num": "3"}, TypeError),
+        (StrategyFactory.create_half_async_strategy, {"is_sgd_optimizer": 1}, TypeError),
+    ],
+)
+def test_the_factory_checks_its_numbers(make: Any, arguments: dict[str, Any], kind: type[Exception]) -> None:
+    (name,) = arguments
+    with pytest.raises(kind, match=name):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("other", ["half_async", "enable_dc_asgd"])
+def test_geo_excludes_what_sends_gradients(other: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"geo_sgd_mode=True and {other}=True exclude each other"):
+        as_strategy(config(sync_mode=False, geo_sgd_mode=True, **{other: True}))
 
 
 def test_a_strategy_is_a_value() -> None:
@@ -344,6 +373,6 @@ def test_a_strategy_is_a_value() -> None:
 def test_strategy_and_plan_have_the_same_defaults() -> None:
     """The planner's settings and the strategy are written down twice; a default must not differ."""
     settings = PlanSettings(2, 2)
-    for name in ("mode", "slice_var_up", "split_method", "min_block_size"):
+    for name in ("mode", "slice_var_up", "split_method", "min_block_size", "staleness"):
         assert getattr(settings, name) == getattr(Strategy(), name)
     assert make_plan(JobSpec((), (), (), settings)).blocks == ()

@@ -16,6 +16,7 @@ import pytest
 
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
+from fleet.ps.consistency.arrival import ArrivalGate
 from fleet.ps.consistency.base import Answer, Apply, Effect, Gate, Mode
 from fleet.ps.consistency.sync import SyncGate
 
@@ -96,6 +97,7 @@ class Explorer:
     repeats: int = 0
     departures: int = 0
     start: int = 0
+    staleness: int = 0
     trace: list[Event] = field(default_factory=list)
     seen: set[Hashable] = field(default_factory=set)
     rounds: set[tuple[int, ...]] = field(default_factory=set)
@@ -170,7 +172,7 @@ class Explorer:
         return state
 
     def park(self, state: State, ticket: Ticket) -> None:
-        needed = self.mode.version_needed(ticket.step)
+        needed = self.mode.version_needed(ticket.step, self.staleness)
         state.parked[ticket] = needed
         self.carry_out(state, state.gate.wait(ticket, ticket.worker, needed))
 
@@ -201,6 +203,8 @@ class Explorer:
                 self.fail("a worker's gradient was applied twice or out of order", effect)
             self.change(state, worker, applied=effect.step)
         state.applied += 1
+        if self.mode.name != "sync" and "new" not in self.mode.name and len(contributors) != 1:
+            self.fail("gradients were held back for others", effect)
         if self.mode.name == "sync":
             if effect.step != state.applied:
                 self.fail("rounds are not applied in order", effect)
@@ -228,9 +232,19 @@ class Explorer:
                 self.fail("an answer tells another version than was applied", effect)
             if not ticket.repetition and effect.version != needed:
                 self.fail("an answer is newer than the step it follows", effect)
+        if self.mode.name == "ssp":
+            slowest = min(at.delivered for at in state.workers if not at.left)
+            if ticket.step - slowest > self.staleness:
+                self.fail("a worker is too far ahead of the slowest", effect)
+            if self.staleness == 0 and not ticket.repetition and slowest > ticket.step:
+                self.fail("steps are not in order", effect)
 
     def check_between(self, state: State) -> None:
+        if self.mode.name == "half_async" and state.parked:
+            self.fail("somebody waits who waits for nobody", state.parked)
         for worker, at in enumerate(state.workers):
+            if isinstance(state.gate, ArrivalGate) and at.applied != at.delivered:
+                self.fail("a gradient was not applied when it arrived", at)
             if not at.left and state.gate.delivered(worker) != at.delivered:
                 self.fail("the gate forgot what a worker delivered")
         if self.mode.name == "sync":
@@ -278,8 +292,9 @@ def some_rounds(worker_num: int, departures: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize(("worker_num", "departures"), [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)])
 @pytest.mark.parametrize("name", MODES)
 def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:
-    walked = Explorer(MODES[name], worker_num, repeats, departures, start).explore()
-    assert walked.endings
+    for staleness in (0, 1, 2) if name == "ssp" else (0,):
+        walked = Explorer(MODES[name], worker_num, repeats, departures, start, staleness).explore()
+        assert walked.endings
     if name == "sync":
         assert walked.rounds == some_rounds(worker_num, departures)
 
@@ -433,9 +448,9 @@ def test_some_faults_need_a_departure_to_show() -> None:
 )
 def test_what_holds_in_every_mode_can_fail_too(broken: type[SyncGate]) -> None:
     """The properties that are not tied to the name of the synchronous mode find these by themselves."""
-    Explorer(Mode("a new one", SyncGate, lambda step: step), 2, repeats=1, departures=1).explore()
+    Explorer(Mode("a new one", SyncGate, lambda step, _: step), 2, repeats=1, departures=1).explore()
     with pytest.raises(Violation):
-        Explorer(Mode("a new one", broken, lambda step: step), 2, repeats=1, departures=1).explore()
+        Explorer(Mode("a new one", broken, lambda step, _: step), 2, repeats=1, departures=1).explore()
 
 
 def test_a_lost_gradient_is_found_in_every_mode() -> None:
@@ -447,7 +462,52 @@ def test_a_lost_gradient_is_found_in_every_mode() -> None:
             ]
 
     with pytest.raises(Violation, match=r"never applied|twice or out of order"):
-        Explorer(Mode("a new one", Loses, lambda step: step), 2).explore()
+        Explorer(Mode("a new one", Loses, lambda step, _: step), 2).explore()
+
+
+class AppliesLate(ArrivalGate):
+    """Keeps a gradient until the next one comes."""
+
+    kept: tuple[Effect, ...] = ()
+
+    def push(self, worker: int, step: int) -> list[Effect]:
+        applied, *answers = super().push(worker, step) or [None]
+        if applied is None:
+            return []
+        before, self.kept = self.kept, (applied,)
+        return [*before, *answers]
+
+
+class LetsThemRunAhead(ArrivalGate):
+    def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
+        return super().wait(ticket, worker, version - 1)
+
+
+class WaitsForTheGoneToo(ArrivalGate):
+    def leave(self, worker: int) -> list[Effect]:
+        self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
+        return []
+
+
+class ForgetsWhoWaitsWhenSomebodyLeaves(ArrivalGate):
+    def leave(self, worker: int) -> list[Effect]:
+        super().leave(worker)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (AppliesLate, "not applied when it arrived"),
+        (LetsThemRunAhead, "too early|too far ahead"),
+        (WaitsForTheGoneToo, "deadlock"),
+        (ForgetsWhoWaitsWhenSomebodyLeaves, "deadlock"),
+    ],
+)
+def test_a_broken_gate_without_rounds_is_found_out(broken: type[ArrivalGate], found: str) -> None:
+    explorer = Explorer(replace(MODES["ssp"], gate=broken), 2, repeats=1, departures=1, staleness=1)
+    with pytest.raises(Violation, match=found):
+        explorer.explore()
 
 
 # --- Examples ---------------------------------------------------------------------------------------------------------
@@ -547,4 +607,6 @@ def test_a_mode_is_registered_under_its_name(name: str) -> None:
 
 
 def test_synchronous_training_needs_its_own_step() -> None:
-    assert [MODES["sync"].version_needed(step) for step in range(4)] == [0, 1, 2, 3]
+    assert [MODES["sync"].version_needed(step, 0) for step in range(4)] == [0, 1, 2, 3]
+    assert [MODES["ssp"].version_needed(step, 2) for step in range(5)] == [0, 0, 0, 1, 2]
+    assert {MODES["half_async"].version_needed(step, 0) for step in range(4)} == {0}

@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed(mpirun: Run, mpi: str) -> None:
 
 
 def test_a_launcher_and_a_library_of_different_mpis() -> None:
-    """Every process would take itself for a job of one. MPICH's library under Open MPI's launcher gives up by itself."""
+    """Every process would take itself for a job of one. (MPICH under the launcher of Open MPI gives up by itself.)"""
     code, _, err = launch("mpich", "openmpi", 2, str(SCRIPT))
     assert code != 0
     assert err.count("the MPI launcher and the MPI library of this process do not belong together") == 2

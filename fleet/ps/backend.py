@@ -167,7 +167,7 @@ class ParameterServerBackend:
         saving.save(self._running_worker("save_persistables()"), dirname)
 
     def resume_step(self) -> int:
-        return self._running_worker("resume_step()").completed
+        return self._running_worker("resume_step()").steps
 
 
 def _run_quietly(server: ServerRuntime) -> None:

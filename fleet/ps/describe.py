@@ -164,6 +164,7 @@ def describe(
         slice_var_up=strategy.slice_var_up,
         split_method=strategy.split_method,
         min_block_size=strategy.min_block_size,
+        staleness=strategy.staleness,
     )
     if len(set(seen.values())) < len(seen):
         twice = sorted({name for name in seen.values() if list(seen.values()).count(name) > 1})

@@ -119,6 +119,7 @@ class PlanSettings:
     slice_var_up: bool = True
     split_method: str = "RoundRobin"
     min_block_size: int = 8192
+    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class JobSpec:
         names = [p.name for p in self.params] + [t.name for t in self.tables]
         whole = [p.group for p in self.params] + [t.group for t in self.tables] + [t.dim for t in self.tables]
         whole += [n for p in self.params for n in p.shape] + [g.optimizer for g in self.groups]
+        whole += [settings.staleness]
         whole += [t.num_embeddings for t in self.tables if t.num_embeddings is not None]
         processes = (settings.server_num, settings.worker_num)
         starts = [t.initializer for t in self.tables]

@@ -60,8 +60,11 @@ class Gate(Protocol):
 
 @dataclass(frozen=True)
 class Mode:
-    """One consistency mode: how servers gate, and which version a worker needs after ``step`` steps."""
+    """One consistency mode: how servers gate, and which version a worker needs after ``step`` steps, given the bound
+    on staleness that the job has (0 where the mode knows none)."""
 
     name: str
     gate: Callable[[Iterable[int], int], Gate]
-    version_needed: Callable[[int], int]
+    version_needed: Callable[[int, int], int]
+    #: Steps are the whole job's: after the same step every server is at the same version and every worker sees it.
+    lockstep: bool = False

@@ -62,4 +62,4 @@ class SyncGate:
         return [*effects, *(Answer(ticket, self._applied) for ticket in ready)]
 
 
-MODE = Mode("sync", SyncGate, version_needed=lambda step: step)
+MODE = Mode("sync", SyncGate, version_needed=lambda step, _staleness: step, lockstep=True)

@@ -35,6 +35,7 @@ from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Apply, Effect, Gate, Mode
 from fleet.ps.consistency.membership import Membership, NeverCame, Standing
 from fleet.ps.layout import dense_layout
+from fleet.ps.server.gathering import Hall
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
@@ -69,6 +70,7 @@ class Job:
     plan: Plan
     job_id: str
     gate: Gate
+    hall: Hall
     shard: Shard | None = None
     initialized: bool = False
     #: further parameters are planned and worker 0 has not brought their values yet
@@ -77,7 +79,7 @@ class Job:
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: pulls that came before the initial values, with the version they need
     early: list[tuple[int, Waiting]] = field(default_factory=list)
-    #: ticket -> the request the gate holds back
+    #: ticket -> the request the gate or the hall holds back
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
     #: checkpoint name -> the worker that writes it, and who waits for it
     claims: dict[str, tuple[int, list[Waiting]]] = field(default_factory=dict)
@@ -140,6 +142,7 @@ class Service:
             "export": self._export,
             "claim": self._claim,
             "release": self._release,
+            "gather": self._gather,
             "bye": self._bye,
             "abort": self._abort,
         }
@@ -219,11 +222,16 @@ class Service:
         with self._lock, self._members_lock:
             if self._job is None or self._members is None:
                 return "waiting for the first worker's hello"
-            if self._job.growing or not self._job.initialized:
-                return f"waiting for initial values from {self._members.describe(0, self._clock.now())}"
-            step, lacking = self._job.gate.lacking()
-            return f"round {step}: waiting for " + ", ".join(
-                self._members.describe(worker, self._clock.now()) for worker in lacking
+            job, members, now = self._job, self._members, self._clock.now()
+            waits = job.hall.lacking()
+            if job.growing or not job.initialized:
+                waits.append(("initial values", (0,)))
+            elif job.pushed or not waits:
+                step, lacking = job.gate.lacking()
+                waits.append((f"round {step}", lacking))
+            return "; ".join(
+                f"{what}: waiting for " + ", ".join(members.describe(worker, now) for worker in lacking)
+                for what, lacking in waits
             )
 
     # ---------------------------------------------------------------- joining
@@ -311,7 +319,7 @@ class Service:
     def _new_job(self, spec: JobSpec, hello: Any) -> Job:
         plan = make_plan(spec)
         gate = MODES[spec.settings.mode].gate(range(spec.settings.worker_num), 0)
-        return Job(plan, hello.job_id, gate)
+        return Job(plan, hello.job_id, gate, Hall(spec.settings.worker_num))
 
     def _check_same_job(self, job: Job, spec: JobSpec, hello: Any) -> None:
         # Ids are optional: launchers give them, people at four terminals do not. Only two different ones contradict.
@@ -451,7 +459,7 @@ class Service:
                 del job.pushed[worker, step]
                 raise
         waiting = Waiting(worker, respond, lambda: self._values(job, True, ()))
-        self._park(job, job.mode.version_needed(step), waiting, effects, outbox)
+        self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
     def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
         """Read a push; every size is checked against the plan before it becomes part of a round."""
@@ -535,7 +543,7 @@ class Service:
 
     def _export(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         job = self._running()
-        if request.export.version != job.gate.version:
+        if job.mode.lockstep and request.export.version != job.gate.version:
             raise ProtocolError(
                 "the job went on while its state was being read",
                 expected=f"version {request.export.version}",
@@ -571,6 +579,27 @@ class Service:
         for waiting in queue:
             outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
 
+    # ---------------------------------------------------------------- gatherings
+
+    def _gather(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        """A barrier, or a reduction over all workers: parked until everybody has come to it."""
+        job, ticket = self._running(), next(self._tickets)
+        job.parked[ticket] = Waiting(request.worker, respond, lambda: Frame(pb.Reply()))
+        try:
+            self._tell(job, lambda: job.hall.come(ticket, request.worker, request.gather, frame.tensors), outbox)
+        except FleetError:
+            del job.parked[ticket]
+            raise
+
+    def _tell(self, job: Job, meet: Callable[[], list[tuple[Hashable, Frame]]], outbox: Outbox) -> None:
+        try:
+            outbox += [(job.parked.pop(ticket).respond, answer) for ticket, answer in meet()]
+        except FleetError:
+            raise  # this request's own fault
+        except Exception as error:
+            _log.exception("%s: a gathering failed", self._endpoint)
+            self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error)), outbox)
+
     # ---------------------------------------------------------------- leaving
 
     def _bye(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
@@ -600,6 +629,7 @@ class Service:
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
         self._carry_out(job, job.gate.leave(worker), outbox)
+        self._tell(job, lambda: job.hall.leave(worker), outbox)
         assert self._members is not None
         with self._members_lock:
             self._over = self._over or self._members.finished

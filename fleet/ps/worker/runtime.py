@@ -37,6 +37,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
+from fleet.ps.worker.merging import GradientMerge, Gradients
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
 
@@ -60,12 +61,14 @@ class WorkerRuntime:
     ) -> None:
         self.assignment = assignment
         self.completed = 0
+        self.saves = 0
         self._in_doubt: tuple[int, list[Frame]] | None = None
         self._describe = describe
         self._adopt(describe())
         self._strategy = strategy
         self._knobs = knobs
-        self._mode = MODES[strategy.mode]
+        self.mode = MODES[strategy.mode]
+        self._merge = _merge_for(strategy, knobs)
         self.stopped = False
         incarnation = secrets.randbits(63)
         self.clients = [
@@ -79,6 +82,11 @@ class WorkerRuntime:
         self._tables = {id(handle): index for index, handle in enumerate(description.handles)}
         self._layouts = [dense_layout(self.plan, server) for server in range(self.assignment.server_num)]
 
+    @property
+    def steps(self) -> int:
+        """How many of this worker's steps the servers have."""
+        return self.completed * self._merge.steps
+
     # ---------------------------------------------------------------- joining and leaving
 
     def start(self) -> None:
@@ -86,7 +94,7 @@ class WorkerRuntime:
         try:
             replies = [self._hello(server) for server in range(len(self.clients))]
             versions = {reply.version for reply in replies}
-            if len(versions) > 1:
+            if self.mode.lockstep and len(versions) > 1:
                 raise ServerLostError(
                     "the servers are not at the same step: one was restarted without its state",
                     got=", ".join(f"{c.endpoint} at {r.version}" for c, r in zip(self.clients, replies, strict=True)),
@@ -108,6 +116,11 @@ class WorkerRuntime:
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
+        if not self.mode.lockstep:
+            raise UnsupportedError(
+                f"parameters cannot join a running job in the mode {self.mode.name!r}, whose workers share no step",
+                todo="Give all parameters to the optimizer before fleet.init_worker().",
+            )
         self.settle("add_param_group()")
         known = self._description
         description = known.continued_by(self._describe())
@@ -158,6 +171,9 @@ class WorkerRuntime:
             return
         try:
             self.settle("stop_worker()")
+            rest = self._merge.rest(self._description)
+            if rest is not None:
+                self._push(rest)
             self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
         except FleetError:
             raise
@@ -225,7 +241,7 @@ class WorkerRuntime:
             yield Frame(pb.Upload(rows=True, table=index), [WireTensor.of(here), WireTensor.of(values)])
 
     def _pull_dense(self) -> list[Frame]:
-        version = self._mode.version_needed(self.completed)
+        version = self._version_needed()
         return self._ask_all(
             lambda _, client: Frame(client.request(self.completed, pull=pb.Pull(version=version, dense=True))),
             "initial parameters",
@@ -234,18 +250,24 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- a step
 
     def step(self) -> None:
-        """Push what this worker's gradients are now; return with the values of after the round."""
+        """Push what this worker's gradients are now, or keep them for a push that is due later; return with the values
+        that the mode lets it go on with."""
         self.settle("step()")
         if self._description.has_newcomers():
             self.extend()
+        due = self._merge.add(Gradients(self._dense_gradients(), self._row_gradients()), self._description)
+        if due is not None:
+            self._push(due)
+
+    def _push(self, gradients: Gradients) -> None:
         step = self.completed + 1
         options = self._description.options()
-        rows, used = self._row_gradients()
-        gradients = self._dense_gradients()
+        used = sorted(gradients.rows)
+        rows = {index: self._by_server(ids, grads) for index, (ids, grads) in gradients.rows.items()}
 
         def push(server: int, client: ServerClient) -> Frame:
             here = [(index, *by_server[server]) for index, by_server in rows.items() if by_server[server][0].size]
-            present, tensors = self._dense_payload(self._layouts[server], gradients)
+            present, tensors = self._dense_payload(self._layouts[server], gradients.dense)
             for _, ids, grads in here:
                 tensors += [WireTensor.of(ids), WireTensor.of(grads)]
             message = pb.Push(
@@ -307,15 +329,13 @@ class WorkerRuntime:
                 pieces.setdefault(slot.dtype, []).append(grad[slot.block.offset : slot.block.offset + slot.block.numel])
         return bytes(present), [WireTensor.of(torch.cat(pieces[dtype])) for dtype in sorted(pieces)]
 
-    def _row_gradients(self) -> tuple[dict[int, list[tuple[Array, Array]]], list[int]]:
-        """For every table its rows' gradients, one pair of ids and gradients a server; and the tables used."""
-        rows: dict[int, list[tuple[Array, Array]]] = {}
-        used: list[int] = []
+    def _row_gradients(self) -> dict[int, tuple[Array, Array]]:
+        """For every table that was used, distinct ids and the gradients of their rows."""
+        rows: dict[int, tuple[Array, Array]] = {}
         for index, handle in enumerate(self._description.handles):
             collected = [(ids.numpy(), grads.numpy()) for ids, grads in handle.collected()]
             if not collected:
                 continue
-            used.append(index)
             ids, grads = collected[0] if len(collected) == 1 else merge(collected, 1)
             if self._check_finite and not np.isfinite(grads).all():
                 raise NonFiniteGradientError(
@@ -323,11 +343,13 @@ class WorkerRuntime:
                     where=f"worker {self.assignment.index}, step {self.completed + 1}",
                     got=f"id {ids[~np.isfinite(grads).all(axis=1)][0]}",
                 )
-            if len(self.clients) == 1:
-                rows[index] = [(ids, grads)]
-            else:
-                rows[index] = [(ids[part], grads[part]) for part in partition(ids, len(self.clients))]
-        return rows, used
+            rows[index] = (ids, grads)
+        return rows
+
+    def _by_server(self, ids: Array, grads: Array) -> list[tuple[Array, Array]]:
+        if len(self.clients) == 1:
+            return [(ids, grads)]
+        return [(ids[part], grads[part]) for part in partition(ids, len(self.clients))]
 
     @property
     def _check_finite(self) -> bool:
@@ -360,7 +382,7 @@ class WorkerRuntime:
         rows = np.empty((distinct.size, handle.dim), self.plan.spec.tables[index].dtype)
         parts = partition(distinct, len(self.clients))
         asked: list[tuple[Array, Pending]] = []
-        version = self._mode.version_needed(self.completed)
+        version = self._version_needed()
         for part, client in zip(parts, self.clients, strict=True):
             if len(part):
                 pull = pb.Pull(version=version, tables=[index], training=[training])
@@ -386,6 +408,17 @@ class WorkerRuntime:
             raise failure
         return replies
 
+    def _version_needed(self) -> int:
+        return self.mode.version_needed(self.completed, self._strategy.staleness)
+
     def _refuse_stopped(self, what: str) -> None:
         if self.stopped:
             raise StateError(f"{what} came after the job ended for this worker (fleet.stop_worker)")
+
+
+def _merge_for(strategy: Strategy, knobs: Knobs) -> GradientMerge:
+    """Only the half-asynchronous mode merges; a strategy's own numbers win over the environment's."""
+    if strategy.mode != "half_async":
+        return GradientMerge(1, None)
+    steps, is_sgd = strategy.max_merge_var_num, strategy.is_sgd_optimizer
+    return GradientMerge(steps or knobs.max_merge_var_num, knobs.is_sgd_optimizer if is_sgd is None else is_sgd)

@@ -1,7 +1,8 @@
 """``save_persistables``: one worker reads every server's state piece by piece and writes the checkpoint.
 
 Called by one worker or by all: server 0 grants the writing to the first that asks, and answers the others when it is
-done. In a synchronous job the state stands still meanwhile, since no round closes without the worker that reads.
+done. In a synchronous job the state stands still meanwhile, since no round closes without the worker that reads; in the
+other modes workers go on, and each block and row is saved as it is when its turn comes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _log = logging.getLogger("fleet.worker")
 def save(worker: WorkerRuntime, dirname: str) -> None:
     worker.settle("save_persistables()")
     arbiter, step = worker.clients[0], worker.completed
-    name = f"{dirname}@{step}"
+    worker.saves += 1
+    # The same call on every worker: after the same step where steps are shared, else the one with the same number.
+    name = f"{dirname}@{step}" if worker.mode.lockstep else f"{dirname}#{worker.saves}"
     claim = arbiter.call(Frame(arbiter.request(step, claim=pb.Claim(name=name))), f"claim of checkpoint {dirname}")
     if not claim.message.granted:
         return

@@ -1,0 +1,158 @@
+"""What workers do all together beside training: barriers and reductions over all of them, one after the other.
+
+Each worker numbers its gatherings 1, 2, 3, … by itself. Gathering ``n`` closes when every live worker has come to it,
+and all who wait for it are answered. A worker that leaves stops being waited for, and what it brought to a gathering
+that is still open stays in it, as a gradient does in a synchronous round. Workers that ask for different things under
+one number are all refused, those who come later too; the gatherings after it go on.
+
+What came of a gathering is kept for as long as one of its workers could ask again: until all have come to the next.
+
+Pure: no thread, no clock, no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from fleet.errors import ProtocolError
+
+BARRIER = "barrier"
+OPS = ("sum", "mean", "max", "min")
+
+#: The element types that can be reduced, and as what they travel: sums of integers are exact as int64.
+CARRIED = {
+    **{name: name for name in ("float64", "float32", "float16", "bfloat16")},
+    **dict.fromkeys(("int64", "int32", "int16", "int8", "uint8", "bool"), "int64"),
+}
+
+#: What one worker may bring to one gathering; the server holds that of all of them at once.
+MAX_BYTES = 1 << 30
+
+
+def result_dtype(op: str, dtype: str) -> str:
+    """The element type of a reduction: the input's, but for sums (int64) and means (float64) of integers and bools."""
+    if CARRIED[dtype] != "int64" or op in ("max", "min"):
+        return dtype
+    return "int64" if op == "sum" else "float64"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a worker wants of a gathering; of all its workers it must be the same."""
+
+    op: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.op if self.op == BARRIER else f"all_reduce {self.op} of {self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Close:
+    """Reduce what these workers brought to gathering ``number``, in this order, and keep the result."""
+
+    number: int
+    contributors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Gathering ``number`` fails: these two workers asked for different things. Keep that as its result."""
+
+    number: int
+    one: tuple[int, Asked]
+    other: tuple[int, Asked]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Answer the request that waits under ``ticket`` with what came of gathering ``number``."""
+
+    ticket: Hashable
+    number: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Nobody can ask for gathering ``number`` again: drop what is kept of it."""
+
+    number: int
+
+
+Effect = Close | Refuse | Tell | Forget
+
+
+class Gatherings:
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._came = dict.fromkeys(workers, 0)
+        self._open: dict[int, dict[int, Asked]] = {}
+        self._decided: set[int] = set()
+        self._waiting: dict[Hashable, tuple[int, int]] = {}
+
+    def come(self, worker: int, number: int, asked: Asked) -> list[Effect]:
+        """``worker`` came to its gathering ``number``; a repetition changes nothing."""
+        came = self._came[worker]
+        if number <= came:
+            return []
+        if number != came + 1:
+            raise ProtocolError(
+                f"worker {worker} skipped a gathering", expected=f"number {came + 1}", got=f"number {number}"
+            )
+        self._came[worker] = number
+        refused: list[Effect] = []
+        if number not in self._decided:  # decided already, with this worker still to come: it was refused
+            here = self._open.setdefault(number, {})
+            others = [(each, theirs) for each, theirs in sorted(here.items()) if theirs != asked]
+            here[worker] = asked
+            if others:
+                self._decide(number)
+                refused = [Refuse(number, others[0], (worker, asked))]
+        return refused + self._settle()
+
+    def wait(self, ticket: Hashable, worker: int, number: int) -> list[Effect]:
+        """A request of ``worker`` can be answered once it is decided what came of gathering ``number``."""
+        self._waiting[ticket] = (worker, number)
+        return self._settle()
+
+    def leave(self, worker: int) -> list[Effect]:
+        """``worker`` said goodbye or was given up on; its waiting requests are dropped."""
+        self._came.pop(worker, None)
+        self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
+        return self._settle()
+
+    def reached(self, worker: int) -> int:
+        """The newest gathering ``worker`` has come to."""
+        return self._came[worker]
+
+    def lacking(self) -> list[tuple[int, Asked, tuple[int, ...]]]:
+        """Every gathering that is open, what it is and whom it waits for, for whoever explains a wait."""
+        return [
+            (number, next(iter(here.values())), self._absent(number)) for number, here in sorted(self._open.items())
+        ]
+
+    def _absent(self, number: int) -> tuple[int, ...]:
+        return tuple(sorted(worker for worker, came in self._came.items() if came < number))
+
+    def _decide(self, number: int) -> None:
+        del self._open[number]
+        self._decided.add(number)
+
+    def _settle(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for number, here in sorted(self._open.items()):
+            if self._came and not self._absent(number):
+                self._decide(number)
+                effects.append(Close(number, tuple(sorted(here))))
+        for ticket, (_, number) in list(self._waiting.items()):
+            # Neither open nor decided is what was forgotten: a request so late that its sender has gone on.
+            if number not in self._open:
+                del self._waiting[ticket]
+                effects.append(Tell(ticket, number))
+        over = [n for n in (*self._open, *self._decided) if all(came > n for came in self._came.values())]
+        for number in sorted(over):
+            self._open.pop(number, None)
+            self._decided.discard(number)
+            effects.append(Forget(number))
+        return effects

@@ -1,0 +1,150 @@
+"""What workers bring to their gatherings, and what comes of it: the tensors' side of ``consistency/gathering.py``.
+
+A reduction is computed when its gathering closes, in worker order, so that its bits do not depend on who came first:
+float16 and bfloat16 in float32, integers in int64, everything else as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import FleetError, PlanMismatchError, ProtocolError
+from fleet.ps.consistency.gathering import (
+    BARRIER,
+    CARRIED,
+    MAX_BYTES,
+    OPS,
+    Asked,
+    Close,
+    Effect,
+    Gatherings,
+    Refuse,
+    Tell,
+)
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.tensors import WireTensor
+
+#: What a gathering came to: a tensor, nothing (a barrier), or why it failed.
+Outcome = WireTensor | FleetError | None
+
+_COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
+
+
+class Hall:
+    """Where the workers of one job meet. Each method returns the tickets of the requests that can be answered now,
+    each with its answer."""
+
+    def __init__(self, worker_num: int) -> None:
+        self._decisions = Gatherings(range(worker_num))
+        #: (number, worker) -> what it brought, until the gathering is decided
+        self._brought: dict[tuple[int, int], WireTensor] = {}
+        self._ops: dict[int, str] = {}
+        self._outcomes: dict[int, Outcome] = {}
+
+    def come(
+        self, ticket: Hashable, worker: int, gather: Any, tensors: Sequence[WireTensor]
+    ) -> list[tuple[Hashable, Frame]]:
+        """A worker's request to gather waits under ``ticket`` from now on; it may be answered at once."""
+        asked = _asked(worker, gather, tensors)
+        number = gather.number
+        effects: list[Effect] = []
+        if number > self._decisions.reached(worker):
+            effects = self._decisions.come(worker, number, asked)
+            if tensors:
+                self._brought[number, worker] = tensors[0]
+            self._ops[number] = asked.op
+        return self._carry_out(effects + self._decisions.wait(ticket, worker, number))
+
+    def leave(self, worker: int) -> list[tuple[Hashable, Frame]]:
+        return self._carry_out(self._decisions.leave(worker))
+
+    def lacking(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every gathering that waits, in words, and the workers it waits for."""
+        return [
+            (f"barrier {number}" if asked.op == BARRIER else f"all_reduce {number} ({asked.op})", workers)
+            for number, asked, workers in self._decisions.lacking()
+        ]
+
+    def _carry_out(self, effects: Sequence[Effect]) -> list[tuple[Hashable, Frame]]:
+        answers = []
+        for effect in effects:
+            if isinstance(effect, Close):
+                brought = [self._brought.pop((effect.number, worker), None) for worker in effect.contributors]
+                self._outcomes[effect.number] = _reduce(self._ops[effect.number], [t for t in brought if t is not None])
+            elif isinstance(effect, Refuse):
+                self._outcomes[effect.number] = _refusal(effect)
+                self._drop(effect.number)
+            elif isinstance(effect, Tell):
+                answers.append((effect.ticket, self._answer(effect.number)))
+            else:
+                self._outcomes.pop(effect.number, None)
+                self._ops.pop(effect.number, None)
+                self._drop(effect.number)
+        return answers
+
+    def _drop(self, number: int) -> None:
+        for key in [key for key in self._brought if key[0] == number]:
+            del self._brought[key]
+
+    def _answer(self, number: int) -> Frame:
+        outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))
+        if isinstance(outcome, FleetError):
+            return error_reply(outcome)
+        return Frame(pb.Reply(), [] if outcome is None else [outcome])
+
+
+def _asked(worker: int, gather: Any, tensors: Sequence[WireTensor]) -> Asked:
+    """Read what a worker asks for; everything is checked before it becomes part of a gathering."""
+    if gather.op == BARRIER:
+        if tensors or gather.dtype:
+            raise ProtocolError("a barrier brings no tensor", got=f"{len(tensors)} from worker {worker}")
+        return Asked(BARRIER)
+    if gather.op not in OPS:
+        raise ProtocolError("a gathering is of an unknown kind", expected=", ".join(OPS), got=repr(gather.op)[:40])
+    if len(tensors) != 1:
+        raise ProtocolError("a reduction needs one tensor", got=f"{len(tensors)} from worker {worker}")
+    (tensor,) = tensors
+    if CARRIED.get(gather.dtype) != tensor.dtype:
+        raise ProtocolError(
+            "a reduction has another element type than it says",
+            expected=CARRIED.get(gather.dtype, ", ".join(CARRIED)),
+            got=f"{tensor.dtype} as {gather.dtype!r:.40}",
+        )
+    if tensor.array.nbytes > MAX_BYTES:
+        raise ProtocolError("a reduction is too large", expected=f"at most {MAX_BYTES} bytes", got=tensor.array.nbytes)
+    return Asked(gather.op, gather.dtype, tensor.shape)
+
+
+def _refusal(effect: Refuse) -> FleetError:
+    told = sorted([effect.one, effect.other])
+    return PlanMismatchError(
+        "workers asked for different things at the same time",
+        where=f"gathering {effect.number} of each",
+        expected="the same call, op, element type and shape on every worker",
+        got="; ".join(f"worker {worker}: {asked}" for worker, asked in told),
+        todo="Let every worker make its calls of barrier_worker, all_reduce_worker and metrics in the same order.",
+    )
+
+
+def _reduce(op: str, tensors: Sequence[WireTensor]) -> WireTensor | None:
+    """One element type and shape, in the order given."""
+    if op == BARRIER:
+        return None
+    first = tensors[0]
+    narrow = first.dtype in ("float16", "bfloat16")
+    # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.
+    flat = [(t.torch().float().numpy() if narrow else t.numpy()).reshape(-1) for t in tensors]
+    total = flat[0].copy()
+    with np.errstate(all="ignore"):
+        for each in flat[1:]:
+            _COMBINE[op](total, each, out=total)
+        if op == "mean":
+            total = total / total.dtype.type(len(tensors)) if total.dtype.kind == "f" else total / len(tensors)
+    total = total.reshape(first.shape)
+    return WireTensor.of(torch.from_numpy(total).to(getattr(torch, first.dtype)) if narrow else total)

@@ -1,0 +1,78 @@
+"""Gradients of several steps become one push: dense ones added up, rows by id; then averaged, or not for plain SGD.
+
+Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the
+usual size. Which of the two is decided for each param group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.ps.describe import Description
+from fleet.ps.table.merge import merge
+
+Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one step left behind: the flat gradient of every parameter, and ids with gradients of the tables used."""
+
+    dense: Sequence[torch.Tensor | None]
+    rows: Mapping[int, Rows]
+
+
+class GradientMerge:
+    """``is_sgd`` says whether to sum; None finds it out from each group's optimizer."""
+
+    def __init__(self, steps: int, is_sgd: bool | None) -> None:
+        self.steps = steps
+        self._is_sgd = is_sgd
+        self._count = 0
+        self._dense: list[torch.Tensor | None] = []
+        self._dense_counts: list[int] = []
+        self._rows: dict[int, list[Rows]] = {}
+
+    def add(self, gradients: Gradients, described: Description) -> Gradients | None:
+        """Take one step's gradients; they come back, merged with those before, when it is time to send."""
+        if self.steps == 1:
+            return gradients
+        self._count += 1
+        missing = len(gradients.dense) - len(self._dense)
+        self._dense += [None] * missing
+        self._dense_counts += [0] * missing
+        for place, grad in enumerate(gradients.dense):
+            if grad is not None:
+                total = self._dense[place]
+                # The first is copied: it is still the parameter's .grad, which the user goes on to clear or fill.
+                self._dense[place] = grad.clone() if total is None else total.add_(grad)
+                self._dense_counts[place] += 1
+        for table, pair in gradients.rows.items():
+            self._rows.setdefault(table, []).append(pair)
+        return self.rest(described) if self._count == self.steps else None
+
+    def rest(self, described: Description) -> Gradients | None:
+        """What has not been sent yet, if there is anything."""
+        if self._count == 0:
+            return None
+        spec = described.spec
+        for param, total, count in zip(spec.params, self._dense, self._dense_counts, strict=True):
+            if total is not None and count > 1 and not self._sums(described, param.group):
+                total.div_(count)
+        rows = {}
+        for table, pairs in self._rows.items():
+            divisor = 1 if self._sums(described, spec.tables[table].group) else len(pairs)
+            rows[table] = merge(pairs, divisor)
+        merged = Gradients(self._dense, rows)
+        self._count, self._dense, self._dense_counts, self._rows = 0, [], [], {}
+        return merged
+
+    def _sums(self, described: Description, group: int) -> bool:
+        if self._is_sgd is not None:
+            return self._is_sgd
+        return described.spec.groups[group].rule == "SGD" and not described.groups[group]["momentum"]
