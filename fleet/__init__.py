@@ -39,6 +39,7 @@ init_worker = _default.init_worker
 stop_worker = _default.stop_worker
 barrier_worker = _default.barrier_worker
 all_reduce_worker = _default.all_reduce_worker
+metrics = _default.metrics
 save_persistables = _default.save_persistables
 load_persistables = _default.load_persistables
 save_inference_model = _default.save_inference_model
@@ -64,6 +65,7 @@ __all__ = [
     "load_inference_model",
     "load_persistables",
     "load_state_dict",
+    "metrics",
     "nn",
     "optim",
     "resume_step",
@@ -87,6 +89,6 @@ def __getattr__(name: str) -> Any:
     # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
     if name in ("nn", "optim"):
         return import_module(f"fleet.{name}")
-    if name in ("metrics", "prefetch"):
+    if name == "prefetch":
         raise AttributeError(f"fleet.{name} is not supported yet")
     raise AttributeError(f"module 'fleet' has no attribute {name!r}")

@@ -13,6 +13,7 @@ from fleet.clock import SystemClock
 from fleet.cluster import Assignment
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ArgumentTypeError, NotInitializedError, StateError, UnsupportedError
+from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.resolve import resolve
 from fleet.strategy import as_strategy
@@ -151,6 +152,27 @@ class Fleet:
         """Say goodbye to the servers. A second time does nothing."""
         self._backend("stop_worker").stop_worker()
 
+    # ---------------------------------------------------------------- among workers
+
+    def barrier_worker(self) -> None:
+        """Wait until every worker has come here. Like all calls of this part: the same ones, in the same order, on
+        every worker; one that has left is not waited for."""
+        self._backend("barrier_worker").barrier_worker()
+
+    def all_reduce_worker(self, input: Any, output: Any = None, op: str = "sum") -> Any:
+        """The ``sum``, ``mean``, ``max`` or ``min`` over all workers, element by element.
+
+        ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers; the result is
+        of the same kind and element type, but for integers and bools, whose sum is int64 and whose mean is float64. It
+        is written into ``output``, and that returned, if it is given.
+        """
+        return self._backend("all_reduce_worker").all_reducer("all_reduce_worker")(input, output, op)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics over the data of all workers."""
+        return Metrics(lambda call: self._backend(call).all_reducer(call))
+
     # ---------------------------------------------------------------- state
 
     def save_persistables(self, dirname: str) -> None:
@@ -160,12 +182,6 @@ class Fleet:
     def resume_step(self) -> int:
         """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded."""
         return self._backend("resume_step").resume_step()
-
-    def barrier_worker(self) -> NoReturn:
-        self._not_yet("barrier_worker")
-
-    def all_reduce_worker(self, input: object, output: object = None, op: str = "sum") -> NoReturn:  # noqa: ARG002
-        self._not_yet("all_reduce_worker")
 
     def load_persistables(self, dirname: str) -> NoReturn:  # noqa: ARG002
         self._not_yet("load_persistables", "Load a checkpoint with fleet.init_server(model_dir) on the servers.")

@@ -103,13 +103,14 @@ class Arrivals:
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_bounded_staleness_with_bound_zero_orders_steps_as_synchronous_training_does(name: str) -> None:
     """Each gradient is a step of its own: within one step worker 0's, then worker 1's, here forced."""
-    arrivals = Arrivals()
+    arrivals, both = Arrivals(), threading.Barrier(2)
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = make_model()
         strategy = StrategyFactory.create_ssp_strategy(0)
         optimizer = fleet_.distributed_optimizer(OPTIMIZERS[name](list(model.parameters())), strategy, model=model)
         fleet_.init_worker()
+        both.wait(20)  # whoever comes later begins with what the other has done already
         for step in range(STEPS):
             if worker == 1:
                 arrivals.wait(0, step + 1, servers=2)

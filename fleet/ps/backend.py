@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -160,6 +161,16 @@ class ParameterServerBackend:
         if self._worker.stopped:
             raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)", where=where)
         return self._worker
+
+    # ---------------------------------------------------------------- among workers
+
+    def barrier_worker(self) -> None:
+        self._running_worker("barrier_worker()").barrier()
+
+    def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
+        """What reduces (value, output, op) over the workers, on behalf of ``call``."""
+        worker = self._running_worker(f"{call}()")
+        return lambda value, output, op: worker.all_reduce(f"{call}()", value, output, op)
 
     # ---------------------------------------------------------------- state
 

@@ -6,6 +6,7 @@ float16 and bfloat16 in float32, integers in int64, everything else as it is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 
+_log = logging.getLogger("fleet.server")
+
 #: What a gathering came to: a tensor, nothing (a barrier), or why it failed.
 Outcome = WireTensor | FleetError | None
 
@@ -37,8 +40,8 @@ _COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class Hall:
-    """Where the workers of one job meet. Each method returns the tickets of the requests that can be answered now,
-    each with its answer."""
+    """Where the workers of one job meet. ``come`` and ``leave`` return the tickets of the requests that can be answered
+    now."""
 
     def __init__(self, worker_num: int) -> None:
         self._decisions = Gatherings(range(worker_num))
@@ -47,9 +50,7 @@ class Hall:
         self._ops: dict[int, str] = {}
         self._outcomes: dict[int, Outcome] = {}
 
-    def come(
-        self, ticket: Hashable, worker: int, gather: Any, tensors: Sequence[WireTensor]
-    ) -> list[tuple[Hashable, Frame]]:
+    def come(self, ticket: Hashable, worker: int, gather: Any, tensors: Sequence[WireTensor]) -> list[Hashable]:
         """A worker's request to gather waits under ``ticket`` from now on; it may be answered at once."""
         asked = _asked(worker, gather, tensors)
         number = gather.number
@@ -61,8 +62,15 @@ class Hall:
             self._ops[number] = asked.op
         return self._carry_out(effects + self._decisions.wait(ticket, worker, number))
 
-    def leave(self, worker: int) -> list[tuple[Hashable, Frame]]:
+    def leave(self, worker: int) -> list[Hashable]:
         return self._carry_out(self._decisions.leave(worker))
+
+    def answer(self, number: int) -> Frame:
+        """What came of a gathering."""
+        outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))
+        if isinstance(outcome, FleetError):
+            return error_reply(outcome)
+        return Frame(pb.Reply(), [] if outcome is None else [outcome])
 
     def lacking(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every gathering that waits, in words, and the workers it waits for."""
@@ -71,32 +79,26 @@ class Hall:
             for number, asked, workers in self._decisions.lacking()
         ]
 
-    def _carry_out(self, effects: Sequence[Effect]) -> list[tuple[Hashable, Frame]]:
-        answers = []
+    def _carry_out(self, effects: Sequence[Effect]) -> list[Hashable]:
+        ready = []
         for effect in effects:
             if isinstance(effect, Close):
                 brought = [self._brought.pop((effect.number, worker), None) for worker in effect.contributors]
-                self._outcomes[effect.number] = _reduce(self._ops[effect.number], [t for t in brought if t is not None])
+                self._outcomes[effect.number] = _outcome(self._ops[effect.number], brought)
             elif isinstance(effect, Refuse):
                 self._outcomes[effect.number] = _refusal(effect)
                 self._drop(effect.number)
             elif isinstance(effect, Tell):
-                answers.append((effect.ticket, self._answer(effect.number)))
+                ready.append(effect.ticket)
             else:
                 self._outcomes.pop(effect.number, None)
                 self._ops.pop(effect.number, None)
                 self._drop(effect.number)
-        return answers
+        return ready
 
     def _drop(self, number: int) -> None:
         for key in [key for key in self._brought if key[0] == number]:
             del self._brought[key]
-
-    def _answer(self, number: int) -> Frame:
-        outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))
-        if isinstance(outcome, FleetError):
-            return error_reply(outcome)
-        return Frame(pb.Reply(), [] if outcome is None else [outcome])
 
 
 def _asked(worker: int, gather: Any, tensors: Sequence[WireTensor]) -> Asked:
@@ -132,10 +134,16 @@ def _refusal(effect: Refuse) -> FleetError:
     )
 
 
-def _reduce(op: str, tensors: Sequence[WireTensor]) -> WireTensor | None:
-    """One element type and shape, in the order given."""
-    if op == BARRIER:
-        return None
+def _outcome(op: str, brought: Sequence[WireTensor | None]) -> Outcome:
+    try:
+        return None if op == BARRIER else _reduce(op, [tensor for tensor in brought if tensor is not None])
+    except Exception as error:  # out of memory, say: everybody who waits must hear of it
+        _log.exception("a reduction failed")
+        return FleetError("the server could not reduce what the workers brought", got=repr(error))
+
+
+def _reduce(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
+    """All of one element type and shape; in the order given."""
     first = tensors[0]
     narrow = first.dtype in ("float16", "bfloat16")
     # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.

@@ -583,22 +583,14 @@ class Service:
 
     def _gather(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         """A barrier, or a reduction over all workers: parked until everybody has come to it."""
-        job, ticket = self._running(), next(self._tickets)
-        job.parked[ticket] = Waiting(request.worker, respond, lambda: Frame(pb.Reply()))
-        try:
-            self._tell(job, lambda: job.hall.come(ticket, request.worker, request.gather, frame.tensors), outbox)
-        except FleetError:
-            del job.parked[ticket]
-            raise
+        job, ticket, gather = self._running(), next(self._tickets), request.gather
+        ready = job.hall.come(ticket, request.worker, gather, frame.tensors)
+        job.parked[ticket] = Waiting(request.worker, respond, lambda: job.hall.answer(gather.number))
+        self._answer(job, ready, outbox)
 
-    def _tell(self, job: Job, meet: Callable[[], list[tuple[Hashable, Frame]]], outbox: Outbox) -> None:
-        try:
-            outbox += [(job.parked.pop(ticket).respond, answer) for ticket, answer in meet()]
-        except FleetError:
-            raise  # this request's own fault
-        except Exception as error:
-            _log.exception("%s: a gathering failed", self._endpoint)
-            self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error)), outbox)
+    def _answer(self, job: Job, tickets: Sequence[Hashable], outbox: Outbox) -> None:
+        for waiting in [job.parked.pop(ticket) for ticket in tickets]:
+            outbox.append((waiting.respond, waiting.answer()))
 
     # ---------------------------------------------------------------- leaving
 
@@ -629,7 +621,7 @@ class Service:
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
         self._carry_out(job, job.gate.leave(worker), outbox)
-        self._tell(job, lambda: job.hall.leave(worker), outbox)
+        self._answer(job, job.hall.leave(worker), outbox)
         assert self._members is not None
         with self._members_lock:
             self._over = self._over or self._members.finished

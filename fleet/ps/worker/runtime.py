@@ -19,6 +19,7 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
 from fleet.errors import (
+    ConfigurationError,
     DeadlineError,
     FleetError,
     NonFiniteGradientError,
@@ -28,13 +29,14 @@ from fleet.errors import (
 )
 from fleet.nn.handle import Lookup, TableHandle
 from fleet.ps.consistency import MODES
+from fleet.ps.consistency.gathering import BARRIER, OPS, result_dtype
 from fleet.ps.describe import Description
 from fleet.ps.kernels.rows import partition, unique
 from fleet.ps.layout import DenseLayout, dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.tensors import UserValue, WireTensor, check_output, write_output
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.merging import GradientMerge, Gradients
@@ -63,6 +65,8 @@ class WorkerRuntime:
         self.completed = 0
         self.saves = 0
         self._in_doubt: tuple[int, list[Frame]] | None = None
+        self._gathered = 0
+        self._gathering_in_doubt: tuple[int, Frame] | None = None
         self._describe = describe
         self._adopt(describe())
         self._strategy = strategy
@@ -295,6 +299,8 @@ class WorkerRuntime:
         self._refuse_stopped(call)
         if self._in_doubt is not None:
             self._finish(*self._in_doubt)
+        if self._gathering_in_doubt is not None:
+            self._finish_gathering(*self._gathering_in_doubt)
 
     def _dense_gradients(self) -> list[torch.Tensor | None]:
         """The flat gradient of every parameter, on the CPU."""
@@ -391,6 +397,45 @@ class WorkerRuntime:
         for part, pending in asked:
             rows[part] = pending.result().tensors[0].numpy()
         return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))
+
+    # ---------------------------------------------------------------- among workers
+
+    def barrier(self) -> None:
+        """Return when every worker has come here."""
+        self._gather("barrier_worker()", BARRIER)
+
+    def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
+        """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
+        if op not in OPS:
+            raise ConfigurationError(f"{call}: op is unknown", expected=", ".join(OPS), got=repr(op))
+        mine = UserValue(call, value)
+        dtype = result_dtype(str(op), mine.dtype)
+        if output is not None:
+            check_output(call, output, dtype, mine.shape)
+        tensor = self._gather(call, str(op), mine.dtype, mine.wire())
+        assert tensor is not None
+        return mine.back(tensor, dtype) if output is None else write_output(output, tensor)
+
+    def _gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
+        self.settle(call)
+        client, number = self.clients[0], self._gathered + 1
+        message = pb.Gather(number=number, op=op, dtype=dtype)
+        frame = Frame(client.request(self.completed, gather=message), [] if mine is None else [mine])
+        return self._finish_gathering(number, frame)
+
+    def _finish_gathering(self, number: int, frame: Frame) -> WireTensor | None:
+        """Bring one gathering to its end. Interrupted it stays in doubt, as a step does: the server may have it."""
+        self._gathering_in_doubt = (number, frame)
+        op = frame.message.gather.op
+        try:
+            reply = self.clients[0].call(frame, f"barrier {number}" if op == BARRIER else f"all_reduce {number} ({op})")
+        except DeadlineError:
+            raise  # no answer: still in doubt
+        except FleetError:
+            self._gathered, self._gathering_in_doubt = number, None
+            raise
+        self._gathered, self._gathering_in_doubt = number, None
+        return reply.tensors[0] if reply.tensors else None
 
     # ---------------------------------------------------------------- shorthands
 
