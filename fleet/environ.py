@@ -24,17 +24,45 @@ _REFUSED = ("FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN")
 _IDLE = (
     "FLAGS_rpc_send_thread_num",
     "FLAGS_rpc_prefetch_thread_num",
-    "FLAGS_communicator_send_queue_size",
-    "FLAGS_communicator_independent_recv_thread",
-    "FLAGS_communicator_min_send_grad_num_before_recv",
-    "FLAGS_communicator_send_wait_times",
-    "FLAGS_communicator_thread_pool_size",
 )
 _ACTING = (
     *("FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLAGS_rpc_get_thread_num", "FLEET_STARTUP_DEADLINE"),
-    *("FLAGS_communicator_max_merge_var_num", "FLAGS_communicator_is_sgd_optimizer"),
+    *("FLAGS_communicator_max_merge_var_num", "FLAGS_communicator_send_queue_size"),
+    *("FLAGS_communicator_min_send_grad_num_before_recv", "FLAGS_communicator_independent_recv_thread"),
+    *("FLAGS_communicator_send_wait_times", "FLAGS_communicator_thread_pool_size"),
+    "FLAGS_communicator_is_sgd_optimizer",
 )
 _KNOWN = {*_REFUSED, *_IDLE, *_ACTING, "FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID"}
+
+
+@dataclass(frozen=True)
+class CommunicatorKnobs:
+    """How workers of the relaxed modes merge, send and fetch; a strategy may say each of them itself."""
+
+    max_merge_var_num: int = 1
+    send_queue_size: int = 2
+    min_send_grad_num_before_recv: int = 1
+    independent_recv_thread: bool = True
+    send_wait_times: int = 5
+    thread_pool_size: int = 5
+    #: None: found out from the optimizer
+    is_sgd_optimizer: bool | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> CommunicatorKnobs:
+        def whole(name: str, least: int = 1) -> int:
+            return int(_number(environ, f"FLAGS_communicator_{name}", getattr(cls, name), whole=True, least=least))
+
+        independent = _maybe_flag(environ, "FLAGS_communicator_independent_recv_thread")
+        return cls(
+            max_merge_var_num=whole("max_merge_var_num"),
+            send_queue_size=whole("send_queue_size"),
+            min_send_grad_num_before_recv=whole("min_send_grad_num_before_recv"),
+            independent_recv_thread=cls.independent_recv_thread if independent is None else independent,
+            send_wait_times=whole("send_wait_times", least=0),
+            thread_pool_size=whole("thread_pool_size"),
+            is_sgd_optimizer=_maybe_flag(environ, "FLAGS_communicator_is_sgd_optimizer"),
+        )
 
 
 @dataclass(frozen=True)
@@ -48,9 +76,7 @@ class Knobs:
     beat_s: float = 1.0
     check_finite: bool = False
     job_id: str = ""
-    max_merge_var_num: int = 1
-    #: None: found out from the optimizer
-    is_sgd_optimizer: bool | None = None
+    communicator: CommunicatorKnobs = CommunicatorKnobs()
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
@@ -80,8 +106,7 @@ class Knobs:
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
-            max_merge_var_num=int(_number(environ, "FLAGS_communicator_max_merge_var_num", 1, whole=True)),
-            is_sgd_optimizer=_maybe_flag(environ, "FLAGS_communicator_is_sgd_optimizer"),
+            communicator=CommunicatorKnobs.read(environ),
         )
 
 

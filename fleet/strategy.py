@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
@@ -21,11 +22,8 @@ class Strategy:
     check_finite: bool = False
     #: ssp: how many steps a worker may be ahead of the slowest.
     staleness: int = 0
-    #: half_async: how many steps are merged into one push. None: what FLAGS_communicator_max_merge_var_num says, or 1.
-    max_merge_var_num: int | None = None
-    #: Whether merged gradients are summed (True) or averaged. None: FLAGS_communicator_is_sgd_optimizer, or else summed
-    #: for SGD without momentum.
-    is_sgd_optimizer: bool | None = None
+    #: async and half_async: settings of ``CommunicatorKnobs`` that win over those of the environment.
+    communicator: tuple[tuple[str, int | bool], ...] = ()
 
 
 class StrategyFactory:
@@ -37,24 +35,40 @@ class StrategyFactory:
         return Strategy(check_finite=check_finite)
 
     @staticmethod
-    def create_async_strategy() -> Strategy:
-        raise _not_yet("the asynchronous mode")
+    def create_async_strategy(
+        *,
+        max_merge_var_num: int | None = None,
+        send_queue_size: int | None = None,
+        min_send_grad_num_before_recv: int | None = None,
+        independent_recv_thread: bool | None = None,
+        send_wait_times: int | None = None,
+        thread_pool_size: int | None = None,
+        is_sgd_optimizer: bool | None = None,
+        check_finite: bool = False,
+    ) -> Strategy:
+        """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
+        ``FLAGS_communicator_*`` variable of that name says, or its default."""
+        given = {
+            "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
+            "send_queue_size": _whole("send_queue_size", send_queue_size, 1),
+            "min_send_grad_num_before_recv": _whole("min_send_grad_num_before_recv", min_send_grad_num_before_recv, 1),
+            "independent_recv_thread": _flag("independent_recv_thread", independent_recv_thread),
+            "send_wait_times": _whole("send_wait_times", send_wait_times, 0),
+            "thread_pool_size": _whole("thread_pool_size", thread_pool_size, 1),
+            "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
+        }
+        return Strategy("async", check_finite=check_finite, communicator=_said(given))
 
     @staticmethod
     def create_half_async_strategy(
         *, max_merge_var_num: int | None = None, is_sgd_optimizer: bool | None = None, check_finite: bool = False
     ) -> Strategy:
         """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else."""
-        if max_merge_var_num is not None:
-            _whole("max_merge_var_num", max_merge_var_num, 1)
-        if is_sgd_optimizer is not None and not isinstance(is_sgd_optimizer, bool):
-            raise ArgumentTypeError("is_sgd_optimizer must be True, False or None", got=repr(is_sgd_optimizer))
-        return Strategy(
-            "half_async",
-            check_finite=check_finite,
-            max_merge_var_num=max_merge_var_num,
-            is_sgd_optimizer=is_sgd_optimizer,
-        )
+        given = {
+            "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
+            "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
+        }
+        return Strategy("half_async", check_finite=check_finite, communicator=_said(given))
 
     @staticmethod
     def create_geo_strategy(update_frequency: int = 100) -> Strategy:
@@ -63,7 +77,10 @@ class StrategyFactory:
     @staticmethod
     def create_ssp_strategy(staleness: int = 4, *, check_finite: bool = False) -> Strategy:
         """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more."""
-        return Strategy("ssp", staleness=_whole("staleness", staleness, 0), check_finite=check_finite)
+        if staleness is None:
+            raise ArgumentTypeError("staleness must be an int", got="None")
+        _whole("staleness", staleness, 0)
+        return Strategy("ssp", staleness=staleness, check_finite=check_finite)
 
 
 def as_strategy(given: object) -> Strategy:
@@ -114,10 +131,10 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             todo=f"Leave {other} unset, or geo_sgd_mode.",
         )
     missing = [name for name in relaxed if name != "half_async"]
-    if missing or not (config.sync_mode or relaxed):
-        raise _not_yet(f"{missing[0]}=True" if missing else "sync_mode=False (the asynchronous mode)")
+    if missing:
+        raise _not_yet(f"{missing[0]}=True")
     return Strategy(
-        mode="half_async" if config.half_async else "sync",
+        mode="sync" if config.sync_mode else "half_async" if config.half_async else "async",
         slice_var_up=config.slice_var_up,
         split_method=config.split_method,
         min_block_size=config.min_block_size,
@@ -127,7 +144,9 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
     )
 
 
-def _whole(name: str, value: object, least: int) -> int:
+def _whole(name: str, value: object, least: int) -> int | None:
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
     if value < least:
@@ -135,5 +154,18 @@ def _whole(name: str, value: object, least: int) -> int:
     return value
 
 
+def _flag(name: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True, False or None", got=repr(value))
+    return value
+
+
+def _said(given: Mapping[str, int | None]) -> tuple[tuple[str, int | bool], ...]:
+    return tuple((name, value) for name, value in given.items() if value is not None)
+
+
 def _not_yet(what: str) -> UnsupportedError:
-    return UnsupportedError(f"{what} is not supported yet", todo="There are sync, half_async and ssp.")
+    return UnsupportedError(
+        f"{what} is not supported yet",
+        todo="There are the synchronous, asynchronous and half-asynchronous modes, and bounded staleness.",
+    )

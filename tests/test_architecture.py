@@ -24,7 +24,7 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock"),
     ("cluster", "environ", "transpiler"),
-    ("ports", "rendezvous", "mpi"),
+    ("ports", "rendezvous", "mpi", "metrics"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "launch.job"),
     ("nn", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
     ("checkpoint", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
@@ -43,7 +43,7 @@ PURE = ("errors", "cluster", "strategy", "role_maker", "transpiler", "ps.consist
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
     *("clock", "environ", "api", "transpile", "facade", "__init__", "transpiler.__init__", "collective.__init__"),
-    *("launch.guard", "launch.watch", "launch.local", "launch.cli"),
+    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.cli"),
 )
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
@@ -68,6 +68,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/grpc_server.py": "pool",
         "ps/wire/loopback.py": "replies",
         "ps/worker/client.py": "heartbeat",
+        "ps/worker/communicator.py": "sender",
         "ps/worker/exit_guard.py": "lock",
     },
     "time datetime": {"clock.py": "clock", "launch/guard.py": "standalone", "launch/local.py": "events"},

@@ -292,8 +292,6 @@ def test_all_that_is_set_in_vain_is_named() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sync_mode": False},
-        {"sync_mode": False, "runtime_split_send_recv": True},
         {"sync_mode": False, "geo_sgd_mode": True},
         {"sync_mode": False, "enable_dc_asgd": True},
         {"sync_mode": False, "half_async": True, "enable_dc_asgd": True},
@@ -306,8 +304,7 @@ def test_what_is_not_there_yet_is_refused_by_name(settings: dict[str, Any]) -> N
     with pytest.raises(UnsupportedError, match="not supported yet") as caught:
         as_strategy(config(**settings))
     last = list(settings)[-1]
-    if last != "runtime_split_send_recv":
-        assert f"{last}={settings[last]!r}" in str(caught.value)
+    assert f"{last}={settings[last]!r}" in str(caught.value)
 
 
 # --- StrategyFactory --------------------------------------------------------------------------------------------------
@@ -322,7 +319,6 @@ def test_the_factory_makes_the_synchronous_strategy() -> None:
 @pytest.mark.parametrize(
     ("make", "arguments", "words"),
     [
-        (StrategyFactory.create_async_strategy, {}, "asynchronous"),
         (StrategyFactory.create_geo_strategy, {}, "GEO mode .update_frequency=100"),
         (StrategyFactory.create_geo_strategy, {"update_frequency": 7}, "GEO mode .update_frequency=7"),
     ],
@@ -337,8 +333,13 @@ def test_the_factory_makes_the_relaxed_strategies() -> None:
     assert StrategyFactory.create_ssp_strategy(0, check_finite=True) == Strategy(mode="ssp", check_finite=True)
     assert StrategyFactory.create_half_async_strategy() == Strategy(mode="half_async")
     made = StrategyFactory.create_half_async_strategy(max_merge_var_num=3, is_sgd_optimizer=False)
-    assert made == Strategy(mode="half_async", max_merge_var_num=3, is_sgd_optimizer=False)
+    said = (("max_merge_var_num", 3), ("is_sgd_optimizer", False))
+    assert made == Strategy(mode="half_async", communicator=said)
     assert as_strategy(config(sync_mode=False, half_async=True)) == Strategy(mode="half_async")
+    assert StrategyFactory.create_async_strategy() == Strategy(mode="async")
+    assert StrategyFactory.create_async_strategy(send_queue_size=7).communicator == (("send_queue_size", 7),)
+    for split in (True, False):
+        assert as_strategy(config(sync_mode=False, runtime_split_send_recv=split)) == Strategy(mode="async")
 
 
 @pytest.mark.parametrize(
@@ -350,6 +351,12 @@ def test_the_factory_makes_the_relaxed_strategies() -> None:
         (StrategyFactory.create_half_async_strategy, {"max_merge_var_num": 0}, ValueError),
         (StrategyFactory.create_half_async_strategy, {"max_merge_var_num": "3"}, TypeError),
         (StrategyFactory.create_half_async_strategy, {"is_sgd_optimizer": 1}, TypeError),
+        (StrategyFactory.create_ssp_strategy, {"staleness": None}, TypeError),
+        (StrategyFactory.create_async_strategy, {"send_queue_size": 0}, ValueError),
+        (StrategyFactory.create_async_strategy, {"send_wait_times": -1}, ValueError),
+        (StrategyFactory.create_async_strategy, {"thread_pool_size": 0}, ValueError),
+        (StrategyFactory.create_async_strategy, {"min_send_grad_num_before_recv": 0}, ValueError),
+        (StrategyFactory.create_async_strategy, {"independent_recv_thread": 1}, TypeError),
     ],
 )
 def test_the_factory_checks_its_numbers(make: Any, arguments: dict[str, Any], kind: type[Exception]) -> None:

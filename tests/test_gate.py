@@ -240,7 +240,7 @@ class Explorer:
                 self.fail("steps are not in order", effect)
 
     def check_between(self, state: State) -> None:
-        if self.mode.name == "half_async" and state.parked:
+        if self.mode.name in ("async", "half_async") and state.parked:
             self.fail("somebody waits who waits for nobody", state.parked)
         for worker, at in enumerate(state.workers):
             if isinstance(state.gate, ArrivalGate) and at.applied != at.delivered:
@@ -609,4 +609,4 @@ def test_a_mode_is_registered_under_its_name(name: str) -> None:
 def test_synchronous_training_needs_its_own_step() -> None:
     assert [MODES["sync"].version_needed(step, 0) for step in range(4)] == [0, 1, 2, 3]
     assert [MODES["ssp"].version_needed(step, 2) for step in range(5)] == [0, 0, 0, 1, 2]
-    assert {MODES["half_async"].version_needed(step, 0) for step in range(4)} == {0}
+    assert {MODES[name].version_needed(step, 0) for name in ("async", "half_async") for step in range(4)} == {0}

@@ -127,9 +127,11 @@ class Gatherings:
         return self._came[worker]
 
     def lacking(self) -> list[tuple[int, Asked, tuple[int, ...]]]:
-        """Every gathering that is open, what it is and whom it waits for, for whoever explains a wait."""
+        """Every gathering that somebody waits in, what it is and whom it waits for, for whoever explains a wait."""
         return [
-            (number, next(iter(here.values())), self._absent(number)) for number, here in sorted(self._open.items())
+            (number, next(iter(here.values())), self._absent(number))
+            for number, here in sorted(self._open.items())
+            if not self._came.keys().isdisjoint(here)
         ]
 
     def _absent(self, number: int) -> tuple[int, ...]:

@@ -458,7 +458,8 @@ class Service:
             except ProtocolError:
                 del job.pushed[worker, step]
                 raise
-        waiting = Waiting(worker, respond, lambda: self._values(job, True, ()))
+        quiet = request.push.quiet
+        waiting = Waiting(worker, respond, lambda: self._values(job, not quiet, ()))
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
     def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
@@ -589,7 +590,7 @@ class Service:
         self._answer(job, ready, outbox)
 
     def _answer(self, job: Job, tickets: Sequence[Hashable], outbox: Outbox) -> None:
-        for waiting in [job.parked.pop(ticket) for ticket in tickets]:
+        for waiting in [job.parked.pop(ticket) for ticket in tickets if ticket in job.parked]:  # none if the job failed
             outbox.append((waiting.respond, waiting.answer()))
 
     # ---------------------------------------------------------------- leaving

@@ -102,16 +102,18 @@ class Pull(_message.Message):
     def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ["options", "present", "row_tables", "used_tables"]
+    __slots__ = ["options", "present", "quiet", "row_tables", "used_tables"]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
     ROW_TABLES_FIELD_NUMBER: _ClassVar[int]
     USED_TABLES_FIELD_NUMBER: _ClassVar[int]
     options: _containers.RepeatedScalarFieldContainer[str]
     present: bytes
+    quiet: bool
     row_tables: _containers.RepeatedScalarFieldContainer[int]
     used_tables: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = []

@@ -1,4 +1,4 @@
-"""Tensors as raw bytes: what a numpy or torch array looks like on the wire, and back; values of the user's own kinds."""
+"""Tensors as raw bytes: what a numpy or torch array looks like on the wire, and back; users' own values."""
 
 from __future__ import annotations
 

@@ -26,19 +26,24 @@ class Gradients:
     dense: Sequence[torch.Tensor | None]
     rows: Mapping[int, Rows]
 
+    def copied(self) -> Gradients:
+        """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""
+        return Gradients([None if grad is None else grad.clone() for grad in self.dense], self.rows)
+
 
 class GradientMerge:
-    """``is_sgd`` says whether to sum; None finds it out from each group's optimizer."""
+    """``add`` gives back every ``steps`` steps; ``is_sgd`` says whether to sum, None finds it out from each group."""
 
-    def __init__(self, steps: int, is_sgd: bool | None) -> None:
+    def __init__(self, described: Description, steps: int, is_sgd: bool | None) -> None:
         self.steps = steps
+        self._described = described
         self._is_sgd = is_sgd
         self._count = 0
         self._dense: list[torch.Tensor | None] = []
         self._dense_counts: list[int] = []
         self._rows: dict[int, list[Rows]] = {}
 
-    def add(self, gradients: Gradients, described: Description) -> Gradients | None:
+    def add(self, gradients: Gradients) -> Gradients | None:
         """Take one step's gradients; they come back, merged with those before, when it is time to send."""
         if self.steps == 1:
             return gradients
@@ -54,25 +59,25 @@ class GradientMerge:
                 self._dense_counts[place] += 1
         for table, pair in gradients.rows.items():
             self._rows.setdefault(table, []).append(pair)
-        return self.rest(described) if self._count == self.steps else None
+        return self.rest() if self._count == self.steps else None
 
-    def rest(self, described: Description) -> Gradients | None:
+    def rest(self) -> Gradients | None:
         """What has not been sent yet, if there is anything."""
         if self._count == 0:
             return None
-        spec = described.spec
+        spec = self._described.spec
         for param, total, count in zip(spec.params, self._dense, self._dense_counts, strict=True):
-            if total is not None and count > 1 and not self._sums(described, param.group):
+            if total is not None and count > 1 and not self._sums(param.group):
                 total.div_(count)
         rows = {}
         for table, pairs in self._rows.items():
-            divisor = 1 if self._sums(described, spec.tables[table].group) else len(pairs)
+            divisor = 1 if self._sums(spec.tables[table].group) else len(pairs)
             rows[table] = merge(pairs, divisor)
         merged = Gradients(self._dense, rows)
         self._count, self._dense, self._dense_counts, self._rows = 0, [], [], {}
         return merged
 
-    def _sums(self, described: Description, group: int) -> bool:
+    def _sums(self, group: int) -> bool:
         if self._is_sgd is not None:
             return self._is_sgd
-        return described.spec.groups[group].rule == "SGD" and not described.groups[group]["momentum"]
+        return self._described.spec.groups[group].rule == "SGD" and not self._described.groups[group]["momentum"]

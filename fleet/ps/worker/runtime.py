@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import UserValue, WireTensor, check_output, write_output
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
+from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.merging import GradientMerge, Gradients
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
@@ -72,7 +74,9 @@ class WorkerRuntime:
         self._strategy = strategy
         self._knobs = knobs
         self.mode = MODES[strategy.mode]
-        self._merge = _merge_for(strategy, knobs)
+        self._communication = replace(knobs.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
+        self._merge = self._make_merge()
+        self._communicator: Communicator | None = None
         self.stopped = False
         incarnation = secrets.randbits(63)
         self.clients = [
@@ -90,6 +94,11 @@ class WorkerRuntime:
     def steps(self) -> int:
         """How many of this worker's steps the servers have."""
         return self.completed * self._merge.steps
+
+    def _make_merge(self) -> GradientMerge:
+        """What merges on the user's thread: only the half-asynchronous mode does, over several steps."""
+        steps = self._communication.max_merge_var_num if self.mode.name == "half_async" else 1
+        return GradientMerge(self._description, steps, self._communication.is_sgd_optimizer)
 
     # ---------------------------------------------------------------- joining and leaving
 
@@ -115,6 +124,10 @@ class WorkerRuntime:
             self.abort(f"it could not start: {type(error).__name__}: {error}")
             raise
         self._attach(self._description.handles)
+        if self.mode.name == "async":
+            merge = GradientMerge(self._description, 0, self._communication.is_sgd_optimizer)
+            name = str(self.assignment.index)
+            self._communicator = Communicator(self._communication, merge, self._push_behind, self._fetch_behind, name)
         if self._strategy.print_log and self.assignment.index == 0:
             print(self.plan.table())
 
@@ -135,6 +148,7 @@ class WorkerRuntime:
             f"further parameters after step {self.completed}",
         )
         self._adopt(description)
+        self._merge = self._make_merge()
         if self.assignment.index == 0:
             for server, reply in enumerate(replies):
                 if not reply.message.initialized:
@@ -175,9 +189,7 @@ class WorkerRuntime:
             return
         try:
             self.settle("stop_worker()")
-            rest = self._merge.rest(self._description)
-            if rest is not None:
-                self._push(rest)
+            self._flush_or_abort()
             self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
         except FleetError:
             raise
@@ -198,8 +210,12 @@ class WorkerRuntime:
 
     def close(self) -> None:
         self.stopped = True
+        if self._communicator is not None:
+            self._communicator.end()
         for client in self.clients:
             client.close()
+        if self._communicator is not None:
+            self._communicator.join()
 
     # ---------------------------------------------------------------- initial values
 
@@ -244,12 +260,14 @@ class WorkerRuntime:
             values = weight[torch.from_numpy(here).to(weight.device)]
             yield Frame(pb.Upload(rows=True, table=index), [WireTensor.of(here), WireTensor.of(values)])
 
-    def _pull_dense(self) -> list[Frame]:
+    def _pull_dense(self, what: str = "initial parameters", at_once: int | None = None) -> list[Frame]:
         version = self._version_needed()
-        return self._ask_all(
-            lambda _, client: Frame(client.request(self.completed, pull=pb.Pull(version=version, dense=True))),
-            "initial parameters",
-        )
+        pull = pb.Pull(version=version, dense=True)
+        return self._ask_all(lambda _, client: Frame(client.request(self.completed, pull=pull)), what, at_once)
+
+    def _fetch_behind(self) -> list[Frame]:
+        """Current parameters, for the communicator's thread."""
+        return self._pull_dense(f"parameters after step {self.completed}", self._communication.thread_pool_size)
 
     # ---------------------------------------------------------------- a step
 
@@ -259,13 +277,50 @@ class WorkerRuntime:
         self.settle("step()")
         if self._description.has_newcomers():
             self.extend()
-        due = self._merge.add(Gradients(self._dense_gradients(), self._row_gradients()), self._description)
+        gradients = Gradients(self._dense_gradients(), self._row_gradients())
+        if self._communicator is not None:
+            self._communicator.put(gradients.copied(), self._description.options())
+            fresh = self._communicator.fresh()
+            if fresh is not None:
+                self._take_dense(fresh)
+            return
+        due = self._merge.add(gradients)
         if due is not None:
             self._push(due)
 
+    def flush(self) -> None:
+        """Have everything applied that this worker has computed."""
+        if self._communicator is not None:
+            self._communicator.flush()
+        rest = self._merge.rest()
+        if rest is not None:
+            self._push(rest)
+
+    def _flush_or_abort(self) -> None:
+        try:
+            self.flush()
+        except FleetError as error:
+            # Gradients are lost: the others must not take this for a goodbye, nor wait for one.
+            self.abort(f"what it still had to send did not arrive: {error}")
+            raise
+
     def _push(self, gradients: Gradients) -> None:
         step = self.completed + 1
-        options = self._description.options()
+        self._finish(step, self._push_frames(step, gradients, self._description.options()))
+
+    def _push_behind(self, gradients: Gradients, options: Sequence[str], bring: bool) -> list[Frame]:
+        """A push from the communicator's thread, which takes no new values itself."""
+        step = self.completed + 1
+        frames = self._push_frames(step, gradients, options, quiet=not bring)
+        replies = self._ask_all(
+            lambda server, _: frames[server], f"push of step {step}", self._communication.thread_pool_size
+        )
+        self.completed = step
+        return replies
+
+    def _push_frames(
+        self, step: int, gradients: Gradients, options: Sequence[str], *, quiet: bool = False
+    ) -> list[Frame]:
         used = sorted(gradients.rows)
         rows = {index: self._by_server(ids, grads) for index, (ids, grads) in gradients.rows.items()}
 
@@ -275,11 +330,15 @@ class WorkerRuntime:
             for _, ids, grads in here:
                 tensors += [WireTensor.of(ids), WireTensor.of(grads)]
             message = pb.Push(
-                options=options, present=present, row_tables=[index for index, _, _ in here], used_tables=used
+                options=options,
+                present=present,
+                row_tables=[index for index, _, _ in here],
+                used_tables=used,
+                quiet=quiet,
             )
             return Frame(client.request(step, push=message), tensors)
 
-        self._finish(step, [push(server, client) for server, client in enumerate(self.clients)])
+        return [push(server, client) for server, client in enumerate(self.clients)]
 
     def _finish(self, step: int, frames: list[Frame]) -> None:
         """Bring one step to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
@@ -439,16 +498,21 @@ class WorkerRuntime:
 
     # ---------------------------------------------------------------- shorthands
 
-    def _ask_all(self, make: Callable[[int, ServerClient], Frame], what: str) -> list[Frame]:
-        """One request to every server, all under way at once."""
-        pendings = [client.start(make(server, client), what) for server, client in enumerate(self.clients)]
+    def _ask_all(
+        self, make: Callable[[int, ServerClient], Frame], what: str, at_once: int | None = None
+    ) -> list[Frame]:
+        """One request to every server, all under way at once, or so many."""
         failure: FleetError | None = None
         replies = []
-        for pending in pendings:
-            try:
-                replies.append(pending.result())
-            except FleetError as error:  # the others still get their answer
-                failure = failure or error
+        numbered = list(enumerate(self.clients))
+        for start in range(0, len(numbered), at_once or len(numbered)):
+            some = numbered[start : start + (at_once or len(numbered))]
+            pendings = [client.start(make(server, client), what) for server, client in some]
+            for pending in pendings:
+                try:
+                    replies.append(pending.result())
+                except FleetError as error:  # the others still get their answer
+                    failure = failure or error
         if failure is not None:
             raise failure
         return replies
@@ -459,11 +523,3 @@ class WorkerRuntime:
     def _refuse_stopped(self, what: str) -> None:
         if self.stopped:
             raise StateError(f"{what} came after the job ended for this worker (fleet.stop_worker)")
-
-
-def _merge_for(strategy: Strategy, knobs: Knobs) -> GradientMerge:
-    """Only the half-asynchronous mode merges; a strategy's own numbers win over the environment's."""
-    if strategy.mode != "half_async":
-        return GradientMerge(1, None)
-    steps, is_sgd = strategy.max_merge_var_num, strategy.is_sgd_optimizer
-    return GradientMerge(steps or knobs.max_merge_var_num, knobs.is_sgd_optimizer if is_sgd is None else is_sgd)

@@ -21,6 +21,7 @@ _log = logging.getLogger("fleet.worker")
 
 def save(worker: WorkerRuntime, dirname: str) -> None:
     worker.settle("save_persistables()")
+    worker.flush()
     arbiter, step = worker.clients[0], worker.completed
     worker.saves += 1
     # The same call on every worker: after the same step where steps are shared, else the one with the same number.

@@ -1,0 +1,232 @@
+"""Metrics over the data of all workers: ``fleet.metrics.auc(predictions, labels)`` and its like.
+
+Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. What
+travels are sums and counts, never the data. Importing this imports no numpy: ``import fleet`` does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+#: (value, output, op) -> the value of all workers made one
+AllReduce = Callable[[Any, Any, str], Any]
+
+#: A power of two, so that finding a prediction's bucket rounds nothing away.
+BUCKETS = 1 << 16
+
+
+class Metrics:
+    def __init__(self, all_reducer: Callable[[str], AllReduce]) -> None:
+        """``all_reducer`` gives what reduces over the workers on behalf of a call, which it is told the name of."""
+        self._all_reducer = all_reducer
+
+    # Of any numbers: element by element over the workers
+
+    def sum(self, x: Any) -> Any:
+        """The sum over all workers, element by element: a float for one element, else a numpy array."""
+        return self._elementwise("sum", x)
+
+    def max(self, x: Any) -> Any:
+        """The largest value any worker has, element by element: a float for one element, else a numpy array."""
+        return self._elementwise("max", x)
+
+    def min(self, x: Any) -> Any:
+        """The smallest value any worker has, element by element: a float for one element, else a numpy array."""
+        return self._elementwise("min", x)
+
+    def mean(self, x: Any) -> Any:
+        """The mean over the workers, each alike, element by element: a float for one element, else a numpy array."""
+        return self._elementwise("mean", x)
+
+    # Of predictions and labels: over all elements of all workers
+
+    def mae(self, predictions: Any, labels: Any) -> float:
+        """The mean absolute error. NaN if no worker has any data."""
+        return self._mean_of("mae", predictions, labels, abs)
+
+    def mse(self, predictions: Any, labels: Any) -> float:
+        """The mean squared error. NaN if no worker has any data."""
+        return self._mean_of("mse", predictions, labels, lambda difference: difference * difference)
+
+    def rmse(self, predictions: Any, labels: Any) -> float:
+        """The root of the mean squared error. NaN if no worker has any data."""
+        return math.sqrt(self._mean_of("rmse", predictions, labels, lambda difference: difference * difference))
+
+    def acc(self, predictions: Any, labels: Any) -> float:
+        """The share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
+        (samples, classes) against (samples,), the class with the largest value. NaN if no worker has any data."""
+        reduce = self._all_reducer("metrics.acc")
+        right = _right("metrics.acc", predictions, labels)
+        return _share(reduce, float(right.sum()), right.size)
+
+    def auc(self, predictions: Any, labels: Any) -> float:
+        """The area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties within
+        one count half. NaN unless there are labels of both kinds, as it is not defined then."""
+        return self._auc("metrics.auc").update(predictions, labels).compute()
+
+    def Auc(self) -> RunningAuc:  # noqa: N802 - a class to whoever calls it
+        """An AUC that is collected batch by batch."""
+        return self._auc("metrics.Auc")
+
+    def _auc(self, call: str) -> RunningAuc:
+        self._all_reducer(call)  # too early is told at once
+        return RunningAuc(call, lambda: self._all_reducer(call))
+
+    def _elementwise(self, op: str, x: Any) -> Any:
+        call = f"metrics.{op}"
+        reduce = self._all_reducer(call)
+        array = _numbers(call, x)
+        if array.size == 1:
+            return float(reduce(float(array.reshape(-1)[0]), None, op))
+        return reduce(array, None, op)
+
+    def _mean_of(self, metric: str, predictions: Any, labels: Any, error: Callable[[Any], Any]) -> float:
+        import numpy as np
+
+        call = f"metrics.{metric}"
+        reduce = self._all_reducer(call)
+        predicted, actual = _doubles(call, predictions), _doubles(call, labels)
+        _check_alike(call, predicted, actual)
+        with np.errstate(all="ignore"):  # infinities and NaN reach the result
+            total = float(error(predicted - actual).sum())
+        return _share(reduce, total, predicted.size)
+
+
+class RunningAuc:
+    """An area under the ROC curve, collected batch by batch and computed over the batches of all workers.
+
+    auc = fleet.metrics.Auc()
+    for x, y in batches:
+        auc.update(model(x), y)
+    print(auc.compute())
+    """
+
+    def __init__(self, call: str, all_reducer: Callable[[], AllReduce]) -> None:
+        import numpy as np
+
+        self._call = call
+        self._all_reducer = all_reducer
+        # Negatives and positives; a prediction of exactly 1 has a bucket to itself.
+        self._counts = np.zeros((2, BUCKETS + 1), np.int64)
+
+    def update(self, predictions: Any, labels: Any) -> RunningAuc:
+        """Count a batch of this worker's; nothing travels."""
+        import numpy as np
+
+        predicted = _probabilities(self._call, predictions)
+        actual = _binary(self._call, labels)
+        _check_alike(self._call, predicted, actual)
+        buckets = (predicted * BUCKETS).astype(np.int64).reshape(-1)
+        positive = actual.reshape(-1) == 1
+        for kind, of_kind in enumerate((buckets[~positive], buckets[positive])):
+            self._counts[kind] += np.bincount(of_kind, minlength=BUCKETS + 1)
+        return self
+
+    def compute(self) -> float:
+        """The AUC of all that every worker has counted so far. All workers call it."""
+        negatives, positives = self._all_reducer()(self._counts, None, "sum").astype(float)
+        pairs = negatives.sum() * positives.sum()
+        if not pairs:
+            return math.nan
+        below = negatives.cumsum() - negatives / 2
+        return float((positives * below).sum() / pairs)
+
+
+def _share(reduce: AllReduce, part: float, count: int) -> float:
+    import numpy as np
+
+    total, over = reduce(np.array([part, float(count)]), None, "sum")
+    return float(total / over) if over else math.nan
+
+
+def _right(call: str, predictions: Any, labels: Any) -> Array:
+    """For every sample whether its prediction is right."""
+    import numpy as np
+
+    predicted = _doubles(call, predictions)
+    if predicted.ndim == 2 and predicted.shape[1] > 1:
+        actual = _doubles(call, labels)
+        samples, classes = predicted.shape
+        if actual.shape != (samples,):
+            raise _unlike(call, predicted, actual)
+        if np.isnan(predicted).any():
+            raise ConfigurationError(f"{call}: a prediction is NaN")
+        outside = (actual != np.floor(actual)) | ~((actual >= 0) & (actual < classes))
+        if outside.any():
+            raise ConfigurationError(
+                f"{call}: a label is no class",
+                expected=f"a whole number from 0 to {classes - 1}",
+                got=actual[outside][0],
+            )
+        return np.asarray(predicted.argmax(axis=1) == actual)
+    predicted, actual = _probabilities(call, predictions), _binary(call, labels)
+    _check_alike(call, predicted, actual)
+    return np.asarray((predicted > 0.5) == (actual == 1))
+
+
+def _probabilities(call: str, predictions: Any) -> Array:
+    predicted = _doubles(call, predictions)
+    inside = (predicted >= 0) & (predicted <= 1)
+    if not inside.all():
+        raise ConfigurationError(
+            f"{call}: a prediction is no probability",
+            expected="numbers from 0 to 1",
+            got=predicted[~inside][0],
+            todo="Put logits through a sigmoid first.",
+        )
+    return predicted
+
+
+def _binary(call: str, labels: Any) -> Array:
+    actual = _doubles(call, labels)
+    known = (actual == 0) | (actual == 1)
+    if not known.all():
+        raise ConfigurationError(f"{call}: a label is neither 0 nor 1", got=actual[~known][0])
+    return actual
+
+
+def _check_alike(call: str, predicted: Array, actual: Array) -> None:
+    if predicted.shape != actual.shape:
+        raise _unlike(call, predicted, actual)
+
+
+def _unlike(call: str, predicted: Array, actual: Array) -> ConfigurationError:
+    return ConfigurationError(
+        f"{call}: predictions and labels do not fit together",
+        got=f"predictions of shape {predicted.shape} and labels of shape {actual.shape}",
+    )
+
+
+def _doubles(call: str, x: Any) -> Array:
+    import numpy as np
+
+    return _numbers(call, x).astype(np.float64)
+
+
+def _numbers(call: str, x: Any) -> Array:
+    """An array of real numbers made of an array, a tensor, a number, or a list of numbers."""
+    import numpy as np
+
+    if hasattr(x, "detach"):  # a tensor; its elements may be of a type that numpy does not know
+        x = x.detach().cpu()
+        x = (x.float() if str(x.dtype) == "torch.bfloat16" else x).numpy()
+    try:
+        array = np.asarray(x)
+    except ValueError:  # a list of lists of several lengths
+        array = np.asarray(None)
+    if array.dtype.kind not in "biuf":
+        raise ArgumentTypeError(
+            f"{call}: these are no numbers",
+            expected="an array, a tensor, a number or a list of numbers",
+            got=f"{type(x).__name__} of {array.dtype}",
+        )
+    return array

@@ -1,0 +1,162 @@
+"""What an asynchronous worker does behind the user's back: send gradients, fetch parameters.
+
+The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, nothing is ever
+dropped. One thread takes what has gathered there, merges it and pushes it. Another one fetches parameters when enough
+gradients have gone (or the first does both, if no thread of its own is wanted for it). What was fetched lies ready
+until the user's thread takes it between two steps: parameters never change under a forward or backward.
+
+The first failure on either thread ends both; the user's next call raises it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from fleet.environ import CommunicatorKnobs
+from fleet.errors import FleetError
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.merging import GradientMerge, Gradients
+
+#: The unit of ``send_wait_times``.
+SEND_WAIT_S = 0.01
+
+Options = tuple[str, ...]
+#: A merged push, and whether its reply is to bring the parameters along.
+Send = Callable[[Gradients, Options, bool], "list[Frame]"]
+Fetch = Callable[[], "list[Frame]"]
+
+
+class Communicator:
+    def __init__(self, knobs: CommunicatorKnobs, merge: GradientMerge, send: Send, fetch: Fetch, name: str) -> None:
+        self._knobs = knobs
+        self._merge = merge
+        self._send = send
+        self._fetch = fetch
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Gradients, Options]] = deque()
+        self._sending = False
+        self._sent_since_fetch = 0
+        self._fresh: list[Frame] | None = None
+        self._ending = False
+        self._failure: BaseException | None = None
+        loops = {"send": self._send_until_ended}
+        if knobs.independent_recv_thread:
+            loops["recv"] = self._fetch_until_ended
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=f"fleet-{kind}-{name}", daemon=True)
+            for kind, loop in loops.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---------------------------------------------------------------- the user's thread
+
+    def put(self, gradients: Gradients, options: Options) -> None:
+        """Leave one step's gradients to be sent; wait while the queue is full."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or len(self._queue) < self._knobs.send_queue_size)
+            self._raise_failure()
+            self._queue.append((gradients, options))
+            self._changed.notify_all()
+
+    def fresh(self) -> list[Frame] | None:
+        """What was fetched since this was asked last, if anything was."""
+        with self._changed:
+            self._raise_failure()
+            fresh, self._fresh = self._fresh, None
+            return fresh
+
+    def flush(self) -> None:
+        """Wait until the servers have acknowledged everything."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or not (self._queue or self._sending))
+            self._raise_failure()
+
+    def end(self) -> None:
+        """Tell the threads to stop; a request under way ends with its line."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    @property
+    def _over(self) -> bool:
+        return self._ending or self._failure is not None
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, FleetError):
+            raise self._failure.again()
+        if self._failure is not None:
+            raise FleetError("a background thread of this worker failed", got=repr(self._failure)) from self._failure
+
+    # ---------------------------------------------------------------- the threads
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _send_until_ended(self) -> None:
+        while True:
+            batch = self._next_batch()
+            if not batch:
+                return
+            merged, options = self._merged(batch), batch[-1][1]
+            bring = not self._knobs.independent_recv_thread and self._enough(len(batch))
+            replies = self._send(merged, options, bring)
+            with self._changed:
+                self._sending = False
+                self._sent_since_fetch += len(batch)
+                if bring:
+                    self._sent_since_fetch, self._fresh = 0, replies
+                self._changed.notify_all()
+
+    def _next_batch(self) -> Sequence[tuple[Gradients, Options]]:
+        """What to merge: up to so many, with some short waits for more; nothing at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._queue)
+            batch: list[tuple[Gradients, Options]] = []
+            waits_left = self._knobs.send_wait_times
+            while not self._over and len(batch) < self._knobs.max_merge_var_num:
+                if self._queue:
+                    batch.append(self._queue.popleft())
+                    self._sending = True
+                    self._changed.notify_all()
+                elif waits_left:
+                    waits_left -= 1
+                    self._changed.wait_for(lambda: self._over or self._queue, SEND_WAIT_S)
+                else:
+                    break
+            return () if self._over else batch
+
+    def _merged(self, batch: Sequence[tuple[Gradients, Options]]) -> Gradients:
+        if len(batch) == 1:
+            return batch[0][0]
+        for gradients, _ in batch:
+            self._merge.add(gradients)
+        merged = self._merge.rest()
+        assert merged is not None
+        return merged
+
+    def _fetch_until_ended(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._enough(0))
+                if self._over:
+                    return
+                self._sent_since_fetch = 0
+            replies = self._fetch()
+            with self._changed:
+                self._fresh = replies
+
+    def _enough(self, more: int) -> bool:
+        return self._sent_since_fetch + more >= self._knobs.min_send_grad_num_before_recv

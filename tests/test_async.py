@@ -1,0 +1,324 @@
+"""The asynchronous mode: what is sent when, in which pieces, and what the user's thread notices of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import PATIENT, Job, run_job
+
+import fleet.nn
+from fleet import Fleet, StrategyFactory
+from fleet.cluster import Endpoint
+from fleet.errors import FleetError, ProtocolError
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
+from fleet.strategy import Strategy
+
+
+class Held:
+    """A loopback network whose servers take no push before ``release``, and remember what they were sent."""
+
+    def __init__(self, *, held: bool = True) -> None:
+        self._network = LoopbackNetwork()
+        self._released = threading.Event()
+        self.pushes: list[Any] = []
+        self.pulls = 0
+        self.fail = False
+        if not held:
+            self.release()
+
+    def release(self) -> None:
+        self._released.set()
+
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
+        def watched(frame: Frame, respond: Respond) -> None:
+            kind = frame.message.WhichOneof("kind")
+            if kind == "push":
+                self.pushes.append(frame.message.push)
+                assert self._released.wait(30)
+                if self.fail:
+                    raise ProtocolError("made to fail")
+            self.pulls += kind == "pull" and frame.message.pull.dense
+            handler(frame, respond)
+
+        return self._network.listen(endpoint, watched)
+
+    def connect(self, endpoint: Endpoint) -> Channel:
+        return self._network.connect(endpoint)
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until, f"never: {what}"
+        time.sleep(0.002)
+
+
+def scalar_job(strategy: Strategy, lr: float = 1.0) -> Callable[[Fleet], tuple[torch.nn.Parameter, Any]]:
+    def make(fleet_: Fleet) -> tuple[torch.nn.Parameter, Any]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=lr), strategy)
+        fleet_.init_worker()
+        return weight, optimizer
+
+    return make
+
+
+def settles_at(weight: torch.nn.Parameter, optimizer: Any, expected: float) -> None:
+    """Steps that change nothing, until what is fetched behind them is what everybody's gradients come to."""
+
+    def arrived() -> bool:
+        optimizer.minimize(weight.sum() * 0)
+        return weight[0].item() == expected
+
+    eventually(arrived, f"{expected}, but {weight[0].item()}")
+
+
+@pytest.mark.parametrize("independent", [True, False])
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_gradient_is_applied_once_and_undivided(workers: int, servers: int, independent: bool) -> None:
+    strategy = StrategyFactory.create_async_strategy(independent_recv_thread=independent)
+    done = threading.Barrier(workers)
+
+    def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(30))
+        table = fleet.nn.Embedding(None, 2, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0), strategy)
+        fleet_.init_worker()
+        for _ in range(20):
+            optimizer.minimize(weight.sum() + table(torch.tensor([7, 7, worker])).sum())
+        done.wait(20)
+        settles_at(weight, optimizer, -20.0 * workers)
+        assert torch.equal(weight, torch.full((30,), -20.0 * workers))
+        return table(torch.tensor([7, worker])).detach()
+
+    for rows in run_job(body, workers, servers):
+        assert torch.equal(rows, torch.tensor([[-40.0, -40], [-20, -20]]) * torch.tensor([[workers], [1]]))
+
+
+def test_what_is_unsent_leaves_before_the_goodbye() -> None:
+    make = scalar_job(StrategyFactory.create_async_strategy(send_queue_size=50))
+    stopped = threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        if worker == 0:
+            for _ in range(40):
+                optimizer.minimize(weight.sum())
+            fleet_.stop_worker()
+            stopped.set()
+            return
+        assert stopped.wait(20)
+        settles_at(weight, optimizer, -40.0)
+
+    run_job(body, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "environ", "queue"),
+    [
+        (StrategyFactory.create_async_strategy(), {}, 2),
+        (StrategyFactory.create_async_strategy(send_queue_size=5), {}, 5),
+        (StrategyFactory.create_async_strategy(), {"FLAGS_communicator_send_queue_size": "3"}, 3),
+        (StrategyFactory.create_async_strategy(send_queue_size=1), {"FLAGS_communicator_send_queue_size": "3"}, 1),
+    ],
+)
+def test_a_full_queue_holds_the_user_up_and_drops_nothing(
+    strategy: Strategy, environ: dict[str, str], queue: int
+) -> None:
+    network, make, taken = Held(), scalar_job(strategy), []
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        for step in range(10):
+            optimizer.minimize(weight.sum())
+            taken.append(step)
+        settles_at(weight, optimizer, -10.0)
+
+    job = Job(body, 1, 1, network=network, environ={**PATIENT, **environ})
+    threads = job.start()
+    eventually(lambda: len(taken) == 1 + queue, "one under way and a full queue")
+    time.sleep(0.05)
+    assert len(taken) == 1 + queue
+    network.release()
+    job.join(threads)
+    assert job.errors == {}
+
+
+@pytest.mark.parametrize(("momentum", "summed"), [(0.0, True), (0.9, False)])
+def test_what_has_gathered_is_merged_into_one_push(momentum: float, summed: bool) -> None:
+    """The first push is held up; the four gradients behind it become one, summed for plain SGD, averaged otherwise."""
+    network = Held()
+    strategy = StrategyFactory.create_async_strategy(max_merge_var_num=4, send_queue_size=4, send_wait_times=0)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0, momentum=momentum), strategy)
+        fleet_.init_worker()
+        for step in range(5):
+            optimizer.minimize(weight.sum() * (step + 1))
+            if step == 0:
+                eventually(lambda: len(network.pushes) == 1, "the first push is under way")
+        network.release()
+        eventually(lambda: len(network.pushes) == 2, "the second push")
+        merged = 2 + 3 + 4 + 5 if summed else (2 + 3 + 4 + 5) / 4
+        expected = -1 - merged if not momentum else -1 - (momentum * 1 + merged)
+        eventually(lambda: arrived(weight, optimizer, expected), f"{expected}")
+
+    def arrived(weight: torch.nn.Parameter, optimizer: Any, expected: float) -> bool:
+        fresh = optimizer._stepper()._communicator.fresh()
+        if fresh is not None:
+            optimizer._stepper()._take_dense(fresh)
+        return abs(weight[0].item() - expected) < 1e-5
+
+    run_job(body, 1, 1, network=network)
+    assert len(network.pushes) == 2
+
+
+def test_the_sender_waits_a_little_for_more_to_merge() -> None:
+    network = Held(held=False)
+    make = scalar_job(StrategyFactory.create_async_strategy(max_merge_var_num=3, send_wait_times=2000))
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        for _ in range(6):
+            optimizer.minimize(weight.sum())
+            time.sleep(0.01)
+
+    run_job(body, 1, 1, network=network)
+    assert len(network.pushes) == 2
+
+
+def test_parameters_come_with_the_push_when_no_thread_fetches_them() -> None:
+    network = Held(held=False)
+    strategy = StrategyFactory.create_async_strategy(independent_recv_thread=False, min_send_grad_num_before_recv=3)
+    make = scalar_job(strategy)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        for _ in range(9):
+            optimizer.minimize(weight.sum())
+
+    run_job(body, 1, 1, network=network)
+    assert [push.quiet for push in network.pushes] == [True, True, False] * 3
+    assert network.pulls == 1, "the initial parameters"
+
+
+def test_a_thread_fetches_parameters_after_so_many_gradients() -> None:
+    network = Held(held=False)
+    make = scalar_job(StrategyFactory.create_async_strategy(min_send_grad_num_before_recv=4))
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        for step in range(1, 9):
+            optimizer.minimize(weight.sum())
+            eventually(lambda step=step: len(network.pushes) == step, "the push")
+        eventually(lambda: network.pulls >= 2, "a fetch")
+
+    run_job(body, 1, 1, network=network)
+    assert all(push.quiet for push in network.pushes)
+    assert 2 <= network.pulls <= 3, "the initial parameters and one or two fetches"
+
+
+def test_the_learning_rate_travels_with_the_gradient_it_was_set_for() -> None:
+    network = Held()
+    strategy = StrategyFactory.create_async_strategy(send_queue_size=10)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        optimizer = fleet_.distributed_optimizer(inner, strategy)
+        fleet_.init_worker()
+        for _ in range(5):
+            optimizer.minimize(weight.sum())
+            schedule.step()
+        network.release()
+        settles_at(weight, optimizer, -(1 + 0.5 + 0.25 + 0.125 + 0.0625))
+
+    run_job(body, 1, 1, network=network)
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_gradients_are_taken_as_they_were_at_the_step(zeroed: bool) -> None:
+    """What the user does to .grad afterwards is too late to matter."""
+    network = Held()
+    make = scalar_job(StrategyFactory.create_async_strategy(send_queue_size=10))
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=zeroed)
+            weight.sum().backward()
+            optimizer.step()
+        assert weight.grad is not None
+        weight.grad.fill_(1e9)
+        network.release()
+        settles_at(weight, optimizer, -4.0)
+
+    run_job(body, 1, 1, network=network)
+
+
+def test_a_failure_behind_the_users_back_is_raised_in_the_next_step() -> None:
+    network = Held()
+    make = scalar_job(StrategyFactory.create_async_strategy())
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        optimizer.minimize(weight.sum())
+        network.fail = True
+        network.release()
+
+        def step() -> None:
+            for _ in range(1000):
+                optimizer.minimize(weight.sum())
+                time.sleep(0.002)
+
+        with pytest.raises(FleetError, match="made to fail"):
+            step()
+        with pytest.raises(FleetError, match="made to fail"):
+            fleet_.stop_worker()
+        raise ZeroDivisionError
+
+    job = Job(body, 1, 1, network=network)
+    job.join(job.start())
+    assert isinstance(job.errors["worker 0"], ZeroDivisionError)
+
+
+def test_parameters_never_change_between_two_steps() -> None:
+    """A forward and its backward see one state, however much arrives meanwhile."""
+    make = scalar_job(StrategyFactory.create_async_strategy())
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        for _ in range(50):
+            before = weight.detach().clone()
+            loss = (weight * weight).sum() + weight.sum()
+            time.sleep(0.001)
+            assert torch.equal(weight, before)
+            optimizer.minimize(loss)
+
+    run_job(body, 2, 1)
+
+
+def test_a_goodbye_leaves_no_thread_and_comes_twice() -> None:
+    make = scalar_job(StrategyFactory.create_async_strategy())
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = make(fleet_)
+        optimizer.minimize(weight.sum())
+        fleet_.stop_worker()
+        fleet_.stop_worker()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not [name for name in names if name.startswith(("fleet-send", "fleet-recv"))]
+        with pytest.raises(FleetError, match="after the job ended"):
+            optimizer.minimize(weight.sum())
+
+    run_job(body, 1, 1)
