@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet.errors import ConfigurationError
@@ -52,7 +53,7 @@ class Assignment:
 
     ``origin`` says in words where the answer came from ("PADDLE_* variables"); it is logged once.
     ``embedded`` marks the job of one worker whose server lives inside the same process. ``held`` is whatever keeps this
-    process's port for it until it listens there.
+    process's port for it until it listens there; ``when_done`` is called when its part of the job is over.
     """
 
     role: Role
@@ -65,6 +66,7 @@ class Assignment:
     origin: str = "code"
     local_rank: int | None = None
     held: object = field(default=None, compare=False, repr=False)
+    when_done: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def server_num(self) -> int:

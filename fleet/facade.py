@@ -24,6 +24,14 @@ class Facade:
                 f"is_collective={is_collective} was given to the fleet of {self._package}",
                 todo="Leave it out; import fleet itself takes both kinds of job.",
             )
+        if isinstance(role_maker, RoleMakerBase) and role_maker.assignment().collective is not self._collective:
+            kinds = {False: "parameter-server", True: "collective"}
+            raise StateError(
+                f"the fleet of {self._package} is for {kinds[self._collective]} jobs, and this role maker describes a "
+                f"{kinds[not self._collective]} one",
+                got=type(role_maker).__name__,
+                todo="Take the fleet of the other package, or import fleet itself: it takes both kinds of job.",
+            )
         fleet.init(role_maker, is_collective=self._collective if is_collective is None else is_collective)
 
     def __getattr__(self, name: str) -> Any:

@@ -74,7 +74,9 @@ class World:
     def __init__(self, environ: Mapping[str, str], clock: Clock, deadline_s: float) -> None:
         self._clock = clock
         self._place = place_in(environ)
+        self._pid = os.getpid()
         self._failure: str | None = None
+        self._engaged = False
         _say_so_on_sigterm(self._place)
         self._mpi = _import_mpi(environ)
         self._start(deadline_s)
@@ -86,6 +88,8 @@ class World:
         self._ended = threading.Event()
         self._watching: threading.Thread | None = None
         atexit.register(self._leave)
+        # MPI deletes what hangs on COMM_SELF before anything else when it is finalized, which a script may do itself.
+        self._mpi.COMM_SELF.Set_attr(self._mpi.Comm.Create_keyval(delete_fn=lambda *_: self._hush()), True)
         _chain_excepthook(self)
         # A communicator of our own: messages of the user's are none of our business, and ours none of theirs.
         own, request = everyone.Idup()
@@ -170,8 +174,15 @@ class World:
 
     # ---------------------------------------------------------------- leaving
 
+    def engage(self) -> None:
+        """This rank takes part in a job from now on; its end is announced by ``done``."""
+        self._engaged = True
+
+    def done(self) -> None:
+        self._engaged = False
+
     def fail(self, reason: str) -> None:
-        """This rank's script ends by an exception."""
+        """This rank's script ends before its time."""
         self._failure = f"{self._place} has failed and ends the job: {reason}"
 
     def _watch(self) -> None:
@@ -186,18 +197,28 @@ class World:
         request.Cancel()
         request.Wait()
 
+    def _hush(self) -> None:
+        """No MPI call of ours is under way any more."""
+        self._ended.set()
+        if self._watching is not None and self._watching is not threading.current_thread():
+            self._watching.join()
+
     def _leave(self) -> None:
         """When the process ends: wait for the others, a failed one not for long. mpi4py finalizes MPI after it."""
-        self._ended.set()
-        if self._watching is not None:
-            self._watching.join()
+        if os.getpid() != self._pid:  # a forked child ends without a word: the rank is its parent's
+            return
+        self._hush()
         if self._mpi.Is_finalized():
             return
+        if self._engaged and self._failure is None:
+            self.fail("its script ended before its part of the job: no stop_worker(), or no run_server()")
         request = self._comm.Ibarrier()
-        if self._failure is None:
-            while not request.Test():
+        try:
+            while self._failure is None and not request.Test():
                 self._clock.sleep(LEAVING_LOOK_S)
-        elif not self._soon([request], FAILED_GRACE_S):
+        except KeyboardInterrupt:
+            self.fail("Ctrl-C while it waited for the other ranks to end")
+        if self._failure is not None and not self._soon([request], FAILED_GRACE_S):
             self._tell_and_abort(self._failure)
 
     def _tell_and_abort(self, word: str) -> None:
@@ -253,8 +274,11 @@ def _say_so_on_sigterm(place: str) -> None:
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 
+    owner = os.getpid()
+
     def on_sigterm(number: int, _frame: object) -> None:
-        _log.error("%s is ended by SIGTERM: MPI launchers send it to every rank when one has ended badly", place)
+        if os.getpid() == owner:
+            _log.error("%s is ended by SIGTERM: MPI launchers send it to every rank when one has ended badly", place)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

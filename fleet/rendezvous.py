@@ -72,6 +72,7 @@ class Offer:
         try:
             listening.bind((address, port))
             listening.listen(_BACKLOG)
+            listening.setblocking(False)
         except OSError:
             held.close()
             listening.close()
@@ -86,14 +87,29 @@ class Offer:
     def settle(self, guests: set[int], clock: Clock) -> tuple[Endpoint | None, dict[Endpoint, set[int]]]:
         """The first endpoint where all guests have left their card, and who was where. The other ports are let go."""
         visitors: dict[Endpoint, set[int]] = {endpoint: set() for endpoint in self._open}
+        doors = {listening.fileno(): (endpoint, listening) for endpoint, listening in self._open.items()}
+        inside: dict[int, tuple[Endpoint, socket.socket]] = {}
+        poller = select.poll()
+        for number in doors:
+            poller.register(number, select.POLLIN)
         until = clock.now() + STRAGGLERS_S
         while not any(guests <= seen for seen in visitors.values()) and clock.now() < until:
-            by_socket = {listening: endpoint for endpoint, listening in self._open.items()}
-            readable, _, _ = select.select(list(by_socket), [], [], until - clock.now() if until > clock.now() else 0)
-            for listening in readable:
-                card = self._read_card(listening)
-                if card is not None:
-                    visitors[by_socket[listening]].add(card)
+            for number, _ in poller.poll(max(0.0, until - clock.now()) * 1000):
+                if number in doors:
+                    endpoint, listening = doors[number]
+                    with contextlib.suppress(OSError):  # hung up already
+                        visitor, _address = listening.accept()
+                        visitor.setblocking(False)
+                        inside[visitor.fileno()] = endpoint, visitor
+                        poller.register(visitor, select.POLLIN)
+                else:
+                    endpoint, visitor = inside.pop(number)
+                    poller.unregister(number)
+                    guest = self._read_card(visitor)
+                    if guest is not None:
+                        visitors[endpoint].add(guest)
+        for _, visitor in inside.values():
+            visitor.close()
         chosen = next((endpoint for endpoint, seen in visitors.items() if guests <= seen), None)
         for endpoint, listening in self._open.items():
             listening.close()
@@ -102,14 +118,11 @@ class Offer:
         self._open.clear()
         return chosen, visitors
 
-    def _read_card(self, listening: socket.socket) -> int | None:
-        size = TOKEN_BYTES + RANK_BYTES
-        with contextlib.suppress(OSError):
-            visitor, _ = listening.accept()
-            with visitor:
-                visitor.settimeout(STRAGGLERS_S)
-                card = visitor.recv(size, socket.MSG_WAITALL)
-            if len(card) == size and card.startswith(self.token):
+    def _read_card(self, visitor: socket.socket) -> int | None:
+        """The guest's number, if the whole card is there, as it is at once when it was sent in one piece."""
+        with visitor, contextlib.suppress(OSError):
+            card = visitor.recv(TOKEN_BYTES + RANK_BYTES)
+            if len(card) == TOKEN_BYTES + RANK_BYTES and card.startswith(self.token):
                 return int.from_bytes(card[-RANK_BYTES:], "big")
         return None
 
@@ -126,7 +139,10 @@ def _visit_some(offers: Sequence[tuple[Endpoint, bytes]], guest: int, clock: Clo
     try:
         for endpoint, token in offers:
             host = endpoint.host.strip("[]")
-            caller = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            try:
+                caller = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            except OSError:  # this machine has no IPv6, say
+                continue
             caller.setblocking(False)
             caller.connect_ex((host, endpoint.port))
             trying[caller.fileno()] = caller, token

@@ -93,14 +93,8 @@ class DistributeTranspiler:
         if self._job is not None:
             raise StateError("transpile() was called twice", todo="Make another DistributeTranspiler.")
         strategy = as_strategy(self._config_for(sync_mode))
-        for name, given in (("program", program), ("startup_program", startup_program)):
-            if given is not None and not isinstance(given, Program):
-                raise ArgumentTypeError(f"{name} must be a fleet.Program or None", got=type(given).__name__)
-        program = Program.last() if program is None else program
-        if startup_program not in (None, program):
-            raise ConfigurationError(
-                "startup_program is another program", expected="the same as program, or None", got="two programs"
-            )
+        program = Program.last() if program is None else _program("program", program)
+        _check_startup(startup_program, program)
         if not isinstance(pservers, str):
             raise ArgumentTypeError("pservers must be text", expected="'host:port,host:port'", got=repr(pservers))
         servers = checks.endpoints("pservers", pservers.split(","))
@@ -128,6 +122,8 @@ class DistributeTranspiler:
         job = self._transpiled("get_trainer_program")
         if wait_port is not None and not isinstance(wait_port, bool):
             raise ArgumentTypeError("wait_port must be True, False or None", got=repr(wait_port))
+        if self._trainer is not None and wait_port is not None:
+            raise StateError("wait_port comes too late: this trainer is connected", got=f"wait_port={wait_port}")
         if self._trainer is None:
             checks.below("trainer_id", job.trainer_id, job.trainers, "trainers")
             strategy = job.strategy if wait_port is None else replace(job.strategy, wait_port=wait_port)
@@ -168,8 +164,7 @@ class DistributeTranspiler:
                 expected=f"what get_pserver_program({str(server.endpoint)!r}) returned",
                 got=repr(pserver_program),
             )
-        if startup_program not in (None, job.program):
-            raise ConfigurationError("startup_program is not the program that was transpiled")
+        _check_startup(startup_program, job.program)
         return StartupProgram(server)
 
     def get_pserver_programs(self, endpoint: str | None = None) -> tuple[ServerProgram, StartupProgram]:
@@ -244,6 +239,7 @@ class ServerProgram:
         self.fleet = fleet
         self.endpoint = endpoint
         self.started = False
+        self._served = False
         self._job = job
 
     def start(self, model_dir: str | None) -> None:
@@ -264,6 +260,9 @@ class ServerProgram:
                 f"the server program of {self.endpoint} came before its startup program",
                 todo="Call get_startup_program(endpoint, pserver_program).run() first.",
             )
+        if self._served:
+            raise StateError(f"the server program of {self.endpoint} was run twice", todo="Transpile anew for another.")
+        self._served = True
         self.fleet.run_server()
 
     def __repr__(self) -> str:
@@ -278,6 +277,20 @@ class StartupProgram:
 
     def run(self, model_dir: str | None = None) -> None:
         self._server.start(model_dir)
+
+
+def _program(name: str, given: object) -> Program:
+    if not isinstance(given, Program):
+        raise ArgumentTypeError(f"{name} must be a fleet.Program or None", got=type(given).__name__)
+    return given
+
+
+def _check_startup(given: object, program: Program) -> None:
+    """There is no startup program apart from the program: it may be said, and has to be the same."""
+    if given is not None and _program("startup_program", given) is not program:
+        raise ConfigurationError(
+            "startup_program is another program", expected="the same as program, or None", got="two programs"
+        )
 
 
 def _endpoint(name: str, text: object) -> Endpoint:

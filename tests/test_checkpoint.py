@@ -344,6 +344,7 @@ SETTINGS = {
     "slice_var_up": True,
     "split_method": "RoundRobin",
     "min_block_size": 8192,
+    "staleness": 0,
 }
 
 

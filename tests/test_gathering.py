@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -35,6 +34,7 @@ from fleet.errors import (
     ProtocolError,
     StateError,
 )
+from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import (
     BARRIER,
     CARRIED,
@@ -715,22 +715,20 @@ def test_whoever_stops_is_not_waited_for() -> None:
 def test_what_somebody_brought_who_was_given_up_on_stays_in() -> None:
     """Worker 2 comes, and is silent from then on; worker 1 comes long after that."""
     network = FaultyNetwork(LoopbackNetwork())
-    brought, gone = threading.Event(), threading.Event()
+    gone = threading.Event()
 
     def body(fleet: Fleet, worker: int) -> Any:
         if worker == 2:
             network.add(Fault(Action.SILENCE, kind="beat", worker=2, times=None))
             network.add(Fault(Action.SILENCE, kind="abort", worker=2, times=None))
-            threading.Timer(0.1, brought.set).start()
         if worker == 1:
-            assert brought.wait(PATIENCE_S)
             assert gone.wait(PATIENCE_S)
         try:
             return fleet.all_reduce_worker(10.0**worker)
         finally:
             gone.set() if worker == 2 else None
 
-    environ = {"FLAGS_rpc_deadline": "800", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "15"}
+    environ = {"FLAGS_rpc_deadline": "1200", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "15"}
 
     def whole(fleet: Fleet, worker: int) -> Any:
         joined(fleet)
@@ -757,7 +755,7 @@ def test_a_barrier_lets_go_when_the_one_it_waits_for_is_given_up_on() -> None:
         assert fleet.all_reduce_worker(1) == 2
         over.set()
 
-    environ = {"FLAGS_rpc_deadline": "600", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "15"}
+    environ = {"FLAGS_rpc_deadline": "1200", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "15"}
     job = Job(body, 3, network=network, environ=environ)
     job.join(job.start())
     assert set(job.errors) == {"worker 2"}
@@ -844,7 +842,7 @@ def test_in_the_midst_of_training(servers: int) -> None:
     def body(fleet: Fleet, worker: int) -> tuple[list[float], list[float]]:
         weight = torch.nn.Parameter(torch.zeros(3))
         optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
-        fleet.barrier_worker() if fleet._chosen.running else fleet.init_worker()
+        fleet.init_worker()
         losses = []
         for step in range(5):
             loss = (weight * (worker + step)).sum()
@@ -860,6 +858,22 @@ def test_in_the_midst_of_training(servers: int) -> None:
         weight -= step + 1
         want = [weight] * 3
     assert run_job(body, 3, servers) == [(want, losses)] * 3
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_in_every_mode(mode: str) -> None:
+    def body(fleet: Fleet, worker: int) -> list[Any]:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), Strategy(mode, staleness=1))
+        fleet.init_worker()
+        got = []
+        for step in range(4):
+            optimizer.minimize(weight.sum())
+            got.append(fleet.all_reduce_worker(step + worker, op="max"))
+            fleet.barrier_worker()
+        return got
+
+    assert run_job(body, 2, 2) == [[1, 2, 3, 4]] * 2
 
 
 def test_over_sockets(free_endpoints: Callable[[int], list[str]]) -> None:
@@ -982,6 +996,28 @@ def test_a_request_that_is_too_late_for_its_result_is_told_so() -> None:
     ]
 
 
+def test_a_repetition_brings_nothing_new() -> None:
+    line = Line()
+    line.hello(0)
+    line.hello(1)
+    for worker, value in [(0, 1.0), (0, 7.0), (1, 20.0), (0, 7.0), (1, 7.0)]:
+        line.say(worker, [WireTensor.of(np.array(value))], gather=pb.Gather(number=1, op="sum", dtype="float64"))
+    told = [(worker, float(frame.tensors[0].numpy())) for worker, frame in line.taken()]
+    assert told == [(0, 21.0), (0, 21.0), (1, 21.0), (0, 21.0), (1, 21.0)]
+    assert line.service._running().hall._brought == {}
+
+
+def test_who_waits_hears_at_once_that_the_job_is_over() -> None:
+    line = Line()
+    line.hello(0)
+    line.hello(1)
+    line.say(0, gather=pb.Gather(number=1, op=BARRIER))
+    line.say(1, abort=pb.Abort(reason="out of luck"))
+    (waiting, told), (aborting, _) = line.taken()
+    assert (waiting, aborting) == (0, 1)
+    assert (told.message.error.kind, told.message.error.got) == ("JobAbortedError", "out of luck")
+
+
 def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     line = Line()
     line.hello(0)
@@ -1000,15 +1036,3 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (0, 0, 0)
     assert line.service.ended.is_set()
     assert line.service._running().parked == {}
-
-
-def test_time_is_only_spent_on_waiting() -> None:
-    """A barrier of nobody who is late takes no time worth speaking of."""
-
-    def body(fleet: Fleet, worker: int) -> float:
-        start = time.perf_counter()
-        for _ in range(50):
-            fleet.barrier_worker()
-        return time.perf_counter() - start
-
-    assert max(in_job(body, 2)) < 5.0

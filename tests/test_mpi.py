@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 
+from fleet import Fleet
 from fleet.clock import SystemClock
 from fleet.cluster import Assignment, Endpoint, Role
 from fleet.errors import ConfigurationError
 from fleet.mpi import launcher_of, place_in
 from fleet.ports import is_taken
 from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.rendezvous import Offer, own_addresses, visit
-from fleet.role_maker import MPISymetricRoleMaker, MPISymmetricRoleMaker
+from fleet.role_maker import MPISymetricRoleMaker, MPISymmetricRoleMaker, RoleMakerBase
 
 CLOCK = SystemClock()
 
@@ -29,6 +32,7 @@ class Launch:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=20)
         self.cards: list[dict[str, Any]] = [{} for _ in range(size)]
+        self.engaged: set[int] = set()
 
     def run(self, body: Callable[[ThreadRank], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size
@@ -60,6 +64,12 @@ class ThreadRank:
         cards = list(self.launch.cards)
         self.launch.barrier.wait()
         return cards
+
+    def engage(self) -> None:
+        self.launch.engaged.add(self.rank)
+
+    def done(self) -> None:
+        self.launch.engaged.remove(self.rank)
 
 
 def assignments(size: int, is_collective: bool = False) -> list[Assignment]:
@@ -157,6 +167,64 @@ def test_a_stranger_s_card_does_not_count() -> None:
     chosen, visitors = offer.settle({0, 1}, CLOCK)
     assert chosen is None
     assert visitors == {endpoint: {1}}
+
+
+def test_a_stranger_who_says_nothing_holds_nobody_up() -> None:
+    offer = Offer(["127.0.0.1"])
+    (endpoint,) = offer.endpoints
+    with socket.create_connection((endpoint.host, endpoint.port)):
+        visit([(endpoint, offer.token)], 1, CLOCK)
+        assert offer.settle({1}, CLOCK) == (endpoint, {endpoint: {1}})
+
+
+def test_a_machine_without_ipv6_visits_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = Offer(["127.0.0.1"])
+    real = socket.socket
+
+    def without_ipv6(family: int = socket.AF_INET, *rest: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return real(family, *rest)
+
+    monkeypatch.setattr("fleet.rendezvous.socket.socket", without_ipv6)
+    visit([(Endpoint("[2001:db8::1]", 9), b"token"), (offer.endpoints[0], offer.token)], 0, CLOCK)
+    monkeypatch.undo()
+    assert offer.settle({0}, CLOCK)[0] is not None
+
+
+def test_a_rank_is_engaged_until_its_part_is_over() -> None:
+    launch = Launch(2)
+    cluster = launch.run(lambda rank: MPISymmetricRoleMaker(False, {}, ranks=rank).assignment())
+    assert launch.engaged == {0, 1}
+    network = LoopbackNetwork()
+
+    def part(place: int) -> None:
+        fleet = Fleet(environ={}, network=network)
+        fleet.init(Known(cluster[place]))
+        weight = torch.nn.Parameter(torch.zeros(1))
+        fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        if fleet.is_server():
+            fleet.init_server()
+            fleet.run_server()
+        else:
+            fleet.init_worker()
+            assert launch.engaged == {0, 1}
+            fleet.stop_worker()
+
+    threads = [threading.Thread(target=part, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert launch.engaged == set()
+
+
+class Known(RoleMakerBase):
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+
+    def assignment(self) -> Assignment:
+        return self._assignment
 
 
 def test_visits_to_nobody_end() -> None:

@@ -127,6 +127,20 @@ def test_a_rank_that_fails_before_the_job_runs(mpirun: Run) -> None:
         assert f"MPI rank {rank} of 4: MPI rank 1 of 4 has failed and ends the job: ValueError: no data here" in err
 
 
+def test_a_rank_that_just_ends_before_its_part(mpirun: Run) -> None:
+    code, _, err = mpirun(4, str(SCRIPT), "exit-early", "1")
+    assert code != 0
+    for rank in (0, 2, 3):
+        assert f"MPI rank {rank} of 4: MPI rank 1 of 4 has failed and ends the job: its script ended before" in err
+
+
+def test_a_script_that_finalizes_mpi_itself(mpirun: Run) -> None:
+    code, out, err = mpirun(2, str(SCRIPT), "finalize")
+    assert code == 0, err
+    assert "weight -5.0" in out
+    assert "served" in out
+
+
 def test_a_rank_that_fails_in_the_job(mpirun: Run) -> None:
     code, _, err = mpirun(4, str(SCRIPT), "raise", "3")
     assert code != 0

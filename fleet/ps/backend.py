@@ -85,7 +85,9 @@ class ParameterServerBackend:
             raise StateError(f"run_server() was called on {self._assignment}", todo="Guard it with fleet.is_server().")
         if not self._server_prepared:
             raise NotInitializedError("run_server() came before init_server()", todo="Call fleet.init_server() first.")
+        self._server_prepared = False
         self._make_server(self._assignment.servers[self._assignment.index]).run()
+        self._done()
 
     def _make_server(self, endpoint: Endpoint) -> ServerRuntime:
         expected = (self._assignment.worker_num, self._assignment.servers)
@@ -138,6 +140,11 @@ class ParameterServerBackend:
             worker.stop()
         finally:
             self._join_embedded()
+        self._done()
+
+    def _done(self) -> None:
+        if self._assignment.when_done is not None:
+            self._assignment.when_done()
 
     def abort(self, reason: str) -> None:
         """End the job for everybody: this worker failed."""

@@ -31,6 +31,14 @@ class Ranks(Protocol):
         """Give every rank this one's card, and have theirs, by rank."""
         ...
 
+    def engage(self) -> None:
+        """This rank takes part in a job from now on."""
+        ...
+
+    def done(self) -> None:
+        """Its part of the job has come to its end."""
+        ...
+
 
 class MPISymmetricRoleMaker(RoleMakerBase):
     """One of the processes that ``mpirun`` started. Every rank has to make one, as ranks 0, 1, 2, 3, … become server 0,
@@ -104,7 +112,10 @@ def _agree(ranks: Ranks, is_collective: bool, clock: Clock, deadline_s: float) -
     if is_collective:
         return replace(collective(endpoints, ranks.rank, origin), held=offer)
     role = Role.SERVER if is_host(ranks.rank) else Role.WORKER
-    return Assignment(role, ranks.rank // 2, ranks.size // 2, endpoints, origin=origin, held=offer)
+    ranks.engage()
+    return Assignment(
+        role, ranks.rank // 2, ranks.size // 2, endpoints, origin=origin, held=offer, when_done=ranks.done
+    )
 
 
 def _refuse_discord(cards: Cards) -> None:

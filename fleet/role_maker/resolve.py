@@ -33,9 +33,9 @@ def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignmen
         return EnvRoleMaker(True, environ).assignment()
     if by_torchrun:
         raise ConfigurationError(
-            "is_collective=False under torchrun, which starts collective jobs only",
+            "a parameter-server job is asked for under torchrun, which starts collective jobs only",
             expected="the variables of a parameter-server job",
             got=Variables(environ).found("RANK", "WORLD_SIZE"),
-            todo=f"Set {_VARIABLES} for each process, or leave is_collective out.",
+            todo=f"Set {_VARIABLES} for each process, or let fleet.init() choose.",
         )
     return LocalRoleMaker().assignment()

@@ -43,3 +43,7 @@ def __getattr__(name: str) -> Any:
 
         return parameter_server
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -59,9 +59,10 @@ class Plan:
         rows = [("parameter", "block", "server", "elements")]
         for block, server in zip(self.blocks, self.servers, strict=True):
             rows.append((self.param_of(block).name, str(block.index), str(server), str(block.numel)))
-        rows += [(table.name, "rows", "by id", f"? x {table.dim}") for table in self.spec.tables]
+        rows += [(t.name, "rows", "by id", f"{t.num_embeddings or '?'} x {t.dim}") for t in self.spec.tables]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def make_plan(spec: JobSpec) -> Plan:

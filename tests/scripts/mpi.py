@@ -25,6 +25,8 @@ def main(variant: str, who: int) -> None:
         endpoints = fleet.worker_endpoints()
         print(f"worker {fleet.worker_index()} of {fleet.worker_num()} at {len(set(endpoints))} endpoints", flush=True)
         return
+    if variant == "exit-early" and mine:
+        sys.exit(2)
     if variant == "raise-early" and mine:
         raise ValueError("no data here")
     import torch  # here, so that the ranks that never come so far need not wait for it
@@ -38,6 +40,11 @@ def main(variant: str, who: int) -> None:
             raise ValueError("a bad server")
         fleet.run_server()
         print(f"served at {fleet.server_endpoints()[fleet.server_index()]}", flush=True)
+        if variant == "finalize":
+            from mpi4py import MPI
+
+            MPI.Finalize()
+            time.sleep(0.5)
         return
     fleet.init_worker()
     for step in range(5):
@@ -54,6 +61,11 @@ def main(variant: str, who: int) -> None:
 
         print(f"neighbour {MPI.COMM_WORLD.sendrecv(rank(), dest=4 - rank(), source=4 - rank())}", flush=True)
     fleet.stop_worker()
+    if variant == "finalize":
+        from mpi4py import MPI
+
+        MPI.Finalize()
+        time.sleep(0.5)  # longer than between two looks of whoever watches
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Lamb(OneByOne):
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"Invalid learning rate: {lr}")
+        if len(betas) != 2:
+            raise ValueError(f"Invalid betas: {betas}")
         for index, beta in enumerate(betas):
             if not 0 <= beta < 1:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
@@ -61,7 +63,7 @@ class Lamb(OneByOne):
         # The ratio stays a tensor: reading it would make the processor wait for the device.
         dtype = torch.promote_types(param.dtype, torch.float32)
         weight_norm, change_norm = (torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in (param, change))
-        trust = torch.where((weight_norm > 0) & (change_norm > 0), weight_norm / change_norm, 1.0)
+        trust = torch.where((weight_norm == 0) | (change_norm == 0), 1.0, weight_norm / change_norm)
         param.sub_(change.mul_(trust * float(group["lr"])))
 
 

@@ -66,7 +66,7 @@ class LarsMomentum(OneByOne):
             dtype = torch.promote_types(param.dtype, torch.float32)
             weight_norm, grad_norm = (torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in (param, grad))
             scale = group["lars_coeff"] * weight_norm / (grad_norm + decay * weight_norm + group["eps"])
-            change.mul_(torch.where((weight_norm > 0) & (grad_norm > 0), lr * scale, lr))
+            change.mul_(torch.where((weight_norm == 0) | (grad_norm == 0), lr, lr * scale))
         else:
             change.mul_(lr)
         param.sub_(state["velocity"].mul_(group["momentum"]).add_(change))

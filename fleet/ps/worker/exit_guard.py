@@ -73,13 +73,14 @@ def _chain_sigterm() -> None:
     """A worker that is told to end says so before it does. Somebody's own handler is left alone; one of ours, which
     spoke for a process that was no worker yet, gives way."""
     present = signal.getsignal(signal.SIGTERM)
-    is_ours = getattr(present, "__module__", "").startswith("fleet.")
+    is_ours = (getattr(present, "__module__", None) or "").startswith("fleet.")
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or not (present is signal.SIG_DFL or is_ours):
         return
 
     def on_sigterm(number: int, _frame: object) -> None:
-        _log.error("this worker is ended by SIGTERM: launchers send it to every process when one has ended badly")
+        if os.getpid() == _owner:
+            _log.error("this worker is ended by SIGTERM: launchers send it to every process when one has ended badly")
         # The handler runs between two instructions of the main thread, which may hold a lock that this needs.
         telling = threading.Thread(target=_abort_all, args=("it was ended by SIGTERM",), daemon=True)
         telling.start()
