@@ -118,6 +118,8 @@ class World:
         starting.start()
         starting.join(deadline_s)
         if starting.is_alive():
+            # The launcher may end all others when the first one has gone: let them say it too.
+            atexit.register(self._clock.sleep, TOLD_GRACE_S)
             raise DeadlineError(
                 f"MPI did not start within {deadline_s:g} s",
                 where=self._place,

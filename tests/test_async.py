@@ -122,6 +122,27 @@ def test_what_is_unsent_leaves_before_the_goodbye() -> None:
 
 
 @pytest.mark.parametrize(
+    "strategy",
+    [
+        StrategyFactory.create_async_strategy(send_queue_size=20),
+        StrategyFactory.create_half_async_strategy(max_merge_var_num=7),
+    ],
+    ids=lambda strategy: strategy.mode,
+)
+def test_what_was_computed_before_a_barrier_is_applied_after_it(strategy: Strategy) -> None:
+    def body(fleet_: Fleet, worker: int) -> float:
+        table = fleet.nn.Embedding(None, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+        fleet_.init_worker()
+        for _ in range(10):
+            optimizer.minimize(table(torch.tensor([4])).sum())
+        fleet_.barrier_worker()
+        return table(torch.tensor([4])).item()
+
+    assert run_job(body, 3, 2) == [-30.0] * 3
+
+
+@pytest.mark.parametrize(
     ("strategy", "environ", "queue"),
     [
         (StrategyFactory.create_async_strategy(), {}, 2),

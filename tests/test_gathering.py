@@ -19,7 +19,7 @@ import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, run_job
 
-from fleet import Fleet
+from fleet import Fleet, StrategyFactory
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
@@ -939,8 +939,9 @@ def test_a_barrier_comes_before_the_initial_values_and_is_explained() -> None:
     assert "round" not in line.service.explain()
 
 
-def test_a_round_and_a_barrier_that_wait_for_each_other_are_both_named() -> None:
-    line = Line()
+def test_a_round_and_a_barrier_that_wait_are_both_named() -> None:
+    """Worker 2 has not come yet: it is not known that the two wait for each other."""
+    line = Line(3)
     line.hello(0)
     line.hello(1)
     line.say(0, ready=pb.Ready())
@@ -950,6 +951,10 @@ def test_a_round_and_a_barrier_that_wait_for_each_other_are_both_named() -> None
     barrier, round_ = line.service.explain().split("; ")
     assert barrier.startswith("barrier 1: waiting for worker 1 (")
     assert round_.startswith("round 1: waiting for worker 0 (")
+    line.hello(2)
+    line.say(2, step=1, push=pb.Push(options=line.description.options(), present=b"\0"))
+    told = [frame.message.error.what for _, frame in line.taken() if frame.message.HasField("error")]
+    assert told == ["the workers wait for each other"] * 3
 
 
 F32 = WireTensor.of(np.zeros(2, np.float32))
@@ -1036,3 +1041,24 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (0, 0, 0)
     assert line.service.ended.is_set()
     assert line.service._running().parked == {}
+
+
+@pytest.mark.parametrize("strategy", [None, StrategyFactory.create_ssp_strategy(0)], ids=["sync", "ssp"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_workers_that_wait_for_each_other_are_told_so(servers: int, strategy: Strategy | None) -> None:
+    """One has run out of data and meets the others; they are in a step that waits for it."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        fleet_.init_worker()
+        for _ in range(3 if worker else 2):
+            optimizer.minimize(weight.sum())
+        fleet_.barrier_worker()
+
+    job = Job(body, 3, servers)
+    job.join(job.start(), 30)
+    for worker in range(3):
+        error = job.errors[f"worker {worker}"]
+        assert isinstance(error, JobAbortedError)
+        assert "workers [0] in barrier 1, workers [1, 2] in step 3" in str(error)

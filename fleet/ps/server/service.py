@@ -61,6 +61,7 @@ class Waiting:
     worker: int
     respond: Respond
     answer: Callable[[], Frame]
+    gathering: bool = False
 
 
 @dataclass
@@ -171,6 +172,7 @@ class Service:
                     self._handlers[kind](request, frame, respond, outbox)
                 else:
                     raise ProtocolError("a request of an unknown kind", where=str(self._endpoint))
+                self._refuse_standstill(outbox)
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             self._send(outbox)
@@ -195,6 +197,7 @@ class Service:
                         effect.silent_s,
                     )
                     self._departed(effect.worker, outbox)
+            self._refuse_standstill(outbox)
         self._send(outbox)
 
     def stop(self, reason: str) -> None:
@@ -586,7 +589,7 @@ class Service:
         """A barrier, or a reduction over all workers: parked until everybody has come to it."""
         job, ticket, gather = self._running(), next(self._tickets), request.gather
         ready = job.hall.come(ticket, request.worker, gather, frame.tensors)
-        job.parked[ticket] = Waiting(request.worker, respond, lambda: job.hall.answer(gather.number))
+        job.parked[ticket] = Waiting(request.worker, respond, lambda: job.hall.answer(gather.number), gathering=True)
         self._answer(job, ready, outbox)
 
     def _answer(self, job: Job, tickets: Sequence[Hashable], outbox: Outbox) -> None:
@@ -638,6 +641,27 @@ class Service:
             self._job.parked.clear()
             self._job.early.clear()
             self._job.claims.clear()
+
+    def _refuse_standstill(self, outbox: Outbox) -> None:
+        """Some workers wait in a gathering, all others in a step for them: nobody will ever go on."""
+        parked = [] if self._job is None else list(self._job.parked.values())
+        meeting = {waiting.worker for waiting in parked if waiting.gathering}
+        stepping = {waiting.worker for waiting in parked if not waiting.gathering}
+        if not (meeting and stepping):
+            return
+        assert self._members is not None
+        with self._members_lock:
+            live = set(self._members.awaited())
+        if live <= meeting | stepping:
+            job = self._running()
+            step, (meeting_at, _) = job.gate.lacking()[0], job.hall.lacking()[0]
+            error = JobAbortedError(
+                "the workers wait for each other",
+                where=str(self._endpoint),
+                got=f"workers {sorted(meeting)} in {meeting_at}, workers {sorted(stepping)} in step {step}",
+                todo="Call barrier_worker, all_reduce_worker and metrics on every worker after the same step.",
+            )
+            self._fail(error, outbox)
 
     # ---------------------------------------------------------------- shorthands
 

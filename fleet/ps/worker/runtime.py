@@ -461,6 +461,8 @@ class WorkerRuntime:
 
     def barrier(self) -> None:
         """Return when every worker has come here."""
+        self.settle("barrier_worker()")
+        self.flush()  # what this worker computed before the barrier is applied when the others have passed it
         self._gather("barrier_worker()", BARRIER)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
