@@ -22,6 +22,9 @@ class Strategy:
     check_finite: bool = False
     #: ssp: how many steps a worker may be ahead of the slowest.
     staleness: int = 0
+    #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
+    dc_lambda: float = 0.0
+    dc_adaptive: bool = False
     #: async and half_async: settings of ``CommunicatorKnobs`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
 
@@ -44,10 +47,13 @@ class StrategyFactory:
         send_wait_times: int | None = None,
         thread_pool_size: int | None = None,
         is_sgd_optimizer: bool | None = None,
+        dc_asgd_lambda: float = 0.0,
+        dc_asgd_adaptive: bool = False,
         check_finite: bool = False,
     ) -> Strategy:
         """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
-        ``FLAGS_communicator_*`` variable of that name says, or its default."""
+        ``FLAGS_communicator_*`` variable of that name says, or its default. ``dc_asgd_lambda`` above zero compensates
+        for the delay of gradients."""
         given = {
             "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
             "send_queue_size": _whole("send_queue_size", send_queue_size, 1),
@@ -57,18 +63,37 @@ class StrategyFactory:
             "thread_pool_size": _whole("thread_pool_size", thread_pool_size, 1),
             "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
         }
-        return Strategy("async", check_finite=check_finite, communicator=_said(given))
+        strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
+        return Strategy(
+            "async",
+            check_finite=check_finite,
+            communicator=_said(given),
+            dc_lambda=strength,
+            dc_adaptive=dc_asgd_adaptive,
+        )
 
     @staticmethod
     def create_half_async_strategy(
-        *, max_merge_var_num: int | None = None, is_sgd_optimizer: bool | None = None, check_finite: bool = False
+        *,
+        max_merge_var_num: int | None = None,
+        is_sgd_optimizer: bool | None = None,
+        dc_asgd_lambda: float = 0.0,
+        dc_asgd_adaptive: bool = False,
+        check_finite: bool = False,
     ) -> Strategy:
         """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else."""
         given = {
             "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
             "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
         }
-        return Strategy("half_async", check_finite=check_finite, communicator=_said(given))
+        strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
+        return Strategy(
+            "half_async",
+            check_finite=check_finite,
+            communicator=_said(given),
+            dc_lambda=strength,
+            dc_adaptive=dc_asgd_adaptive,
+        )
 
     @staticmethod
     def create_geo_strategy(update_frequency: int = 100) -> Strategy:
@@ -130,10 +155,10 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             f"geo_sgd_mode=True and {other}=True exclude each other: GEO workers send no gradients",
             todo=f"Leave {other} unset, or geo_sgd_mode.",
         )
-    missing = [name for name in relaxed if name != "half_async"]
-    if missing:
-        raise _not_yet(f"{missing[0]}=True")
+    if config.geo_sgd_mode:
+        raise _not_yet("geo_sgd_mode=True")
     return Strategy(
+        dc_lambda=1.0 if config.enable_dc_asgd else 0.0,
         mode="sync" if config.sync_mode else "half_async" if config.half_async else "async",
         slice_var_up=config.slice_var_up,
         split_method=config.split_method,
@@ -158,6 +183,19 @@ def _flag(name: str, value: object) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be True, False or None", got=repr(value))
     return value
+
+
+def _strength(strength: object, adaptive: object) -> float:
+    """Lambda, 0 for no compensation."""
+    if isinstance(strength, bool) or not isinstance(strength, int | float):
+        raise ArgumentTypeError("dc_asgd_lambda must be a number", got=repr(strength))
+    if not 0 <= strength < float("inf"):
+        raise ConfigurationError("dc_asgd_lambda is out of range", expected="0 or more", got=strength)
+    if not isinstance(adaptive, bool):
+        raise ArgumentTypeError("dc_asgd_adaptive must be True or False", got=repr(adaptive))
+    if adaptive and not strength:
+        raise ConfigurationError("dc_asgd_adaptive=True: nothing to act on without dc_asgd_lambda", got="0")
+    return float(strength)
 
 
 def _said(given: Mapping[str, int | None]) -> tuple[tuple[str, int | bool], ...]:

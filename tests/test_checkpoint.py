@@ -345,6 +345,8 @@ SETTINGS = {
     "split_method": "RoundRobin",
     "min_block_size": 8192,
     "staleness": 0,
+    "dc_lambda": 0.0,
+    "dc_adaptive": False,
 }
 
 

@@ -293,8 +293,6 @@ def test_all_that_is_set_in_vain_is_named() -> None:
     "settings",
     [
         {"sync_mode": False, "geo_sgd_mode": True},
-        {"sync_mode": False, "enable_dc_asgd": True},
-        {"sync_mode": False, "half_async": True, "enable_dc_asgd": True},
         {"mode": "nccl2"},
         {"mode": "collective"},
     ],
@@ -380,6 +378,6 @@ def test_a_strategy_is_a_value() -> None:
 def test_strategy_and_plan_have_the_same_defaults() -> None:
     """The planner's settings and the strategy are written down twice; a default must not differ."""
     settings = PlanSettings(2, 2)
-    for name in ("mode", "slice_var_up", "split_method", "min_block_size", "staleness"):
+    for name in ("mode", "slice_var_up", "split_method", "min_block_size", "staleness", "dc_lambda", "dc_adaptive"):
         assert getattr(settings, name) == getattr(Strategy(), name)
     assert make_plan(JobSpec((), (), (), settings)).blocks == ()

@@ -102,21 +102,30 @@ def test_ranks_that_disagree(mpirun: Run) -> None:
     assert err.count("ConfigurationError: the ranks do not ask for one kind of job") == 4
 
 
-def test_a_rank_that_ends_before_mpi_has_started(mpirun: Run, mpi: str) -> None:
-    code, _, err = mpirun(4, str(SCRIPT), "exit-before", "1", FLEET_STARTUP_DEADLINE="4")
-    assert code != 0
-    for rank in (0, 2, 3):
-        if mpi == "mpich":  # waits on; the deadline is ours
-            assert re.search(rf"DeadlineError: MPI did not start within 4 s; at MPI rank {rank} of 4", err)
-        else:
-            assert f"MPI rank {rank} of 4 is ended by SIGTERM" in err
+def told_of_the_end(err: str) -> list[int]:
+    """The ranks that said why they end: by an error of their own, or by the launcher's SIGTERM.
+
+    Open MPI warns that "you may or may not see output from other processes, depending on exactly when Open MPI kills
+    them", and on a busy machine the last words of one do get lost.
+    """
+    return [
+        rank
+        for rank in range(4)
+        if re.search(rf"at MPI rank {rank} of 4;|MPI rank {rank} of 4 is ended by SIGTERM", err)
+    ]
 
 
-def test_a_rank_that_never_calls_init(mpirun: Run, mpi: str) -> None:
-    code, _, err = mpirun(4, str(SCRIPT), "never-calls", "1", FLEET_STARTUP_DEADLINE="4")
+@pytest.mark.parametrize("variant", ["exit-before", "never-calls"])
+def test_a_rank_that_is_gone_before_mpi_has_started(mpirun: Run, mpi: str, tmp_path: Path, variant: str) -> None:
+    """MPICH lets the others wait on, so that the deadline is ours; Open MPI ends them."""
+    code, _, err = mpirun(4, str(SCRIPT), variant, "1", FLEET_STARTUP_DEADLINE="4", MEETING_PLACE=str(tmp_path))
     assert code != 0
-    for rank in (0, 2, 3):
-        assert re.search(rf"at MPI rank {rank} of 4|MPI rank {rank} of 4 is ended by SIGTERM", err)
+    assert 1 not in told_of_the_end(err)
+    if mpi == "mpich":
+        assert told_of_the_end(err) == [0, 2, 3]
+        assert err.count("DeadlineError: MPI did not start within 4 s") == 3
+    else:
+        assert len(told_of_the_end(err)) >= 2
 
 
 def test_a_rank_that_fails_before_the_job_runs(mpirun: Run) -> None:
@@ -152,8 +161,7 @@ def test_a_rank_that_is_killed(mpirun: Run, mpi: str) -> None:
     code, out, err = mpirun(4, str(SCRIPT), "kill", "1")
     assert code != 0
     if mpi == "openmpi":
-        assert err.count("serving ends: SIGTERM") == 2
-        assert "this worker is ended by SIGTERM" in err
+        assert err.count("serving ends: SIGTERM") + err.count("this worker is ended by SIGTERM") >= 2
     else:  # MPICH kills them all in the same moment, and is the only one left to speak
         assert "EXIT CODE: 9" in out + err
 

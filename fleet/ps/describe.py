@@ -165,6 +165,8 @@ def describe(
         split_method=strategy.split_method,
         min_block_size=strategy.min_block_size,
         staleness=strategy.staleness,
+        dc_lambda=strategy.dc_lambda,
+        dc_adaptive=strategy.dc_adaptive,
     )
     if len(set(seen.values())) < len(seen):
         twice = sorted({name for name in seen.values() if list(seen.values()).count(name) > 1})

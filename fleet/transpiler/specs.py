@@ -120,6 +120,8 @@ class PlanSettings:
     split_method: str = "RoundRobin"
     min_block_size: int = 8192
     staleness: int = 0
+    dc_lambda: float = 0.0
+    dc_adaptive: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ class JobSpec:
             ),
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
             "there are more than 2^20 processes": max(processes) > _MOST_PROCESSES,
+            "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
             "split_method is unknown": settings.split_method not in DISPATCHERS,
             "a parameter is larger than 2^48 elements": any(p.numel > _MOST_ELEMENTS for p in self.params),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import fleet
 
@@ -13,11 +14,21 @@ def rank() -> int:
     return int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
 
+def meet(last: bool) -> None:
+    """Say in a file that this rank is about to call fleet.init(); the last one waits until all others are in it."""
+    place = Path(os.environ["MEETING_PLACE"])
+    (place / str(rank())).touch()
+    while last and len(list(place.iterdir())) < 4:
+        time.sleep(0.05)
+    time.sleep(1 if last else 0)
+
+
 def main(variant: str, who: int) -> None:
     mine = rank() == who
-    if variant in ("exit-before", "never-calls") and mine:
-        time.sleep(1)  # the others are in fleet.init() by then
-        sys.exit(3 if variant == "exit-before" else 0)
+    if variant in ("exit-before", "never-calls"):
+        meet(mine)
+        if mine:
+            sys.exit(3 if variant == "exit-before" else 0)
     if variant == "discord":
         fleet.init(is_collective=mine)
     fleet.init(is_collective=variant == "collective" or None)

@@ -462,7 +462,7 @@ class Service:
                 del job.pushed[worker, step]
                 raise
         quiet = request.push.quiet
-        waiting = Waiting(worker, respond, lambda: self._values(job, not quiet, ()))
+        waiting = Waiting(worker, respond, lambda: self._values(job, worker, not quiet, ()))
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
     def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
@@ -484,6 +484,7 @@ class Service:
             raise ProtocolError("a push has gradients of other element types", expected=dtypes)
         rest = iter(tensors[len(dtypes) :])
         contribution = Contribution(
+            worker=worker,
             options=tuple(push.options),
             dense=(present, {name: t.torch() for name, t in zip(dtypes, tensors, strict=False)}),
             rows={index: (next(rest).numpy(), next(rest).numpy()) for index in push.row_tables},
@@ -502,7 +503,7 @@ class Service:
             for table, tensor, training in zip(pull.tables, frame.tensors, pull.training, strict=True)
         ]
 
-        waiting = Waiting(request.worker, respond, lambda: self._values(job, pull.dense, wanted))
+        waiting = Waiting(request.worker, respond, lambda: self._values(job, request.worker, pull.dense, wanted))
         # While the job grows, workers that are not there yet still need rows to get there.
         if job.initialized and not (job.growing and pull.dense):
             self._park(job, pull.version, waiting, [], outbox)
@@ -528,7 +529,7 @@ class Service:
             _log.exception("%s: the server failed", self._endpoint)
             self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error)), outbox)
 
-    def _values(self, job: Job, dense: bool, wanted: Sequence[tuple[int, Any, bool]]) -> Frame:
+    def _values(self, job: Job, worker: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]) -> Frame:
         """Current values. They are copied now, under the lock; encoding and sending come after it."""
         shard = self._shard()
         version = job.gate.version
@@ -537,8 +538,15 @@ class Service:
             if job.snapshot is None or job.snapshot[0] != version:
                 job.snapshot = (version, shard.dense.snapshot())
             tensors += [WireTensor.of(tensor) for tensor in job.snapshot[1]]
+            if shard.compensation is not None:
+                handed = dict(zip(shard.dense.layout.dtypes, job.snapshot[1], strict=True))
+                shard.compensation.handed_dense(worker, handed)
         try:
-            tensors += [WireTensor.of(shard.read(table, ids, training)) for table, ids, training in wanted]
+            for table, ids, training in wanted:
+                rows = shard.read(table, ids, training)
+                tensors.append(WireTensor.of(rows))
+                if shard.compensation is not None and training:
+                    shard.compensation.handed_rows(worker, table, ids, rows)
         except FleetError as error:
             return error_reply(error)
         return Frame(pb.Reply(version=version), tensors)
@@ -624,6 +632,8 @@ class Service:
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
+        if job.shard is not None and job.shard.compensation is not None:
+            job.shard.compensation.forget(worker)
         self._carry_out(job, job.gate.leave(worker), outbox)
         self._answer(job, job.hall.leave(worker), outbox)
         assert self._members is not None

@@ -15,6 +15,7 @@ import torch
 from fleet.errors import ProtocolError
 from fleet.ps.kernels import RULES
 from fleet.ps.layout import DenseLayout, Slot, dense_layout
+from fleet.ps.table.compensation import Compensation
 from fleet.transpiler.plan import Plan
 
 Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
@@ -160,6 +161,11 @@ class DenseShard:
             for param in self._params:
                 if param.grad is not None:
                     param.grad.div_(divisor)
+
+    def compensate(self, worker: int, gradient: Gradient, compensation: Compensation) -> None:
+        """Correct one worker's gradient in place for what has changed since it was handed its values."""
+        present, tensors = gradient
+        compensation.dense(worker, self._layout(present), self.layout, tensors, self._flat)
 
     def snapshot(self) -> list[torch.Tensor]:
         """A copy of all values, one flat tensor an element type, in the layout's order."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from fleet.errors import ProtocolError
 from fleet.ps.kernels import RULES
+from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense import DenseShard, Gradient
 from fleet.ps.table.merge import merge
 from fleet.ps.table.table import Table
@@ -30,6 +31,7 @@ EXPORT_BYTES = 16 << 20
 class Contribution:
     """What one worker pushed for one step. ``options`` holds one JSON object a param group."""
 
+    worker: int
     options: tuple[str, ...]
     dense: Gradient
     rows: Mapping[int, tuple[Array, Array]]
@@ -53,6 +55,8 @@ class Shard:
         self._options_text = tuple(options)
         self._options = self._parse(plan, options)
         self.dense = DenseShard(plan, server, self._options)
+        settings = plan.spec.settings
+        self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
         self.tables = [self._make_table(index) for index in range(len(plan.spec.tables))]
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
@@ -110,6 +114,8 @@ class Shard:
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
         """One optimizer step on the mean of the contributions; the first one's options rule the round."""
+        if self.compensation is not None:
+            contributions = [self._compensated(each, self.compensation) for each in contributions]
         first = contributions[0]
         if first.options != self._options_text:
             self._options, self._options_text = self._parse(self.plan, first.options), first.options
@@ -122,6 +128,17 @@ class Shard:
             if rows:
                 ids, grads = merge(rows, count)
                 table.apply(ids, grads, self._options[table.spec.group], table.step)
+
+    def _compensated(self, contribution: Contribution, compensation: Compensation) -> Contribution:
+        self.dense.compensate(contribution.worker, contribution.dense, compensation)
+        rows = {
+            index: (
+                ids,
+                compensation.rows(contribution.worker, index, ids, grads, self.tables[index].read(ids, training=True)),
+            )
+            for index, (ids, grads) in contribution.rows.items()
+        }
+        return replace(contribution, rows=rows)
 
     def read(self, index: int, ids: Array, training: bool) -> Array:
         if ids.ndim != 1 or ids.dtype != np.int64:

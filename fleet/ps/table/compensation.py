@@ -1,0 +1,107 @@
+"""Delay compensation (Zheng et al., 2017): what a gradient would have been on today's values, to first order.
+
+A gradient ``g`` computed on ``b``, when the values are ``w`` by now, becomes ``g + lambda * g * g * (w - b)``. So the
+server keeps, for each worker, the values it last handed to it: of dense blocks the snapshot that was sent, of rows the
+rows. The adaptive variant divides lambda by the root of a running mean of the squared gradients, element by element.
+
+Not thread-safe: the caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fleet.ps.kernels.jit import Array, Ids
+from fleet.ps.kernels.rows import gather, scatter
+from fleet.ps.layout import DenseLayout
+from fleet.ps.table.memory import MemoryStore
+from fleet.ps.table.table import WEIGHT
+
+#: The adaptive variant's running mean keeps this share of itself, and adds this under the root: the paper's values.
+KEPT, EPSILON = 0.95, 1e-7
+_SQUARES = "mean_square"
+
+
+@dataclass
+class Handed:
+    """What one worker was last given."""
+
+    dense: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[int, MemoryStore] = field(default_factory=dict)
+
+
+class Compensation:
+    def __init__(self, strength: float, adaptive: bool) -> None:
+        self._strength = strength
+        self._adaptive = adaptive
+        self._handed: dict[int, Handed] = {}
+        self._dense_squares: dict[str, torch.Tensor] = {}
+        self._row_squares: dict[int, MemoryStore] = {}
+
+    def forget(self, worker: int) -> None:
+        self._handed.pop(worker, None)
+
+    # ---------------------------------------------------------------- what was handed out
+
+    def handed_dense(self, worker: int, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """``snapshot`` is nobody's to change: workers that were given the same one share it."""
+        self._handed.setdefault(worker, Handed()).dense = snapshot
+
+    def handed_rows(self, worker: int, table: int, ids: Ids, rows: Array) -> None:
+        kept = self._handed.setdefault(worker, Handed()).rows.setdefault(table, MemoryStore())
+        kept.ensure_column(WEIGHT, rows.shape[1], 0.0, rows.dtype)
+        distinct, first = np.unique(ids, return_index=True)
+        slots = kept.insert(distinct)
+        scatter(kept.column(WEIGHT), slots, np.ascontiguousarray(rows[first]))
+
+    # ---------------------------------------------------------------- what becomes of a gradient
+
+    def dense(
+        self,
+        worker: int,
+        layout: DenseLayout,
+        full: DenseLayout,
+        grads: Mapping[str, torch.Tensor],
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Compensate in place. ``layout`` says which blocks have a gradient, ``full`` where they lie in ``values``."""
+        handed = self._handed.get(worker, Handed()).dense
+        for slot in layout.slots:
+            old = handed.get(slot.dtype)
+            whole = full.slots[slot.position]
+            if old is None or old.numel() < whole.stop:
+                continue
+            grad, here = grads[slot.dtype][slot.start : slot.stop], slice(whole.start, whole.stop)
+            drift = values[slot.dtype][here] - old[here]
+            if self._adaptive:
+                squares = self._dense_squares.setdefault(slot.dtype, torch.zeros_like(values[slot.dtype]))[here]
+                squares.mul_(KEPT).addcmul_(grad, grad, value=1 - KEPT)
+                drift /= (squares + EPSILON).sqrt_()
+            grad.addcmul_(grad * grad, drift, value=self._strength)
+
+    def rows(self, worker: int, table: int, ids: Ids, grads: Array, now: Array) -> Array:
+        """The gradients of rows, compensated; ``now`` holds the rows' present values."""
+        kept = self._handed.get(worker, Handed()).rows.get(table)
+        if kept is None:
+            return grads
+        slots = kept.find(ids)
+        old = now.copy()  # a row that was never handed out has not drifted
+        gather(kept.column(WEIGHT), slots, old)
+        drift = now - old
+        if self._adaptive:
+            drift /= np.sqrt(self._mean_squares(table, ids, grads) + grads.dtype.type(EPSILON))
+        compensated: Array = grads + grads.dtype.type(self._strength) * grads * grads * drift
+        return compensated
+
+    def _mean_squares(self, table: int, ids: Ids, grads: Array) -> Array:
+        store = self._row_squares.setdefault(table, MemoryStore())
+        store.ensure_column(_SQUARES, grads.shape[1], 0.0, grads.dtype)
+        slots, before = store.insert(ids), np.empty_like(grads)
+        gather(store.column(_SQUARES), slots, before)
+        squares: Array = grads.dtype.type(KEPT) * before + grads.dtype.type(1 - KEPT) * grads * grads
+        scatter(store.column(_SQUARES), slots, squares)
+        return squares
