@@ -82,6 +82,10 @@ class IdentityError(FleetError, RuntimeError):
     """A process claims a place that is taken, or one it was removed from."""
 
 
+class StillBusyError(FleetError, RuntimeError):
+    """A server has not finished an earlier job yet. A worker that waits for its servers asks again."""
+
+
 class ServerLostError(FleetError, ConnectionError):
     """A server answers but no longer knows the job: it was restarted without its state."""
 

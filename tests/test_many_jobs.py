@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+from harness import PATIENT, Job
 from test_processes import Processes, ended, processes  # noqa: F401 - a fixture
 
+from fleet import Fleet
+from fleet.errors import IdentityError, StillBusyError
+from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.strategy import Strategy
+
 MANY_JOBS = str(Path(__file__).parent / "scripts" / "many_jobs.py")
-JOBS = 100
 
 
-def test_a_hundred_jobs_one_after_another_on_the_same_ports(
+@pytest.mark.parametrize("jobs", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_jobs_one_after_another_on_the_same_ports(
     processes: Processes,  # noqa: F811
     free_endpoints: Callable[[int], list[str]],
+    jobs: int,
 ) -> None:
     """Every process goes from job to job at its own speed: early workers and late servers of each are about."""
     endpoints = free_endpoints(2)
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints), "PADDLE_TRAINERS_NUM": "2"}
     started = [
         *(
-            processes.start(MANY_JOBS, str(JOBS), TRAINING_ROLE="PSERVER", PADDLE_PSERVER_ID=str(index), **common)
+            processes.start(MANY_JOBS, str(jobs), TRAINING_ROLE="PSERVER", PADDLE_PSERVER_ID=str(index), **common)
             for index in range(2)
         ),
         *(
-            processes.start(MANY_JOBS, str(JOBS), TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID=str(index), **common)
+            processes.start(MANY_JOBS, str(jobs), TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID=str(index), **common)
             for index in range(2)
         ),
     ]
     for process in started:
         code, out, err = ended(process, 110)
         assert code == 0, err
-        assert out == f"{JOBS} jobs\n"
+        assert out == f"{jobs} jobs\n"
 
 
 def test_a_worker_that_outlived_its_job_is_kept_out_of_the_next(
@@ -56,20 +67,101 @@ def test_a_worker_that_outlived_its_job_is_kept_out_of_the_next(
     assert f"worker 0 is no longer part of this job; at {endpoints[0]}" in err
 
 
-def test_two_jobs_side_by_side_and_a_worker_in_the_wrong_one(
-    processes: Processes,  # noqa: F811
-    free_endpoints: Callable[[int], list[str]],
-) -> None:
-    one, other = free_endpoints(2)
-    servers = [
-        processes.server(endpoint, [endpoint], 1, FLEET_JOB_ID=name) for endpoint, name in ((one, "a"), (other, "b"))
-    ]
-    stray = processes.worker(0, [other], 1, FLEET_JOB_ID="a")
-    code, _, err = ended(stray)
-    assert code == 1
-    assert f"this server serves another job; at {other}; expected job b; got job a" in err
-    for endpoint, name in ((one, "a"), (other, "b")):
-        code, out, err = ended(processes.worker(0, [endpoint], 1, FLEET_JOB_ID=name))
-        assert code == 0, err
-        assert "weight -5.0 row -5.0" in out
-    assert [ended(server)[0] for server in servers] == [0, 0]
+def test_two_jobs_side_by_side_and_a_worker_in_the_wrong_one(free_endpoints: Callable[[int], list[str]]) -> None:
+    """Over real sockets, each process a thread."""
+    endpoints = dict(zip("ab", free_endpoints(2), strict=True))
+    network = GrpcNetwork(4)
+    strayed = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet.init_worker()
+        assert strayed.wait(20)
+        for _ in range(5):
+            optimizer.minimize(weight.sum())
+        return weight.item()
+
+    def job(name: str, endpoint: str) -> Job:
+        return Job(body, 1, 1, network=network, endpoints=[endpoint], environ={**PATIENT, "FLEET_JOB_ID": name})
+
+    jobs = [job(name, endpoint) for name, endpoint in endpoints.items()]
+    threads = [each.start() for each in jobs]
+    stray = job("a", endpoints["b"])
+    stray.work(0)
+    assert isinstance(stray.errors["worker 0"], IdentityError)
+    assert f"this server serves another job; at {endpoints['b']}; expected job b; got job a" in str(
+        stray.errors["worker 0"]
+    )
+    strayed.set()
+    for each, its_threads in zip(jobs, threads, strict=True):
+        each.join(its_threads)
+        assert (each.errors, each.results) == ({}, {0: -5.0})
+
+
+def test_an_early_worker_of_the_next_job_waits_for_the_end_of_this_one() -> None:
+    """Worker 0 goes on to the next job while its server still serves worker 1."""
+    network, endpoints = LoopbackNetwork(), ["server:1"]
+    environ = {**PATIENT, "FLEET_BEAT": "0.05"}
+    early, ended_well = threading.Event(), []
+
+    def body(fleet: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet.init_worker()
+        if worker == 1:
+            assert early.wait(20)
+        optimizer.minimize(weight.sum()) if worker else None
+        ended_well.append(weight.item())
+
+    def next_body(fleet: Fleet, worker: int) -> float:
+        weight = torch.nn.Parameter(torch.full((2,), 10.0))  # another model: the old server would refuse it
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet.init_worker()
+        optimizer.minimize(weight.sum())
+        return weight[0].item()
+
+    first = Job(body, 2, 1, network=network, endpoints=endpoints, environ=environ)
+    following = Job(next_body, 2, 1, network=network, endpoints=endpoints, environ=environ)
+    threads = first.start()
+    threads[1].join(20)  # worker 0 has said goodbye
+    newcomer = threading.Thread(target=following.work, args=(0,), daemon=True)
+    newcomer.start()
+    newcomer.join(0.5)
+    assert newcomer.is_alive(), f"{following.errors}: it should wait"
+    early.set()
+    first.join(threads)
+    rest = [threading.Thread(target=following.serve, args=(0,)), threading.Thread(target=following.work, args=(1,))]
+    for thread in rest:
+        thread.start()
+    for thread in [newcomer, *rest]:
+        thread.join(20)
+    assert (first.errors, following.errors) == ({}, {})
+    assert following.results == {0: 9.0, 1: 9.0}
+
+
+def test_an_early_worker_that_is_told_not_to_wait_says_why() -> None:
+    network, endpoints = LoopbackNetwork(), ["server:1"]
+    early = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> None:
+        fleet.distributed_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        fleet.init_worker()
+        assert worker == 0 or early.wait(20)
+
+    def impatient(fleet: Fleet, worker: int) -> None:
+        strategy = Strategy(wait_port=False)
+        fleet.distributed_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), strategy)
+        with pytest.raises(StillBusyError, match="not finished an earlier job yet; at server:1; got a hello of a new"):
+            fleet.init_worker()
+        raise ZeroDivisionError
+
+    first = Job(body, 2, 1, network=network, endpoints=endpoints)
+    threads = first.start()
+    threads[1].join(20)
+    following = Job(impatient, 2, 1, network=network, endpoints=endpoints)
+    following.work(0)
+    assert isinstance(following.errors["worker 0"], ZeroDivisionError)
+    early.set()
+    first.join(threads)
+    assert first.errors == {}

@@ -81,6 +81,13 @@ class Membership:
         if worker in self._members:
             self._members[worker].refusal = reason
 
+    def succeeds(self, worker: int, incarnation: int) -> Standing | None:
+        """Whether this is another process than the one that had the place: how that one stands, else None."""
+        member = self._members.get(worker)
+        if member is None or member.standing is Standing.EXPECTED or member.incarnation == incarnation:
+            return None
+        return member.standing
+
     def heard(self, worker: int, incarnation: int, now: float) -> bool:
         """Note a sign of life; False if this process is not a live member."""
         member = self._members.get(worker)

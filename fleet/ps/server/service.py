@@ -30,6 +30,7 @@ from fleet.errors import (
     PlanMismatchError,
     ProtocolError,
     ServerLostError,
+    StillBusyError,
 )
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Apply, Effect, Gate, Mode
@@ -241,6 +242,7 @@ class Service:
 
     def _hello(self, request: Any, respond: Respond, outbox: Outbox) -> None:
         hello = request.hello
+        self._refuse_successor(request)
         if self._failure is not None:
             self._told.add(request.worker)
             raise self._failure.again()
@@ -292,6 +294,22 @@ class Service:
         outbox.append((respond, Frame(reply)))
         if job.initialized:
             self._release_early(job, outbox)
+
+    def _refuse_successor(self, request: Any) -> None:
+        """A worker of the next job may be early: the process that had its place here has left, others have not."""
+        with self._members_lock:
+            members = self._members
+            before = None if members is None else members.succeeds(request.worker, request.incarnation)
+        ours = self._knobs.job_id or ("" if self._job is None else self._job.job_id)
+        restarted = bool(ours) and ours == request.hello.job_id
+        if not restarted and (before is Standing.LEFT or (before is not None and self._over)):
+            raise StillBusyError(
+                "this server has not finished an earlier job yet",
+                where=str(self._endpoint),
+                got=f"a hello of a new worker {request.worker}; the earlier one has "
+                + ("left" if before is Standing.LEFT else "failed with its job"),
+                todo="Wait until the earlier job has ended, or give this one servers of its own.",
+            )
 
     def _check_cluster(self, spec: JobSpec, hello: Any) -> None:
         """The worker and this server must have been told of the same cluster."""

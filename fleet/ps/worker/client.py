@@ -15,7 +15,7 @@ import threading
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
-from fleet.errors import DeadlineError, FleetError, IdentityError, JobAbortedError, ServerLostError
+from fleet.errors import DeadlineError, FleetError, IdentityError, JobAbortedError, ServerLostError, StillBusyError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -70,9 +70,11 @@ class ServerClient:
             rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
             try:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
-            except TransportError as error:
+            except (TransportError, StillBusyError) as error:
                 now = self._clock.now()
                 if not wait or now - began >= self._knobs.startup_deadline_s:
+                    if isinstance(error, StillBusyError):
+                        raise
                     raise DeadlineError(
                         f"the server at {self.endpoint} did not come up",
                         where=f"worker {self._worker}, hello",
