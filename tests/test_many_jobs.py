@@ -45,6 +45,7 @@ def test_jobs_one_after_another_on_the_same_ports(
         assert out == f"{jobs} jobs\n"
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlived_its_job_is_kept_out_of_the_next(
     processes: Processes,  # noqa: F811
     free_endpoints: Callable[[int], list[str]],

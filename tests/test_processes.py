@@ -95,6 +95,7 @@ def test_the_quickstart_alone(processes: Processes, tmp_path: Path) -> None:
     assert (tmp_path / "ckpt" / "quickstart" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_quickstart_on_four_processes(processes: Processes, tmp_path: Path) -> None:
     command = ["-m", "fleet.launch", "--server_num", "2", "--worker_num", "2", QUICKSTART]
     code, out, err = ended(processes.start(*command, cwd=tmp_path), 100)
@@ -136,25 +137,22 @@ def test_role_makers_in_code_on_four_processes(
     assert float(found[1]) < 1e-3
 
 
-def test_four_terminals_twice_on_the_same_ports(
-    processes: Processes, free_endpoints: Callable[[int], list[str]]
-) -> None:
-    """One server from the user's script, one with no script at all; workers before servers; then all again."""
+def test_four_terminals(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+    """One server from the user's script, one with no script at all; workers before servers."""
     endpoints = free_endpoints(2)
-    for _ in range(2):
-        workers = [processes.worker(index, endpoints, 2) for index in range(2)]
-        servers = [
-            processes.server(endpoints[0], endpoints, 2),
-            processes.start("-m", "fleet", "server", "--endpoint", endpoints[1]),
-        ]
-        for process in workers:
-            code, out, err = ended(process)
-            assert code == 0, err
-            # Two workers: weight -1 a round; row 0 gets half a gradient a round, from worker 0 alone.
-            assert "weight -5.0 row -2.5" in out
-        for process in servers:
-            code, out, err = ended(process)
-            assert code == 0, err
+    workers = [processes.worker(index, endpoints, 2) for index in range(2)]
+    servers = [
+        processes.server(endpoints[0], endpoints, 2),
+        processes.start("-m", "fleet", "server", "--endpoint", endpoints[1]),
+    ]
+    for process in workers:
+        code, out, err = ended(process)
+        assert code == 0, err
+        # Two workers: weight -1 a round; row 0 gets half a gradient a round, from worker 0 alone.
+        assert "weight -5.0 row -2.5" in out
+    for process in servers:
+        code, out, err = ended(process)
+        assert code == 0, err
 
 
 def test_one_port_on_two_addresses(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
