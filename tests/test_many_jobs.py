@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,9 @@ def test_a_worker_that_outlived_its_job_is_kept_out_of_the_next(
     assert ended(second)[0] == 0
     code, _, err = ended(orphan)
     assert code == 1
-    assert f"worker 0 is no longer part of this job; at {endpoints[0]}" in err
+    # Which of the two depends on whether the new worker 0 has said hello when the orphan comes by.
+    here = re.escape(endpoints[0])
+    assert re.search(rf"no longer part of this job; at {here}|does not know the worker's job: .*; at {here}", err), err
 
 
 def test_two_jobs_side_by_side_and_a_worker_in_the_wrong_one(free_endpoints: Callable[[int], list[str]]) -> None:
