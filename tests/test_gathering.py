@@ -52,11 +52,11 @@ from fleet.ps.describe import describe
 from fleet.ps.server import gathering as server_side
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire import tensors as tensors_module
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.worker import values as values_module
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy import Strategy
 
@@ -555,7 +555,7 @@ def test_what_cannot_be_reduced(arguments: tuple[Any, ...], error: type[FleetErr
 
 
 def test_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors_module, "MAX_BYTES", 64)
+    monkeypatch.setattr(values_module, "MAX_BYTES", 64)
     fleet = alone()
     try:
         assert fleet.all_reduce_worker(np.ones(8, bool)).sum() == 8

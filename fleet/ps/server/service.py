@@ -672,7 +672,9 @@ class Service:
 
     def _refuse_standstill(self, outbox: Outbox) -> None:
         """Some workers wait in a gathering, all others in a step for them: nobody will ever go on."""
-        parked = [] if self._job is None else list(self._job.parked.values())
+        if self._job is None or not self._job.hall.lacking():
+            return
+        parked = list(self._job.parked.values())
         meeting = {waiting.worker for waiting in parked if waiting.gathering}
         stepping = {waiting.worker for waiting in parked if not waiting.gathering}
         if not (meeting and stepping):

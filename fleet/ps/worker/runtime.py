@@ -37,11 +37,12 @@ from fleet.ps.layout import DenseLayout, dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.tensors import UserValue, WireTensor, check_output, write_output
+from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.merging import GradientMerge, Gradients
+from fleet.ps.worker.values import UserValue, check_output, write_output
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
 
