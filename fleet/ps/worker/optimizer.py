@@ -1,4 +1,4 @@
-"""The optimizer the user holds: real groups of the user's own, a step that happens on the servers."""
+"""The optimizer the user holds: real groups of the user's own, a step that happens on the servers (in GEO, here)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from fleet.errors import StateError, UnsupportedError
 class Stepper(Protocol):
     """What carries out a step: the worker's side of a running job."""
 
+    @property
+    def trains_here(self) -> bool:
+        """Whether the wrapped optimizers do step in this process; else the servers do what they would."""
+        ...
+
     def step(self) -> None: ...
+
+    def step_here(self, update: Callable[[], None]) -> None: ...
 
     def extend(self) -> None: ...
 
@@ -35,12 +42,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = tuple(optimizers)
         self._stepper = stepper
         self._running = running
+        self._updating = False
         # torch's own constructor sets up hooks and what schedulers look for; the groups stay where they are.
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
         self._constructed = True
         for optimizer in self._wrapped:
-            optimizer.register_step_pre_hook(_refuse_alone)
+            optimizer.register_step_pre_hook(self._refuse_alone)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -69,20 +77,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        stepper = self._stepper()
+        if stepper.trains_here:
+            stepper.step_here(self._update)
+            return loss
         for optimizer in self._wrapped:
             self._run_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
-        self._stepper().step()
+        stepper.step()
         for optimizer in self._wrapped:
             self._run_hooks(optimizer, optimizer._optimizer_step_post_hooks)
             # What a scheduler on the wrapped optimizer looks at, to warn of a step() that never came.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    @staticmethod
-    def _run_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
+    def _update(self) -> None:
+        self._updating = True
+        try:
+            for optimizer in self._wrapped:
+                optimizer.step()
+        finally:
+            self._updating = False
+
+    def _run_hooks(self, optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
         """The user's hooks on a wrapped optimizer see its step happen, wherever it does."""
         for hook in list(hooks.values()):
-            if hook is not _refuse_alone:
+            if hook != self._refuse_alone:
                 hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
@@ -91,6 +110,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss.backward()  # type: ignore[no-untyped-call]
         self.step()
 
+    def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002 - torch's
+        if not self._updating:
+            raise StateError(
+                f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
+                todo="Call step() on what fleet.distributed_optimizer() returned.",
+            )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """For backwards that only accumulate. Nothing leaves before ``step`` in a parameter-server job anyway."""
@@ -98,21 +124,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError(
-            "the optimizer's state lives on the servers",
+            "the optimizer's state is a part of the job's, and not whole on any worker",
             todo="Save the whole job with fleet.save_persistables(dirname).",
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
         raise UnsupportedError(
-            "the optimizer's state lives on the servers", todo="Load a saved job with fleet.init_server(model_dir)."
+            "the optimizer's state is a part of the job's, and not whole on any worker",
+            todo="Load a saved job with fleet.init_server(model_dir).",
         )
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({', '.join(repr(optimizer) for optimizer in self._wrapped)})"
-
-
-def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG001 - torch's
-    raise StateError(
-        f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
-        todo="Call step() on what fleet.distributed_optimizer() returned.",
-    )
