@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker import exit_guard, saving
 from fleet.ps.worker.optimizer import DistributedOptimizer
+from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy import Strategy
 
@@ -168,6 +169,11 @@ class ParameterServerBackend:
         if self._worker.stopped:
             raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)", where=where)
         return self._worker
+
+    def prefetch(
+        self, batches: Iterable[Batch], lookup: Callable[[Batch], Mapping[Any, Any]], depth: int
+    ) -> Iterator[Batch]:
+        return prefetch(self._running_worker("prefetch()"), batches, lookup, depth)
 
     # ---------------------------------------------------------------- among workers
 

@@ -63,6 +63,7 @@ class Waiting:
     respond: Respond
     answer: Callable[[], Frame]
     gathering: bool = False
+    ahead: bool = False  #: the worker does not wait for it yet
 
 
 @dataclass
@@ -549,7 +550,12 @@ class Service:
             for table, tensor, training in zip(pull.tables, frame.tensors, pull.training, strict=True)
         ]
 
-        waiting = Waiting(request.worker, respond, lambda: self._values(job, request.worker, pull.dense, wanted))
+        waiting = Waiting(
+            request.worker,
+            respond,
+            lambda: self._values(job, request.worker, pull.dense, wanted),
+            ahead=pull.ahead,
+        )
         # While the job grows, workers that are not there yet still need rows to get there.
         if job.initialized and not (job.growing and pull.dense):
             self._park(job, pull.version, waiting, [], outbox)
@@ -749,7 +755,7 @@ class Service:
         """Some workers wait in a gathering, all others in a step for them: nobody will ever go on."""
         if self._job is None or not self._job.hall.lacking():
             return
-        parked = list(self._job.parked.values())
+        parked = [waiting for waiting in self._job.parked.values() if not waiting.ahead]
         meeting = {waiting.worker for waiting in parked if waiting.gathering}
         stepping = {waiting.worker for waiting in parked if not waiting.gathering}
         if not (meeting and stepping):

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.errors import ProtocolError
 from fleet.ps.describe import Description
 from fleet.ps.kernels import RULES
 from fleet.ps.kernels.jit import Array, Ids
@@ -64,6 +63,11 @@ class HeldRows:
         rows[~known] = fetched
         return rows
 
+    def missing(self, ids: Ids) -> Ids:
+        """The ids among these that are not held."""
+        missing: Ids = ids[~self._mine.known(ids)]
+        return missing
+
     def train(self, ids: Ids, grads: Array, options: Mapping[str, Any]) -> None:
         self._touched.append(ids)
         self._mine.apply(ids, grads, options, self._mine.step + 1)
@@ -81,9 +85,10 @@ class HeldRows:
         self._touched.clear()
 
     def take(self, ids: Ids, values: Array) -> None:
-        """Others have changed these rows to what they are now."""
-        if not self._agreed.known(ids).all():
-            raise ProtocolError("a server tells of rows that this worker does not hold", got=self._agreed.spec.name)
+        """Others have changed these rows to what they are now. Of those that are not held after all (fetched ahead and
+        never used) there is nothing to change."""
+        held = self._agreed.known(ids)
+        ids, values = ids[held], values[held]
         self._mine.add(ids, values - self._agreed.read(ids, True))
         self._agreed.load(ids, {WEIGHT: values})
 
@@ -109,6 +114,9 @@ class Replica:
 
     def lookup(self, index: int, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
         return self._tables[index].read(ids, training, fetch)
+
+    def missing(self, index: int, ids: Ids) -> Ids:
+        return self._tables[index].missing(ids)
 
     def train(self, update: Callable[[], None], rows: Mapping[int, Rows]) -> None:
         """One step: ``update`` runs the user's optimizers."""
