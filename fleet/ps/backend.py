@@ -14,9 +14,9 @@ from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
 from fleet.errors import FleetError, NotInitializedError, StateError
 from fleet.ps.describe import Description, describe, go_remote
+from fleet.ps.server.job import Restore
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
-from fleet.ps.server.service import Restore
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker import exit_guard, saving
