@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fleet.errors import ProtocolError
+from fleet.ps import memory
 from fleet.ps.kernels import RULES
 from fleet.ps.layout import DenseLayout, Slot, dense_layout
 from fleet.ps.table.compensation import Compensation
@@ -161,8 +162,10 @@ class DenseShard:
         if divisor > 1:
             for tensor in total.values():
                 tensor.div_(divisor)
-        for slot in self._layout(present).slots:
-            self._params[slot.position].grad = self._shaped(slot, total[slot.dtype])
+        for dtype, (positions, sizes) in self._layout(present).pieces.items():
+            for position, piece in zip(positions, torch.split_with_sizes(total[dtype], sizes), strict=True):
+                param = self._params[position]
+                param.grad = piece.view(param.shape)
 
     def _sum_blocks(self, gradients: Sequence[Gradient], divisor: int) -> None:
         for present, tensors in gradients:
@@ -185,7 +188,8 @@ class DenseShard:
 
     def snapshot(self) -> list[torch.Tensor]:
         """A copy of all values, one flat tensor an element type, in the layout's order."""
-        return [self._flat[name].clone() for name in self.layout.dtypes]
+        flats = [self._flat[name] for name in self.layout.dtypes]
+        return [memory.take_flat(len(flat), flat.dtype).copy_(flat) for flat in flats]
 
     def export(self, position: int) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
         """The values and optimizer state of one block: what each piece is, and its tensor if it is one."""

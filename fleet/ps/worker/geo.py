@@ -25,7 +25,7 @@ from fleet.ps.kernels.rows import unique
 from fleet.ps.layout import DenseLayout
 from fleet.ps.table.dense import STATE, set_state, state_entries
 from fleet.ps.table.table import WEIGHT, Table
-from fleet.ps.worker.dense import Flat, pack, unpack
+from fleet.ps.worker.dense import Flat, ParameterWriter, pack
 from fleet.transpiler.specs import TableSpec
 
 Rows = tuple[Ids, Array]
@@ -98,11 +98,17 @@ class HeldRows:
 
 class Replica:
     def __init__(
-        self, described: Description, layouts: Sequence[DenseLayout], workers: int, agreed: Sequence[Flat]
+        self,
+        described: Description,
+        layouts: Sequence[DenseLayout],
+        writer: ParameterWriter,
+        workers: int,
+        agreed: Sequence[Flat],
     ) -> None:
         """``agreed``: the values of every server's blocks, which the parameters have too."""
         self._described = described
         self._layouts = layouts
+        self._writer = writer
         self._workers = workers
         self._agreed = agreed
         groups = described.spec.groups
@@ -156,7 +162,7 @@ class Replica:
         fresh = []
         for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
             fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
-        unpack(self._described.params, self._layouts, fresh)
+        self._writer.write(fresh)
         self._agreed = values
         for index, (ids, rows) in change.rows.items():
             self._tables[index].told(ids, rows)

@@ -102,6 +102,7 @@ class RowReader:
         self._clients = clients
         self._version_after = version_after
         self.read_at: dict[tuple[int, int], int] = {}
+        self._read_before: dict[tuple[int, int], int] = {}
         self._present: dict[int, Ahead] = {}
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
@@ -109,9 +110,10 @@ class RowReader:
         self._tables = {id(handle): index for index, handle in enumerate(handles)}
 
     def take_clocks(self) -> dict[tuple[int, int], int]:
-        """When the rows of this step were read; the next step's are read anew."""
-        clocks, self.read_at = self.read_at, {}
-        return clocks
+        """When the rows of this step were read; the next step's are read anew. Gradients that the user did not clear are
+        of rows that were read for an earlier step."""
+        self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
+        return self._read_before
 
     # ---------------------------------------------------------------- a forward
 

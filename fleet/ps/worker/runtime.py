@@ -42,7 +42,7 @@ from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import ServerClient
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.dense import Flat, pack, unpack, without_zeros
+from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
 from fleet.ps.worker.exporting import exported
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
@@ -113,6 +113,7 @@ class WorkerRuntime:
         self.plan = make_plan(description.spec)
         self._rows.adopt(self.plan.spec.tables, description.handles)
         self._layouts = [dense_layout(self.plan, server) for server in range(self.assignment.server_num)]
+        self._writer = ParameterWriter(description.params, self._layouts)
 
     def _make_merge(self) -> GradientMerge:
         """What merges on the user's thread: only the half-asynchronous mode does, over several steps."""
@@ -139,7 +140,9 @@ class WorkerRuntime:
                         self._upload(server)
             values = self._take_dense(self._pull_dense())
             if self.mode.adds:
-                self.replica = Replica(self._description, self._layouts, self.assignment.worker_num, values)
+                self.replica = Replica(
+                    self._description, self._layouts, self._writer, self.assignment.worker_num, values
+                )
                 if self.steps:
                     self._restore(self.replica)
         except BaseException as error:
@@ -483,7 +486,7 @@ class WorkerRuntime:
     def _take_dense(self, replies: Sequence[Frame]) -> list[Flat]:
         """Write the servers' values into the user's parameters, in place."""
         values = self._dense_values(replies)
-        unpack(self._description.params, self._layouts, values)
+        self._writer.write(values)
         return values
 
     # ---------------------------------------------------------------- rows
