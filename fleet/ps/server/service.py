@@ -31,7 +31,6 @@ from fleet.errors import (
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Apply, Effect
 from fleet.ps.consistency.membership import Membership, NeverCame, Standing
-from fleet.ps.layout import dense_layout
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
@@ -367,7 +366,7 @@ class Service:
         worker, step = request.worker, request.step
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
-            contribution = self._contribution(job, worker, request.push, frame.tensors)
+            contribution = self._contribution(worker, request.push, frame.tensors)
             job.pushed[worker, step] = contribution
             try:
                 effects = job.gate.push(worker, step)
@@ -384,7 +383,7 @@ class Service:
         waiting = Waiting(worker, respond, answer)
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
-    def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
+    def _contribution(self, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
         """Read a push; every size is checked against the plan before it becomes part of a round."""
         shard = self._shard()
         present = bytes(push.present)
@@ -396,7 +395,7 @@ class Service:
                 got=f"{len(present)}",
                 todo="If a param group was added, add it on every worker, after the same step.",
             )
-        dtypes = dense_layout(job.plan, shard.server, present).dtypes
+        dtypes = shard.dense.layout_of(present).dtypes
         if len(tensors) != len(dtypes) + 2 * len(push.row_tables):
             raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
         if [t.dtype for t in tensors[: len(dtypes)]] != dtypes:

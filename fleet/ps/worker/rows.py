@@ -110,8 +110,8 @@ class RowReader:
         self._tables = {id(handle): index for index, handle in enumerate(handles)}
 
     def take_clocks(self) -> dict[tuple[int, int], int]:
-        """When the rows of this step were read; the next step's are read anew. Gradients that the user did not clear are
-        of rows that were read for an earlier step."""
+        """When the rows of this step were read; the next step's are read anew. Gradients that the user did not clear
+        are of rows that were read for an earlier step."""
         self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
         return self._read_before
 

@@ -441,7 +441,8 @@ class WorkerRuntime:
                     f"the gradient of {spec.name!r} holds NaN or infinity",
                     where=f"worker {self.assignment.index}, step {self.completed + 1}",
                 )
-            flat.append(grad.detach().reshape(-1).to("cpu"))
+            is_flat = grad.dim() == 1 and grad.is_cpu and not grad.requires_grad
+            flat.append(grad if is_flat else grad.detach().reshape(-1).to("cpu"))
         return flat
 
     def _when_read(self) -> Clocks:
