@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import ConfigurationError
-from fleet.ps.kernels import RULES
+from fleet.ps.kernels import RULES, rows
+from fleet.ps.kernels.jit import Compiled
 from fleet.ps.kernels.rows import owner
+from fleet.ps.table import index
 from fleet.ps.table.memory import MemoryStore
 from fleet.ps.table.merge import merge
 from fleet.ps.table.table import Table
@@ -40,11 +44,21 @@ def ones(count: int, dim: int = 3) -> Any:
 
 few = st.one_of(st.integers(-4, 4), st.sampled_from([INT64.min, INT64.max]), st.integers(INT64.min, INT64.max))
 
+#: Bytes of a segment: a few rows, and more rows than any test here has.
+SEGMENTS = [256, 32 << 20]
 
+
+def column(store: MemoryStore, name: str, width: int = 2, dtype: str = "float32") -> Any:
+    out = np.empty((len(store), width), dtype)
+    rows.gather(store.column(name), np.arange(len(store)), out)
+    return out
+
+
+@pytest.mark.parametrize("segment_bytes", SEGMENTS)
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.lists(few, max_size=90, unique=True)), max_size=8))
-def test_a_store_is_a_dict(operations: list[tuple[bool, list[int]]]) -> None:
-    store, model = MemoryStore(), dict[int, int]()
+@given(operations=st.lists(st.tuples(st.booleans(), st.lists(few, max_size=40)), max_size=30))
+def test_a_store_is_a_dict(segment_bytes: int, operations: list[tuple[bool, list[int]]]) -> None:
+    store, model = MemoryStore(segment_bytes), dict[int, int]()
     store.ensure_column("a", 2, 1.5, "float32")
     for inserting, values in operations:
         if inserting:
@@ -54,22 +68,93 @@ def test_a_store_is_a_dict(operations: list[tuple[bool, list[int]]]) -> None:
         else:
             assert store.find(ids(*values)).tolist() == [model.get(value, -1) for value in values]
     assert len(store) == len(model)
-    assert store.ids().tolist() == list(model)
-    assert (store.column("a")[: len(model)] == 1.5).all()
+    assert store.ids(np.arange(len(store))).tolist() == list(model)
+    assert (column(store, "a") == 1.5).all()
 
 
+@pytest.mark.parametrize("segment_bytes", SEGMENTS)
 @pytest.mark.parametrize("stride", [1, 64, 2**32, -(2**40)])
-def test_a_store_keeps_ids_and_columns_while_it_grows(stride: int) -> None:
-    store = MemoryStore()
+def test_a_store_keeps_ids_and_columns_while_it_grows(stride: int, segment_bytes: int) -> None:
+    store = MemoryStore(segment_bytes)
     store.ensure_column("a", 2, 0.0, "float64")
-    everything = np.arange(50_000, dtype=np.int64) * stride
-    for part in np.split(everything, 50):
+    everything = np.arange(20_000, dtype=np.int64) * stride
+    probes = np.random.default_rng(0)
+    sizes = [1] * 85 + [2000] + [50] * 100 + [7000]  # one by one, and in the midst of it more than there is room for
+    for part in np.split(everything, np.cumsum(sizes)):
         slots = store.insert(part)
-        store.column("a")[slots] = part[:, None]
-    assert store.find(everything).tolist() == list(range(50_000))
-    assert np.array_equal(store.column("a")[:50_000, 1], everything.astype("float64"))
-    assert (store.find(everything + 1)[1:] == -1).sum() >= (0 if stride == 1 else 49_999)
-    assert np.array_equal(store.ids(10, 20), everything[10:20])
+        rows.scatter(store.column("a"), slots, np.repeat(part.astype("float64"), 2).reshape(-1, 2))
+        asked = probes.integers(0, 20_000, 20)
+        assert store.find(everything[asked]).tolist() == np.where(asked < len(store), asked, -1).tolist()
+    assert store.find(everything).tolist() == list(range(20_000))
+    assert np.array_equal(column(store, "a", dtype="float64")[:, 1], everything.astype("float64"))
+    assert (store.find(everything + 1)[1:] == -1).sum() >= (0 if stride == 1 else 19_999)
+    assert np.array_equal(store.ids(ids(12, 10)), everything[[12, 10]])
+
+
+def unmixed(hashed: int) -> int:
+    """The id with this hash: the inverse of ``mix``."""
+
+    def unshifted(x: int, by: int) -> int:
+        out = x
+        for _ in range(64 // by):
+            out = x ^ (out >> by)
+        return out
+
+    x = unshifted(hashed, 31) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    x = unshifted(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    x = unshifted(x, 30)
+    return x - 2**64 if x >= 2**63 else x
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ids_whose_hashes_are_alike_are_told_apart_while_the_index_grows(batch: int) -> None:
+    # Neighbours at the end of the index, so that they go on at its beginning, and equal in the bits an entry repeats.
+    alike = [unmixed((0xFFFF - place) << 48 | middle << 24 | 5) for middle in range(100) for place in (0, 1, 2)]
+    store = MemoryStore()
+    for start in range(0, len(alike), batch):
+        store.insert(ids(*alike[start : start + batch]))
+        assert store.find(ids(*alike)).tolist() == [k if k < start + batch else -1 for k in range(len(alike))]
+
+
+def test_growing_moves_a_few_entries_with_every_id_and_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    homes: list[int] = []
+
+    def counted(*args: Any) -> int:
+        homes.append(move(*args))
+        return homes[-1]
+
+    move = index._move
+    monkeypatch.setattr(index, "_move", counted)
+    store = MemoryStore(segment_bytes=1 << 20)
+    store.ensure_column("a", 16, 0.0, "float32")
+    grown, sizes = 0, set()
+    for part in np.split(np.arange(200_000) * 7919, 1000):
+        before = store.column("a").addresses
+        store.insert(part)
+        if len(before) > 1:  # a single segment may be short
+            assert np.array_equal(store.column("a").addresses[: len(before)], before)
+        # A few more than its share, as far as the run of entries goes.
+        assert sum(homes) <= index.MOVED_PER_ID * part.size + 200
+        grown += sum(homes)
+        homes.clear()
+        sizes.add(store._index._now.size)
+    assert len(store.column("a").addresses) == 13
+    assert grown >= sum(sorted(sizes)[:-2]), "all but the last table has been moved whole"
+    assert len(sizes) > 8
+
+
+@pytest.mark.parametrize("rows_at_once", [26_000, 100])
+def test_a_table_takes_little_more_than_its_rows(rows_at_once: int) -> None:
+    one, options = table("Adagrad", dim=16), {"lr": 0.1}
+    one.apply(np.arange(1000), ones(1000, 16), options, 1)
+    grads = ones(rows_at_once, 16)
+    before, worst = psutil.Process().memory_info().rss, 0.0
+    for start in range(1000, 400_000, rows_at_once):
+        one.apply(np.arange(start, start + rows_at_once), grads, options, 2)
+        worst = max(worst, one.nbytes / (len(one) * (8 + 64 + 64)))
+    assert worst <= 1.4
+    # Large pages are whole or not at all: a few megabytes are nobody's fault.
+    assert psutil.Process().memory_info().rss - before <= 1.4 * len(one) * (8 + 64 + 64) + (8 << 20)
 
 
 def test_the_ids_of_one_server_of_many_are_found_as_fast() -> None:
@@ -78,19 +163,22 @@ def test_the_ids_of_one_server_of_many_are_found_as_fast() -> None:
     mine = mine[owner(mine, 64) == 5]
     store = MemoryStore()
     store.insert(mine)
-    index = np.flatnonzero(store._index)
-    runs = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+    taken = np.flatnonzero(store._index._now)
+    runs = np.split(taken, np.flatnonzero(np.diff(taken) > 1) + 1)
     assert max(map(len, runs)) < 200
     assert len(store) == mine.size
 
 
-def test_a_later_column_and_a_later_fill() -> None:
-    store = MemoryStore()
-    store.insert(ids(1, 2))
+@pytest.mark.parametrize("segment_bytes", SEGMENTS)
+def test_a_later_column_and_a_later_fill(segment_bytes: int) -> None:
+    store = MemoryStore(segment_bytes)
+    store.insert(np.arange(40))
     store.ensure_column("a", 1, 3.0, "float32")
     store.ensure_column("a", 1, 4.0, "float32")
-    store.insert(ids(3, 1))
-    assert store.column("a")[:3].ravel().tolist() == [3, 3, 4]
+    store.insert(np.arange(90))
+    store.ensure_column("a", 1, 0.0, "float32")
+    store.insert(np.arange(100))
+    assert column(store, "a", 1).ravel().tolist() == [3] * 40 + [4] * 50 + [0] * 10
     assert store.columns == ("a",)
     with pytest.raises(ConfigurationError, match=r"a; expected 1 x float32; got 2 x float32"):
         store.ensure_column("a", 2, 0.0, "float32")
@@ -155,6 +243,23 @@ def test_a_table_trains_the_rows_touched_and_no_other(rule: str) -> None:
         assert set(np.flatnonzero(moved)) == set(touched)
     assert one.step == 29
     assert one.nbytes >= len(one) * (8 + 12)
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.rows])
+def test_where_the_segments_end_makes_no_difference(rule: str) -> None:
+    kernel = RULES[rule].rows
+    assert kernel is not None
+    tables = [Table(SPEC, kernel, 7, MemoryStore(segment_bytes)) for segment_bytes in SEGMENTS]
+    random = np.random.default_rng(0)
+    options = {"lr": 0.1, "momentum": 0.9, "amsgrad": True, "centered": True}
+    for step in range(1, 10):
+        touched, grads = random.permutation(200)[:90], random.normal(size=(90, 3))
+        for each in tables:
+            each.apply(touched, grads, options, step)
+            each.add(touched[:50], grads[:50])
+    few, one = (each.export(3, 150) for each in tables)
+    assert np.array_equal(few[0], one[0])
+    assert all(np.array_equal(few[1][name], one[1][name]) for name in one[1])
 
 
 def test_momentum_that_comes_later_finds_rows_without_it() -> None:
@@ -230,27 +335,31 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_is_written() -> N
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.rows])
-def test_nothing_is_left_to_compile_once_a_table_is_warm(rule: str) -> None:
-    from fleet.ps.kernels import jit
+def test_nothing_is_left_to_compile_once_a_table_is_warm(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = [each for each in gc.get_objects() if type(each) is Compiled]
+    for each in functions:
+        monkeypatch.setattr(each, "_dispatcher", None)  # other tests compile as well
 
-    one = table(rule, num_embeddings=5000)
+    def signatures() -> int:
+        return sum(len(each.native().signatures) for each in functions)  # type: ignore[attr-defined]
+
+    one = table(rule, num_embeddings=12000)
     one.warm()
     one.warm({"lr": 0.1})
     assert len(one) == one.step == 0
 
-    import gc
-
-    functions = [each.native() for each in gc.get_objects() if type(each) is jit.Compiled]
-    before = sum(len(each.signatures) for each in functions)
+    before = signatures()
     full = {"lr": 0.1, "momentum": 0.9, "amsgrad": True, "centered": True, "weight_decay": 0.1}
     for step, options in enumerate(({"lr": 0.1}, full), start=1):
         touched, grads = merge([(np.arange(5000), np.ones((5000, 3), "float32"))] * 2, 2)
         touched.flags.writeable = False
         one.apply(touched, grads[:, ::-1], options, step)
+    for start in range(5000, 12000, 100):  # some of them while the index grows
+        one.add(np.arange(start, start + 100), grads[:100])
     keys, columns = one.export()
     table(rule).load(keys, columns)
     one.read(keys, training=True)
-    assert sum(len(each.signatures) for each in functions) == before
+    assert signatures() == before
 
 
 # ---------------------------------------------------------------------------------------------- merging

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
 
@@ -20,8 +20,8 @@ class AdadeltaRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -34,9 +34,9 @@ class AdadeltaRows:
 
 @compiled
 def _step(
-    weights: Array,
-    squares: Array,
-    deltas: Array,
+    weights: Rows,
+    squares: Rows,
+    deltas: Rows,
     slots: Ids,
     grads: Array,
     maximize: bool,
@@ -52,7 +52,7 @@ def _step(
             prefetch(squares, slots[k + AHEAD])
             prefetch(deltas, slots[k + AHEAD])
         slot = slots[k]
-        w, square, moved = weights[slot], squares[slot], deltas[slot]
+        w, square, moved = row(weights, slot), row(squares, slot), row(deltas, slot)
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
 
@@ -27,8 +27,8 @@ class AdagradRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -42,8 +42,8 @@ class AdagradRows:
 
 @compiled
 def _step(
-    weights: Array,
-    sums: Array,
+    weights: Rows,
+    sums: Rows,
     slots: Ids,
     grads: Array,
     maximize: bool,
@@ -55,7 +55,7 @@ def _step(
         if k + AHEAD < slots.size:
             prefetch(weights, slots[k + AHEAD])
             prefetch(sums, slots[k + AHEAD])
-        w, total = weights[slots[k]], sums[slots[k]]
+        w, total = row(weights, slots[k]), row(sums, slots[k])
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:

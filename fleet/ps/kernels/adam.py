@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, column, scalars
 
 
@@ -25,8 +25,8 @@ class SparseAdamRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -55,10 +55,10 @@ class AdamRows(SparseAdamRows):
 
 @compiled
 def _step(
-    weights: Array,
-    firsts: Array,
-    seconds: Array,
-    maxima: Array,
+    weights: Rows,
+    firsts: Rows,
+    seconds: Rows,
+    maxima: Rows,
     slots: Ids,
     grads: Array,
     amsgrad: bool,
@@ -76,7 +76,7 @@ def _step(
             prefetch(firsts, slots[k + AHEAD])
             prefetch(seconds, slots[k + AHEAD])
         slot = slots[k]
-        w, m, v = weights[slot], firsts[slot], seconds[slot]
+        w, m, v, largest = row(weights, slot), row(firsts, slot), row(seconds, slot), row(maxima, slot)
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:
@@ -87,9 +87,9 @@ def _step(
             v[j] += (g * g - v[j]) * share2
             second = v[j]
             if amsgrad:
-                if not second <= maxima[slot, j]:  # written so that NaN wins, as in torch
-                    maxima[slot, j] = second
-                second = maxima[slot, j]
+                if not second <= largest[j]:  # written so that NaN wins, as in torch
+                    largest[j] = second
+                second = largest[j]
             w[j] -= rate * (m[j] / (np.sqrt(second) + eps))
 
 

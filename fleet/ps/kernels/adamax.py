@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
 
@@ -26,8 +26,8 @@ class AdamaxRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -42,9 +42,9 @@ class AdamaxRows:
 
 @compiled
 def _step(
-    weights: Array,
-    firsts: Array,
-    norms: Array,
+    weights: Rows,
+    firsts: Rows,
+    norms: Rows,
     slots: Ids,
     grads: Array,
     maximize: bool,
@@ -61,7 +61,7 @@ def _step(
             prefetch(firsts, slots[k + AHEAD])
             prefetch(norms, slots[k + AHEAD])
         slot = slots[k]
-        w, m, norm = weights[slot], firsts[slot], norms[slot]
+        w, m, norm = row(weights, slot), row(firsts, slot), row(norms, slot)
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.one_by_one import OneByOne
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
@@ -56,8 +56,8 @@ class DecayedAdagradRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -71,8 +71,8 @@ class DecayedAdagradRows:
 
 @compiled
 def _step(
-    weights: Array,
-    moments: Array,
+    weights: Rows,
+    moments: Rows,
     slots: Ids,
     grads: Array,
     rate: np.floating[Any],
@@ -84,7 +84,7 @@ def _step(
         if k + AHEAD < slots.size:
             prefetch(weights, slots[k + AHEAD])
             prefetch(moments, slots[k + AHEAD])
-        w, m = weights[slots[k]], moments[slots[k]]
+        w, m = row(weights, slots[k]), row(moments, slots[k])
         for j in range(w.size):
             g = grads[k, j]
             m[j] = m[j] * decay + share * g * g

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.one_by_one import OneByOne
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
@@ -96,8 +96,8 @@ class FtrlRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -113,9 +113,9 @@ class FtrlRows:
 
 @compiled
 def _step(
-    weights: Array,
-    squares: Array,
-    linear: Array,
+    weights: Rows,
+    squares: Rows,
+    linear: Rows,
     slots: Ids,
     grads: Array,
     square_root: bool,
@@ -130,7 +130,7 @@ def _step(
             prefetch(weights, slots[k + AHEAD])
             prefetch(squares, slots[k + AHEAD])
             prefetch(linear, slots[k + AHEAD])
-        w, n, z = weights[slots[k]], squares[slots[k]], linear[slots[k]]
+        w, n, z = row(weights, slots[k]), row(squares, slots[k]), row(linear, slots[k])
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             total = n[j] + g * g

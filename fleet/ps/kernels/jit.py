@@ -5,7 +5,7 @@ called: a process that touches no sparse table pays for nothing. Compiled code r
 disk; numba picks the user's cache directory when the package's own is read-only.
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
-file, or one of another file whose meaning is fixed for ever (``mix``, ``prefetch``).
+file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,29 @@ import threading
 from collections.abc import Callable
 from functools import update_wrapper
 from types import FunctionType
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
+
+
+class Segments(NamedTuple):
+    """Rows that lie in segments of 2 to the power of ``bits``; whoever made it keeps the segments alive."""
+
+    addresses: npt.NDArray[np.uint64]  #: where each segment begins
+    like: Array  #: one of them, for its type and width
+    bits: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.like.dtype
+
+
+#: What compiled functions take rows from with ``row``: a matrix, or segments.
+Rows: TypeAlias = Array | Segments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +68,7 @@ class Compiled(Generic[P, R]):
 
         source = self._function
         named = {name: source.__globals__.get(name) for name in source.__code__.co_names}
-        called = {name: value.native() for name, value in named.items() if isinstance(value, Compiled | Prefetch)}
+        called = {name: value.native() for name, value in named.items() if isinstance(value, Compiled | Intrinsic)}
         function = update_wrapper(FunctionType(source.__code__, {**source.__globals__, **called}), source)
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
         dispatcher: Any
@@ -68,46 +84,103 @@ def compiled(function: Callable[P, R]) -> Compiled[P, R]:
     return Compiled(function)
 
 
-class Prefetch:
-    """``prefetch(array, row)``: ask for the first cache line of a row some iterations before it is needed.
+class Intrinsic(Generic[P, R]):
+    """Machine code under a name, for what Python cannot say. It exists inside compiled functions only."""
 
-    Rows of a large table lie anywhere in memory, and waiting for them is most of the time of every row loop. Only a
-    hint: any row number is allowed, and nothing changes but the speed. It exists inside compiled functions only.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, signed: Callable[..., Any], meaning: Callable[P, R]) -> None:
+        self._signed = signed
         self._intrinsic: Any = None
+        update_wrapper(self, meaning)
 
-    def __call__(self, array: Array, row: Any) -> None: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        raise NotImplementedError("only compiled functions can call this")
 
     def native(self) -> Any:
         with _building:
             if self._intrinsic is None:
-                self._intrinsic = self._build()
+                from numba.extending import intrinsic
+
+                self._intrinsic = intrinsic(self._signed)
             return self._intrinsic
 
-    def _build(self) -> Any:
-        from llvmlite import ir
-        from numba import types
-        from numba.extending import intrinsic
 
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            array = context.make_array(signature.args[0])(context, builder, args[0])
-            base = builder.bitcast(array.data, ir.IntType(8).as_pointer())
-            address = builder.gep(base, [builder.mul(args[1], builder.extract_value(array.strides, 0))])
-            flag = ir.IntType(32)
-            shape = ir.FunctionType(ir.VoidType(), [address.type, flag, flag, flag])
-            hint = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
-            builder.call(hint, [address, flag(0), flag(3), flag(1)])  # for reading, into the nearest cache, data
-            return context.get_dummy_value()
-
-        def typed(_context: Any, array: Any, _row: Any) -> Any:
-            return types.void(array, types.int64), emit
-
-        return intrinsic(typed)
+def _code(signed: Callable[..., Any]) -> Callable[[Callable[P, R]], Intrinsic[P, R]]:
+    """Decorate a stub: ``signed`` gives numba its signature for the types of a call, and what emits its code."""
+    return lambda meaning: Intrinsic(signed, meaning)
 
 
-prefetch = Prefetch()
+def _matrix(rows: Any) -> Any:
+    """The type of ``rows``, or of the segment in it."""
+    from numba import types
+
+    return rows if isinstance(rows, types.Array) else rows.types[1]
+
+
+def _located(context: Any, builder: Any, kind: Any, rows: Any, number: Any) -> tuple[Any, Any]:
+    """A pointer to the first byte of a row, and the matrix or segment whose rows are like it."""
+    from llvmlite import ir
+    from numba import types
+
+    word = ir.IntType(64)
+    if isinstance(kind, types.Array):
+        like = context.make_array(kind)(context, builder, rows)
+        start, within = builder.ptrtoint(like.data, word), number
+    else:
+        addresses, like, bits = (builder.extract_value(rows, position) for position in range(3))
+        starts = context.make_array(kind.types[0])(context, builder, addresses).data
+        like = context.make_array(kind.types[1])(context, builder, like)
+        segment = builder.lshr(number, bits)
+        start, within = builder.load(builder.gep(starts, [segment])), builder.sub(number, builder.shl(segment, bits))
+    offset = builder.mul(within, builder.extract_value(like.strides, 0))
+    return builder.inttoptr(builder.add(start, offset), ir.IntType(8).as_pointer()), like
+
+
+def _row(_context: Any, rows: Any, _number: Any) -> Any:
+    from numba import types
+    from numba.np import arrayobj
+
+    filled: Any = arrayobj.populate_array
+    row = types.Array(_matrix(rows).dtype, 1, "C")
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, like = _located(context, builder, rows, *args)
+        made = context.make_array(row)(context, builder)
+        shape, strides = (builder.extract_value(each, 1) for each in (like.shape, like.strides))
+        filled(made, builder.bitcast(address, made.data.type), [shape], [strides], like.itemsize, None)
+        return made._getvalue()
+
+    return row(rows, types.int64), emit
+
+
+def _prefetch(_context: Any, rows: Any, _number: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        none = args[1].type(0)
+        number = builder.select(builder.icmp_signed("<", args[1], none), none, args[1])
+        (address, _), flag = _located(context, builder, rows, args[0], number), ir.IntType(32)
+        shape = ir.FunctionType(ir.VoidType(), [address.type, flag, flag, flag])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
+        builder.call(hint, [address, flag(0), flag(3), flag(1)])  # for reading, into the nearest cache, data
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64), emit
+
+
+@_code(_row)
+def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
+    """One row, to read and to write in place. Nobody checks whether there is one."""
+
+
+@_code(_prefetch)
+def prefetch(rows: Rows, number: Any) -> None:
+    """Ask for the first cache line of a row some iterations before it is needed.
+
+    Rows of a large table lie anywhere in memory, and waiting for them is most of the time of every row loop. Only a
+    hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
+    """
+
 
 #: Rows between the one a loop works on and the one it asks for.
 AHEAD = 8

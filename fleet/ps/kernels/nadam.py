@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, scalars
 
 
@@ -29,8 +29,8 @@ class NAdamRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -72,9 +72,9 @@ def _mu_product(beta1: float, momentum_decay: float, t: int) -> float:
 
 @compiled
 def _step(
-    weights: Array,
-    firsts: Array,
-    seconds: Array,
+    weights: Rows,
+    firsts: Rows,
+    seconds: Rows,
     slots: Ids,
     grads: Array,
     maximize: bool,
@@ -95,7 +95,7 @@ def _step(
             prefetch(firsts, slots[k + AHEAD])
             prefetch(seconds, slots[k + AHEAD])
         slot = slots[k]
-        w, m, v = weights[slot], firsts[slot], seconds[slot]
+        w, m, v = row(weights, slot), row(firsts, slot), row(seconds, slot)
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:

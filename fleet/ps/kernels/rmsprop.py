@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, column, scalars
 
 
@@ -33,8 +33,8 @@ class RMSpropRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -51,10 +51,10 @@ class RMSpropRows:
 
 @compiled
 def _step(
-    weights: Array,
-    squares: Array,
-    averages: Array,
-    buffers: Array,
+    weights: Rows,
+    squares: Rows,
+    averages: Rows,
+    buffers: Rows,
     slots: Ids,
     grads: Array,
     centered: bool,
@@ -71,7 +71,8 @@ def _step(
             prefetch(weights, slots[k + AHEAD])
             prefetch(squares, slots[k + AHEAD])
         slot = slots[k]
-        w, square = weights[slot], squares[slot]
+        w, square = row(weights, slot), row(squares, slot)
+        average, buffer = row(averages, slot), row(buffers, slot)
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:
@@ -79,15 +80,15 @@ def _step(
             square[j] = square[j] * alpha + share * g * g
             spread = square[j]
             if centered:
-                mean = averages[slot, j]
+                mean = average[j]
                 # torch's lerp: each end is met exactly by the form that starts from it
                 mean = mean + share * (g - mean) if share < 0.5 else g - (g - mean) * alpha
-                averages[slot, j] = mean
+                average[j] = mean
                 spread -= mean * mean
             change = g / (np.sqrt(spread) + eps)
             if momentum > 0:
-                change += buffers[slot, j] * momentum
-                buffers[slot, j] = change
+                change += buffer[j] * momentum
+                buffer[j] = change
             w[j] -= lr * change
 
 

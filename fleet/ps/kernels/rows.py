@@ -16,7 +16,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 #: Step of the splitmix64 sequence: 2^64 divided by the golden ratio, made odd.
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -76,12 +76,14 @@ def _unique(ids: Ids) -> tuple[Ids, Ids]:
 
 
 @compiled
-def accumulate(places: Ids, grads: Array, total: Array) -> None:
+def accumulate(places: Ids, grads: Array, total: Rows) -> None:
     """Add every row of ``grads`` to the row of ``total`` at its place, in the order they come: it decides the bits."""
     for k in range(places.size):
-        row = total[places[k]]
-        for j in range(row.size):
-            row[j] += grads[k, j]
+        if k + AHEAD < places.size:
+            prefetch(total, places[k + AHEAD])
+        into = row(total, places[k])
+        for j in range(into.size):
+            into[j] += grads[k, j]
 
 
 # ---------------------------------------------------------------------------------------------- placement
@@ -126,26 +128,26 @@ def _partition(ids: Ids, servers: int) -> tuple[Ids, Ids]:
 
 
 @compiled
-def gather(matrix: Array, slots: Ids, out: Array) -> None:
+def gather(rows: Rows, slots: Ids, out: Array) -> None:
     """Copy rows out; a negative slot leaves its row of ``out`` as it is."""
     for k in range(slots.size):
         if k + AHEAD < slots.size:
-            prefetch(matrix, slots[k + AHEAD])
+            prefetch(rows, slots[k + AHEAD])
         if slots[k] >= 0:
-            row = matrix[slots[k]]
-            for j in range(row.size):
-                out[k, j] = row[j]
+            here = row(rows, slots[k])
+            for j in range(here.size):
+                out[k, j] = here[j]
 
 
 @compiled
-def scatter(matrix: Array, slots: Ids, rows: Array) -> None:
+def scatter(rows: Rows, slots: Ids, values: Array) -> None:
     """Copy rows in."""
     for k in range(slots.size):
         if k + AHEAD < slots.size:
-            prefetch(matrix, slots[k + AHEAD])
-        row = matrix[slots[k]]
-        for j in range(row.size):
-            row[j] = rows[k, j]
+            prefetch(rows, slots[k + AHEAD])
+        here = row(rows, slots[k])
+        for j in range(here.size):
+            here[j] = values[k, j]
 
 
 # ---------------------------------------------------------------------------------------------- initial values

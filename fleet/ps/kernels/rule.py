@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fleet.ps.kernels.jit import Array, Ids
+from fleet.ps.kernels.jit import Array, Ids, Rows
 
 #: Options that choose among torch's implementations of one formula; rows have a single one, so they mean nothing there.
 HINTS = frozenset({"foreach", "fused"})
@@ -46,8 +46,8 @@ class RowKernel(Protocol):
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -72,9 +72,10 @@ class Rule:
         return self.optimizer.__name__
 
 
-def column(state: Mapping[str, Array], name: str, weights: Array) -> Array:
-    """A state column, or an empty one of the same type, so that all options share one compilation."""
-    return state.get(name, weights[:0])
+def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
+    """A state column. Where the options need none, the weights stand for it, which the update must then leave alone: an
+    argument of the same type lets all options share one compilation."""
+    return state.get(name, weights)
 
 
 def scalars(dtype: npt.DTypeLike, *numbers: float) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 from fleet.ps.kernels.rule import Column, Rule, column, scalars
 
 
@@ -31,8 +31,8 @@ class SGDRows:
 
     def step(
         self,
-        weights: Array,
-        state: Mapping[str, Array],
+        weights: Rows,
+        state: Mapping[str, Rows],
         slots: Ids,
         grads: Array,
         options: Mapping[str, Any],
@@ -46,9 +46,9 @@ class SGDRows:
 
 @compiled
 def _step(
-    weights: Array,
-    buffers: Array,
-    started: Array,
+    weights: Rows,
+    buffers: Rows,
+    started: Rows,
     slots: Ids,
     grads: Array,
     nesterov: bool,
@@ -64,7 +64,7 @@ def _step(
             if momentum != 0:
                 prefetch(buffers, slots[k + AHEAD])
         slot = slots[k]
-        w = weights[slot]
+        w = row(weights, slot)
         if momentum == 0:
             for j in range(w.size):
                 g = -grads[k, j] if maximize else grads[k, j]
@@ -72,9 +72,9 @@ def _step(
                     g += decay * w[j]
                 w[j] -= lr * g
             continue
-        buffer = buffers[slot]
-        first = started[slot, 0] == 0
-        started[slot, 0] = 1
+        buffer = row(buffers, slot)
+        first = row(started, slot)[0] == 0
+        row(started, slot)[0] = 1
         for j in range(w.size):
             g = -grads[k, j] if maximize else grads[k, j]
             if decay != 0:

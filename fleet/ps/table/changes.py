@@ -11,35 +11,27 @@ import numpy as np
 from fleet.ps.kernels.jit import Ids
 from fleet.ps.table.memory import MemoryStore
 
-_CHANGED = "changed"
-
 
 class _Held:
-    """The rows of one table that one worker holds: every one is marked or not, and the marked ones are listed."""
+    """The rows of one table that one worker holds, and which of them it is to be told."""
 
     def __init__(self) -> None:
-        self._store = MemoryStore()
-        self._store.ensure_column(_CHANGED, 1, 0, np.uint8)
-        self._marked: list[Ids] = []
+        self._held = MemoryStore()
+        self._marked = MemoryStore()
         self._told = np.empty(0, np.int64)
 
     def hold(self, ids: Ids) -> None:
-        self._store.insert(np.unique(ids))
+        self._held.insert(np.unique(ids))
 
     def mark(self, ids: Ids) -> None:
-        slots = self._store.find(ids)
-        slots = slots[slots >= 0]
-        marks = self._store.column(_CHANGED)
-        fresh = slots[marks[slots, 0] == 0]
-        marks[fresh] = 1
-        self._marked.append(fresh)
+        self._marked.insert(ids[self._held.find(ids) >= 0])
 
     def take(self, again: bool) -> Ids:
-        marked = np.concatenate([*self._marked, self._told[: len(self._told) if again else 0]])
-        self._marked.clear()
-        self._told = np.unique(marked)
-        self._store.column(_CHANGED)[self._told] = 0
-        return self._store.ids()[self._told]
+        if again:
+            self._marked.insert(self._told)
+        self._told = self._marked.ids(np.arange(len(self._marked)))
+        self._marked = MemoryStore()
+        return self._told
 
 
 class Changes:

@@ -1,168 +1,133 @@
-"""Rows in memory: columns that grow geometrically, and an open-addressing index over the ids.
+"""Rows in memory: columns in segments that stay where they are, and an index over the ids.
 
-The index has one 64-bit entry a place: 0 is empty, else the low 40 bits are slot + 1 and the high 24 bits repeat 24
-bits of the id's hash. A probe compares those first and looks at the id itself only when they agree, so absent ids and
-collisions cost no second cache miss, and no id has to be set aside to mean "empty". A place is found from the hash's
-high bits: its low bits chose the server and are much alike on one server.
+A column grows by whole segments, and nothing is moved for it. They are large, so that systems back them with large
+pages, and zeros nobody has written yet, which take no memory where pages are handed out when they are touched. Only
+while a column is small its one segment is short, and copied into longer ones. Compiled functions find a row by the
+addresses of the segments.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, compiled, prefetch
-from fleet.ps.kernels.rows import mix, packed_ids
+from fleet.ps.kernels.jit import Array, Ids, Segments
+from fleet.ps.kernels.rows import gather, packed_ids, scatter, unique
+from fleet.ps.table.index import Index
 
-_SLOT_BITS = 40
-_TAG_SHIFT = np.uint64(_SLOT_BITS)
-_SLOT_MASK = np.uint64((1 << _SLOT_BITS) - 1)
-
-#: The index doubles when more than this part of it is taken.
-_MAX_LOAD = 0.7
+_SEGMENT_BYTES = 32 << 20
+#: No more than this is copied when a column grows.
+_COPIED_BYTES = 4 << 20
+#: A short segment grows by this factor.
 _GROWTH = 1.5
-_SMALLEST = 64
-
-
-@dataclass
-class _Column:
-    values: Array
-    fill: float
+#: Rows begin where lines of the cache do, if they are as long: to fetch one is to fetch no other.
+_CACHE_LINE = 64
 
 
 class MemoryStore:
     """The ``Store`` of a table that fits into memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, segment_bytes: int = _SEGMENT_BYTES) -> None:
+        self._segment_bytes = segment_bytes
         self._count = 0
-        self._ids: Ids = np.empty(_SMALLEST, np.int64)
+        self._keys = _Column(1, 0, np.dtype(np.int64), segment_bytes)
         self._columns: dict[str, _Column] = {}
-        self._index = np.zeros(2 * _SMALLEST, np.uint64)
+        self._index = Index()
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def nbytes(self) -> int:
-        return self._ids.nbytes + self._index.nbytes + sum(c.values.nbytes for c in self._columns.values())
+        return self._index.nbytes + self._count * sum(column.row_bytes for column in self._all())
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self._columns)
 
     def find(self, ids: Ids) -> Ids:
-        slots = np.empty(ids.size, np.int64)
-        _find(self._index, self._shift, self._ids, packed_ids(ids), slots)
-        return slots
+        return self._index.find(self._keys.rows, packed_ids(ids))
 
     def insert(self, ids: Ids) -> Ids:
         slots = self.find(ids)
         missing = np.flatnonzero(slots < 0)
         if missing.size:
-            self._reserve(self._count + missing.size)
-            before = self._count
-            fresh = np.empty(missing.size, np.int64)
-            self._count = _insert(self._index, self._shift, self._ids, before, packed_ids(ids)[missing], fresh)
-            slots[missing] = fresh
-            for column in self._columns.values():
-                column.values[before : self._count] = column.fill
+            fresh, places = unique(ids[missing])
+            slots[missing] = self._count + places
+            self._append(fresh)
         return slots
 
-    def ids(self, start: int = 0, stop: int | None = None) -> Ids:
-        return self._ids[: self._count][start:stop]
+    def _append(self, ids: Ids) -> None:
+        start, stop = self._count, self._count + ids.size
+        for column in self._all():
+            column.extend(start, stop)
+        scatter(self._keys.rows, np.arange(start, stop), ids[:, np.newaxis])
+        self._index.put(self._keys.rows, ids)
+        self._count = stop
+
+    def ids(self, slots: Ids) -> Ids:
+        ids = np.empty((slots.size, 1), np.int64)
+        gather(self._keys.rows, slots, ids)
+        return ids[:, 0]
 
     def ensure_column(self, name: str, width: int, fill: float, dtype: npt.DTypeLike) -> None:
         if name not in self._columns:
-            values = np.empty((self._ids.size, width), dtype)
-            values[: self._count] = fill
-            self._columns[name] = _Column(values, fill)
+            self._columns[name] = _Column(width, fill, np.dtype(dtype), self._segment_bytes)
+            self._columns[name].extend(0, self._count)
         column = self._columns[name]
-        if (column.values.shape[1], column.values.dtype) != (width, dtype):
+        if (column.width, column.dtype) != (width, dtype):
             raise ConfigurationError(
                 "a state column has another shape than the one that is there",
                 where=name,
-                expected=f"{column.values.shape[1]} x {column.values.dtype}",
+                expected=f"{column.width} x {column.dtype}",
                 got=f"{width} x {np.dtype(dtype)}",
             )
         column.fill = fill
 
-    def column(self, name: str) -> Array:
-        return self._columns[name].values
+    def column(self, name: str) -> Segments:
+        return self._columns[name].rows
 
-    @property
-    def _shift(self) -> int:
-        return 65 - self._index.size.bit_length()
-
-    def _reserve(self, count: int) -> None:
-        # Room that was never written takes no memory on systems that hand out pages when touched.
-        if count > self._ids.size:
-            capacity = max(count, int(self._ids.size * _GROWTH))
-            self._ids = self._grown(self._ids, capacity)
-            for column in self._columns.values():
-                column.values = self._grown(column.values, capacity)
-        if count > self._index.size * _MAX_LOAD:
-            size = self._index.size
-            while count > size * _MAX_LOAD:
-                size *= 2
-            self._index = np.zeros(size, np.uint64)
-            _reindex(self._index, self._shift, self._ids[: self._count])
-
-    def _grown(self, old: Array, capacity: int) -> Array:
-        new = np.empty((capacity, *old.shape[1:]), old.dtype)
-        new[: self._count] = old[: self._count]
-        return new
+    def _all(self) -> Iterator[_Column]:
+        yield self._keys
+        yield from self._columns.values()
 
 
-@compiled
-def _place(index: Array, shift: int, keys: Ids, key: np.int64, hashed: np.uint64) -> np.int64:
-    """Where the entry of ``key`` is, or the empty place where it would be."""
-    tag = hashed << _TAG_SHIFT
-    at = np.int64(hashed >> np.uint64(shift))
-    while True:
-        other = index[at] ^ tag  # small when the 24 bits agree; an empty entry is dealt with first
-        if index[at] == 0 or (other <= _SLOT_MASK and keys[np.int64(other) - 1] == key):
-            return at
-        at = np.int64((at + 1) & (index.size - 1))
+class _Column:
+    def __init__(self, width: int, fill: float, dtype: np.dtype[Any], segment_bytes: int) -> None:
+        self.width = width
+        self.fill = fill
+        self.dtype = dtype
+        self.row_bytes = width * dtype.itemsize
+        self._bits = max(1, segment_bytes // self.row_bytes).bit_length() - 1
+        self._segments = [self._zeros(1)]
+        self._grow(1)
 
+    def extend(self, start: int, stop: int) -> None:
+        """Have rows up to ``stop``, those from ``start`` on as untouched ones are."""
+        if stop > (len(self._segments) - 1 << self._bits) + len(self._segments[-1]):
+            self._grow(stop)
+        if self.fill:  # zeros they are
+            for number in range(start >> self._bits, len(self._segments)):
+                begin = number << self._bits
+                self._segments[number][max(0, start - begin) : max(0, stop - begin)] = self.fill
 
-@compiled
-def _find(index: Array, shift: int, keys: Ids, ids: Ids, slots: Ids) -> None:
-    for k in range(ids.size):
-        # Two rows of memory are needed one after the other: the entry far ahead, the id it points to less far.
-        if k + 2 * AHEAD < ids.size:
-            prefetch(index, np.int64(mix(np.uint64(ids[k + 2 * AHEAD])) >> np.uint64(shift)))
-        if k + AHEAD < ids.size:
-            entry = index[np.int64(mix(np.uint64(ids[k + AHEAD])) >> np.uint64(shift))]
-            prefetch(keys, np.int64(entry & _SLOT_MASK) - 1)
-        at = _place(index, shift, keys, ids[k], mix(np.uint64(ids[k])))
-        slots[k] = np.int64(index[at] & _SLOT_MASK) - 1
+    def _grow(self, count: int) -> None:
+        first, whole = self._segments[0], 1 << self._bits
+        if len(first) < whole:
+            longer = max(count, int(len(first) * _GROWTH))
+            self._segments[0] = self._zeros(longer if longer * self.row_bytes <= _COPIED_BYTES else whole)
+            self._segments[0][: len(first)] = first
+        while len(self._segments) << self._bits < count:
+            self._segments.append(self._zeros(whole))
+        addresses = [segment.ctypes.data for segment in self._segments]
+        self.rows = Segments(np.array(addresses, np.uint64), self._segments[0], self._bits)
 
-
-@compiled
-def _insert(index: Array, shift: int, keys: Ids, count: int, ids: Ids, slots: Ids) -> int:
-    for k in range(ids.size):
-        if k + AHEAD < ids.size:
-            prefetch(index, np.int64(mix(np.uint64(ids[k + AHEAD])) >> np.uint64(shift)))
-        hashed = mix(np.uint64(ids[k]))
-        at = _place(index, shift, keys, ids[k], hashed)
-        if index[at] == 0:
-            keys[count] = ids[k]
-            count += 1
-            index[at] = (hashed << _TAG_SHIFT) | np.uint64(count)
-        slots[k] = np.int64(index[at] & _SLOT_MASK) - 1
-    return count
-
-
-@compiled
-def _reindex(index: Array, shift: int, keys: Ids) -> None:
-    for k in range(keys.size):
-        if k + AHEAD < keys.size:
-            prefetch(index, np.int64(mix(np.uint64(keys[k + AHEAD])) >> np.uint64(shift)))
-        hashed = mix(np.uint64(keys[k]))
-        at = np.int64(hashed >> np.uint64(shift))
-        while index[at] != 0:  # the ids are distinct: any empty place will do
-            at = (at + 1) & (index.size - 1)
-        index[at] = (hashed << _TAG_SHIFT) | np.uint64(k + 1)
+    def _zeros(self, rows: int) -> Array:
+        size = min(rows, 1 << self._bits) * self.row_bytes
+        room = np.zeros(size + _CACHE_LINE, np.uint8)
+        start = -room.ctypes.data % _CACHE_LINE
+        return room[start : start + size].view(self.dtype).reshape(-1, self.width)

@@ -6,20 +6,21 @@ from typing import Protocol
 
 import numpy.typing as npt
 
-from fleet.ps.kernels.jit import Array, Ids
+from fleet.ps.kernels.jit import Ids, Segments
 
 
 class Store(Protocol):
     """Rows by id. A row has a slot, given in the order of insertion and never changed.
 
-    Not thread-safe: the caller holds a lock. Arrays handed out are views, good until the next call that inserts.
+    Not thread-safe: the caller holds a lock. No call takes longer because many rows are there: what growing costs is
+    shared out among the rows that come.
     """
 
     def __len__(self) -> int: ...
 
     @property
     def nbytes(self) -> int:
-        """Memory taken, room for growth included."""
+        """Memory taken; room for growth counts where it takes any."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -31,11 +32,14 @@ class Store(Protocol):
     def insert(self, ids: Ids) -> Ids:
         """The slot of every id; those without one get the next ones in their order, with every column at its fill."""
 
-    def ids(self, start: int = 0, stop: int | None = None) -> Ids:
-        """The ids at the slots from ``start`` to ``stop``."""
+    def ids(self, slots: Ids) -> Ids:
+        """The ids at slots."""
 
     def ensure_column(self, name: str, width: int, fill: float, dtype: npt.DTypeLike) -> None:
         """Make a column unless it is there; rows inserted from now on get ``fill``."""
 
-    def column(self, name: str) -> Array:
-        """The numbers of a column by slot, [capacity, width]; only the first ``len(self)`` rows mean anything."""
+    def column(self, name: str) -> Segments:
+        """The numbers of a column by slot, for compiled functions to read and write in place.
+
+        Good while the store lives and until the next call that inserts; only the first ``len(self)`` rows are there.
+        """

@@ -103,24 +103,36 @@ class Table:
     def export(self, start: int = 0, stop: int | None = None) -> tuple[Ids, dict[str, Array]]:
         """Copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
         stop = len(self) if stop is None else min(stop, len(self))
-        columns = {name: self._store.column(name)[start:stop].copy() for name in self._store.columns}
-        return self._store.ids(start, stop).copy(), columns
+        slots = np.arange(start, stop)
+        return self._store.ids(slots), {name: self._copied(name, slots) for name in self._store.columns}
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
         """Compile, or load, all that a table of this kind runs, on a table of a few rows that is thrown away."""
         trial = Table(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
-        ids = np.arange(1024)  # enough for the store to grow
+        ids = np.arange(1024)
         rows = trial.read(ids, training=True)
-        trial.load(ids, {WEIGHT: rows})
+        for start in range(0, ids.size, 64):  # in parts, as look-ups are others while the store grows
+            part = slice(start, start + 64)
+            trial.load(ids[part], {WEIGHT: rows[part]})
+            trial.read(ids, training=True)
         trial.apply(*merge([(ids, rows)], 1), self._kernel.options if options is None else options, step=1)
+        trial.add(ids, rows)
 
     def _insert(self, ids: Ids) -> Ids:
         before = len(self._store)
         slots = self._store.insert(ids)
         if len(self._store) > before:
-            fresh = self._store.column(WEIGHT)[before : len(self._store)]
-            self._initial.fill(self._store.ids(before), fresh)
+            fresh = np.arange(before, len(self._store))
+            rows = np.empty((fresh.size, self.spec.dim), self._dtype)
+            self._initial.fill(self._store.ids(fresh), rows)
+            scatter(self._store.column(WEIGHT), fresh, rows)
         return slots
+
+    def _copied(self, name: str, slots: Ids) -> Array:
+        column = self._store.column(name)
+        rows = np.empty((slots.size, column.like.shape[1]), self._dtype)
+        gather(column, slots, rows)
+        return rows
 
     def _checked(self, ids: Ids) -> Ids:
         ids, bound = packed_ids(ids), self.spec.num_embeddings

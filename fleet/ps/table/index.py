@@ -1,0 +1,179 @@
+"""Which slot an id has: an open-addressing table that grows a few places at a time.
+
+An entry has 64 bits: 0 is empty, else the low 40 bits are slot + 1 and the high 24 bits repeat 24 bits of the id's
+hash. A probe compares those first and looks at the id itself only when they agree, so absent ids and collisions cost
+no second cache miss, and no id has to be set aside to mean "empty". An entry's home, where probes begin, is given by
+the hash's high bits: its low bits chose the server and are much alike on one server.
+
+To grow, a table twice as large is put beside the old one, and each id that comes in takes the entries of the next few
+homes along. Which of the two tables has an id follows from its home in the old one, so none is looked up in both. Homes
+move up to an empty place, so that an entry that lies behind its home goes with it. What has moved stays in the old
+table until that goes as a whole, since probes for others lead over it. So to move an entry too early does no harm, nor
+to move it twice: those that lie at the beginning because the end was full are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.ps.kernels.jit import Ids, Rows, compiled, prefetch, row
+from fleet.ps.kernels.rows import mix
+
+Entries = npt.NDArray[np.uint64]
+
+_SLOT_BITS = 40
+_TAG_SHIFT = np.uint64(_SLOT_BITS)
+_SLOT_MASK = np.uint64((1 << _SLOT_BITS) - 1)
+
+#: The table begins to grow when more than this part of it is taken.
+_MAX_LOAD = 0.6
+#: Homes that move with an id that comes in: by the time that all have, the old table is a fifth of its places fuller.
+MOVED_PER_ID = 5
+_SMALLEST = 128
+
+#: Ids between one that is asked for and one that is needed; more than rows have, as an id takes less time than a row.
+_APART = 32
+
+
+class Index:
+    """Slots by id. The ids themselves are kept by the caller: ``keys`` has the id of every slot."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._now: Entries = np.zeros(_SMALLEST, np.uint64)
+        #: the table that is left, and how many of its homes have moved, from the first one on
+        self._old: Entries | None = None
+        self._moved = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._now.nbytes + (0 if self._old is None else self._old.nbytes)
+
+    def find(self, keys: Rows, ids: Ids) -> Ids:
+        """The slot of every id, -1 where there is none."""
+        slots = np.empty(ids.size, np.int64)
+        for entries, which in self._tables(ids):
+            found = np.empty(ids[which].size, np.int64)
+            _find(entries, _shift(entries), keys, ids[which], found)
+            slots[which] = found
+        return slots
+
+    def put(self, keys: Rows, ids: Ids) -> None:
+        """Give ids, which are distinct and new, the next slots in their order."""
+        slots = np.arange(self._count, self._count + ids.size)
+        self._reserve(keys, self._count + ids.size)
+        self._move(keys, MOVED_PER_ID * ids.size)
+        for entries, which in self._tables(ids):
+            _put(entries, _shift(entries), ids[which], slots[which])
+        self._count += ids.size
+
+    def _tables(self, ids: Ids) -> Iterator[tuple[Entries, slice | Ids]]:
+        """The tables, and of which ids each has the homes."""
+        if self._old is None:
+            yield self._now, slice(None)
+        else:
+            moved = _homes(ids, _shift(self._old)) < self._moved
+            yield self._old, np.flatnonzero(~moved)
+            yield self._now, np.flatnonzero(moved)
+
+    def _reserve(self, keys: Rows, count: int) -> None:
+        size = self._now.size
+        while count > size * _MAX_LOAD:
+            size *= 2
+        if size > self._now.size:
+            if self._old is not None:  # as many ids come at once as there are places
+                self._move(keys, self._old.size)
+            self._old, self._now, self._moved = self._now, np.zeros(size, np.uint64), 0
+
+    def _move(self, keys: Rows, homes: int) -> None:
+        if self._old is not None:
+            homes = min(homes, self._old.size - self._moved)
+            self._moved += _move(self._old, self._now, _shift(self._now), keys, self._moved, homes)
+            if self._moved >= self._old.size:
+                self._old = None
+
+
+def _shift(entries: Entries) -> int:
+    """How far hashes are shifted right to be homes."""
+    return 65 - entries.size.bit_length()
+
+
+@compiled
+def _slot(entry: np.uint64) -> np.int64:
+    return np.int64(entry & _SLOT_MASK) - 1
+
+
+@compiled
+def _likely(entries: Entries, at: np.int64, hashed: np.uint64) -> np.int64:
+    """From a place on, the first one whose entry has 24 equal bits, or that is empty."""
+    while entries[at] != 0 and entries[at] ^ (hashed << _TAG_SHIFT) > _SLOT_MASK:
+        at = (at + 1) & (entries.size - 1)
+    return at
+
+
+@compiled
+def _find(entries: Entries, shift: int, keys: Rows, ids: Ids, slots: Ids) -> None:
+    # Every id goes through three stages, with others between them, so that nothing waits for memory: its home is asked
+    # for; the entry there gives a slot, and the id at that is asked for; the two ids are compared.
+    for k in range(ids.size):
+        slots[k] = np.int64(mix(np.uint64(ids[k])))  # until the slot is known
+    for k in range(-_APART, ids.size + _APART):
+        if k + _APART < ids.size:
+            prefetch(entries, np.int64(np.uint64(slots[k + _APART]) >> np.uint64(shift)))
+        if 0 <= k < ids.size:
+            hashed = np.uint64(slots[k])
+            slots[k] = _slot(entries[_likely(entries, np.int64(hashed >> np.uint64(shift)), hashed)])
+            prefetch(keys, slots[k])
+        known = k - _APART
+        if known >= 0 and slots[known] >= 0 and row(keys, slots[known])[0] != ids[known]:
+            slots[known] = _searched(entries, shift, keys, ids[known])
+
+
+@compiled
+def _searched(entries: Entries, shift: int, keys: Rows, id: np.int64) -> np.int64:
+    """The slot of an id, when the 24 bits of another one are the same."""
+    hashed = mix(np.uint64(id))
+    at = _likely(entries, np.int64(hashed >> np.uint64(shift)), hashed)
+    while entries[at] != 0 and row(keys, _slot(entries[at]))[0] != id:
+        at = _likely(entries, (at + 1) & (entries.size - 1), hashed)
+    return _slot(entries[at])
+
+
+@compiled
+def _put(entries: Entries, shift: int, ids: Ids, slots: Ids) -> None:
+    for k in range(-_APART, ids.size):
+        if k + _APART < ids.size:
+            prefetch(entries, np.int64(mix(np.uint64(ids[k + _APART])) >> np.uint64(shift)))
+        if k >= 0:
+            hashed = mix(np.uint64(ids[k]))
+            at = np.int64(hashed >> np.uint64(shift))
+            while entries[at] != 0:
+                at = (at + 1) & (entries.size - 1)
+            entries[at] = (hashed << _TAG_SHIFT) | np.uint64(slots[k] + 1)
+
+
+@compiled
+def _homes(ids: Ids, shift: int) -> Ids:
+    homes = np.empty(ids.size, np.int64)
+    for k in range(ids.size):
+        homes[k] = np.int64(mix(np.uint64(ids[k])) >> np.uint64(shift))
+    return homes
+
+
+@compiled
+def _move(old: Entries, now: Entries, shift: int, keys: Rows, start: int, homes: int) -> int:
+    """Move homes from ``start`` on: so many, and those up to the next empty place. Return how many they were."""
+    done, entry = 0, np.uint64(0)
+    while done < homes or entry != 0:
+        prefetch(keys, _slot(old[(start + done + _APART) & (old.size - 1)]))
+        entry = old[(start + done) & (old.size - 1)]
+        done += 1
+        if entry != 0:
+            at = np.int64(mix(np.uint64(row(keys, _slot(entry))[0])) >> np.uint64(shift))
+            while now[at] != 0 and now[at] != entry:
+                at = (at + 1) & (now.size - 1)
+            now[at] = entry
+    return done
