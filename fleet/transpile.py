@@ -23,8 +23,8 @@ from fleet.transpiler.config import DistributeTranspilerConfig
 if TYPE_CHECKING:
     import torch
 
+    from fleet.optimizer import DistributedOptimizer
     from fleet.ps.wire.transport import Network
-    from fleet.ps.worker.optimizer import DistributedOptimizer
 
 
 class Program:

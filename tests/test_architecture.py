@@ -69,7 +69,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/loopback.py": "replies",
         "ps/worker/client.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
-        "ps/worker/exit_guard.py": "lock",
+        "exit_guard.py": "lock",
     },
     "time datetime": {"clock.py": "clock", "launch/guard.py": "standalone", "launch/local.py": "events"},
     "secrets uuid": {

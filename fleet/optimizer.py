@@ -1,4 +1,4 @@
-"""The optimizer the user holds: real groups of the user's own, a step that happens on the servers."""
+"""The optimizer the user holds: real groups of the user's own, and a step that is the job's."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = tuple(optimizers)
         self._stepper = stepper
         self._running = running
+        self._updating = False
         # torch's own constructor sets up hooks and what schedulers look for; the groups stay where they are.
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
         self._constructed = True
         for optimizer in self._wrapped:
-            optimizer.register_step_pre_hook(_refuse_alone)
+            optimizer.register_step_pre_hook(self._refuse_alone)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -78,11 +79,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    @staticmethod
-    def _run_hooks(optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
+    def _update(self) -> None:
+        """Let the wrapped optimizers step in this process."""
+        self._updating = True
+        try:
+            for optimizer in self._wrapped:
+                optimizer.step()
+        finally:
+            self._updating = False
+
+    def _run_hooks(self, optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
         """The user's hooks on a wrapped optimizer see its step happen, wherever it does."""
         for hook in list(hooks.values()):
-            if hook is not _refuse_alone:
+            if hook != self._refuse_alone:
                 hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
@@ -90,6 +99,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.step()
+
+    def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        if not self._updating:
+            raise StateError(
+                f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
+                todo="Call step() on what fleet.distributed_optimizer() returned.",
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -109,10 +125,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({', '.join(repr(optimizer) for optimizer in self._wrapped)})"
-
-
-def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG001 - torch's
-    raise StateError(
-        f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
-        todo="Call step() on what fleet.distributed_optimizer() returned.",
-    )

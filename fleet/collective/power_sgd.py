@@ -1,0 +1,59 @@
+"""PowerSGD (Vogels et al., 2019, arXiv:1905.13727), by torch's own communication hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from fleet.collective.exchange import Finish
+from fleet.collective.group import Group
+from fleet.collective.members import Member
+from fleet.collective.options import PowerSGD
+from fleet.errors import UnsupportedError
+
+
+class LowRank:
+    def __init__(self, group: Group, options: PowerSGD, members: Sequence[Member]) -> None:
+        self._group = group
+        self._options = options
+        self.adopt(members)
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if member.param.dim() == 0:
+                raise UnsupportedError(f"power_sgd takes no parameter without a dimension, as {member.name!r} is")
+        # What the hook remembers belongs to buckets, so it begins anew when these change.
+        self.state = powerSGD_hook.PowerSGDState(
+            self._group.everyone,
+            matrix_approximation_rank=self._options.rank,
+            start_powerSGD_iter=self._options.start_step,
+            min_compression_rate=self._options.min_compression_rate,
+            use_error_feedback=self._options.use_error_feedback,
+            warm_start=self._options.warm_start,
+        )
+
+    def begin(self, bucket: GradBucket) -> Finish:
+        future = powerSGD_hook.powerSGD_hook(self.state, bucket)
+
+        def finish() -> torch.Tensor:
+            if bucket.buffer().device.type == "cpu":
+                self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
+            result: torch.Tensor = future.wait()
+            return result
+
+        return finish
+
+    def _done_within(self, future: torch.futures.Future[torch.Tensor], slice_s: float) -> bool:
+        """Futures cannot be waited for with a deadline: look, often at first."""
+        clock = self._group.clerk.clock
+        until, pause_s = clock.now() + slice_s, 0.0001
+        while not future.done():
+            if clock.now() > until:
+                return False
+            clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.005)
+        future.value()  # raises what went wrong
+        return True
