@@ -200,8 +200,12 @@ class Fleet:
     def load_state_dict(self, model: object, state: object) -> NoReturn:  # noqa: ARG002
         self._not_yet("load_state_dict")
 
-    def summary(self) -> NoReturn:
-        self._not_yet("summary")
+    # ---------------------------------------------------------------- what happened
+
+    def summary(self) -> dict[str, Any]:
+        """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
+        and how old the values were that gradients were computed on (docs/modes.md has every key)."""
+        return self._backend("summary").summary()
 
     # ---------------------------------------------------------------- shorthands
 

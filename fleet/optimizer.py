@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -14,9 +14,20 @@ from fleet.errors import StateError, UnsupportedError
 class Stepper(Protocol):
     """What carries out a step: the worker's side of a running job."""
 
-    def step(self) -> None: ...
+    @property
+    def trains_here(self) -> bool:
+        """Whether the wrapped optimizers do step in this process; else the servers do what they would."""
+        ...
+
+    def step_here(self, update: Callable[[], None]) -> None: ...
 
     def extend(self) -> None: ...
+
+
+class RemoteStepper(Stepper, Protocol):
+    """One that may train elsewhere."""
+
+    def step(self) -> None: ...
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -70,9 +81,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        stepper = self._stepper()
+        if stepper.trains_here:
+            stepper.step_here(self._update)
+            return loss
         for optimizer in self._wrapped:
             self._run_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
-        self._stepper().step()
+        cast(RemoteStepper, stepper).step()
         for optimizer in self._wrapped:
             self._run_hooks(optimizer, optimizer._optimizer_step_post_hooks)
             # What a scheduler on the wrapped optimizer looks at, to warn of a step() that never came.
@@ -114,13 +129,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError(
-            "the optimizer's state lives on the servers",
+            "the optimizer's state is a part of the job's, and not whole on any worker",
             todo="Save the whole job with fleet.save_persistables(dirname).",
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
         raise UnsupportedError(
-            "the optimizer's state lives on the servers", todo="Load a saved job with fleet.init_server(model_dir)."
+            "the optimizer's state is a part of the job's, and not whole on any worker",
+            todo="Load a saved job with fleet.init_server(model_dir).",
         )
 
     def __repr__(self) -> str:

@@ -22,6 +22,8 @@ class Strategy:
     check_finite: bool = False
     #: ssp: how many steps a worker may be ahead of the slowest.
     staleness: int = 0
+    #: geo: after how many steps a worker tells the others how far it has come.
+    update_frequency: int = 1
     #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
@@ -96,8 +98,12 @@ class StrategyFactory:
         )
 
     @staticmethod
-    def create_geo_strategy(update_frequency: int = 100) -> Strategy:
-        raise _not_yet(f"the GEO mode (update_frequency={update_frequency})")
+    def create_geo_strategy(update_frequency: int = 100, *, check_finite: bool = False) -> Strategy:
+        """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come."""
+        if update_frequency is None:
+            raise ArgumentTypeError("update_frequency must be an int", got="None")
+        _whole("update_frequency", update_frequency, 1)
+        return Strategy("geo", update_frequency=update_frequency, check_finite=check_finite)
 
     @staticmethod
     def create_ssp_strategy(staleness: int = 4, *, check_finite: bool = False) -> Strategy:
@@ -155,11 +161,11 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             f"geo_sgd_mode=True and {other}=True exclude each other: GEO workers send no gradients",
             todo=f"Leave {other} unset, or geo_sgd_mode.",
         )
-    if config.geo_sgd_mode:
-        raise _not_yet("geo_sgd_mode=True")
+    chosen = [mode for mode, on in (("geo", config.geo_sgd_mode), ("half_async", config.half_async)) if on]
     return Strategy(
+        mode="sync" if config.sync_mode else chosen[0] if chosen else "async",
         dc_lambda=1.0 if config.enable_dc_asgd else 0.0,
-        mode="sync" if config.sync_mode else "half_async" if config.half_async else "async",
+        update_frequency=config.geo_sgd_need_push_nums if config.geo_sgd_mode else 1,
         slice_var_up=config.slice_var_up,
         split_method=config.split_method,
         min_block_size=config.min_block_size,
@@ -200,10 +206,3 @@ def _strength(strength: object, adaptive: object) -> float:
 
 def _said(given: Mapping[str, int | None]) -> tuple[tuple[str, int | bool], ...]:
     return tuple((name, value) for name, value in given.items() if value is not None)
-
-
-def _not_yet(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} is not supported yet",
-        todo="There are the synchronous, asynchronous and half-asynchronous modes, and bounded staleness.",
-    )

@@ -94,7 +94,11 @@ ONLY: dict[str, dict[str, str]] = {
     "fleet.ps.wire.loopback": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_server": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_client": {"ps/wire/grpc_server.py": "connect"},
-    "fleet.ps.table.memory": {"ps/table/table.py": "default", "ps/table/compensation.py": "rows handed out"},
+    "fleet.ps.table.memory": {
+        "ps/table/table.py": "default",
+        "ps/table/changes.py": "rows held",
+        "ps/table/compensation.py": "rows handed out",
+    },
 }
 
 FILES = {

@@ -292,7 +292,6 @@ def test_all_that_is_set_in_vain_is_named() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sync_mode": False, "geo_sgd_mode": True},
         {"mode": "nccl2"},
         {"mode": "collective"},
     ],
@@ -314,22 +313,14 @@ def test_the_factory_makes_the_synchronous_strategy() -> None:
     assert StrategyFactory().create_sync_strategy(check_finite=True) == Strategy(check_finite=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "words"),
-    [
-        (StrategyFactory.create_geo_strategy, {}, "GEO mode .update_frequency=100"),
-        (StrategyFactory.create_geo_strategy, {"update_frequency": 7}, "GEO mode .update_frequency=7"),
-    ],
-)
-def test_the_factory_refuses_what_is_not_there_yet(make: Any, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{words}.*is not supported yet"):
-        make(**arguments)
-
-
 def test_the_factory_makes_the_relaxed_strategies() -> None:
     assert StrategyFactory.create_ssp_strategy() == Strategy(mode="ssp", staleness=4)
     assert StrategyFactory.create_ssp_strategy(0, check_finite=True) == Strategy(mode="ssp", check_finite=True)
     assert StrategyFactory.create_half_async_strategy() == Strategy(mode="half_async")
+    assert StrategyFactory.create_geo_strategy() == Strategy(mode="geo", update_frequency=100)
+    assert StrategyFactory.create_geo_strategy(7, check_finite=True).update_frequency == 7
+    geo = config(sync_mode=False, geo_sgd_mode=True, geo_sgd_need_push_nums=9)
+    assert as_strategy(geo) == Strategy(mode="geo", update_frequency=9)
     made = StrategyFactory.create_half_async_strategy(max_merge_var_num=3, is_sgd_optimizer=False)
     said = (("max_merge_var_num", 3), ("is_sgd_optimizer", False))
     assert made == Strategy(mode="half_async", communicator=said)

@@ -32,7 +32,11 @@ FREE = {
     "ssp-4": StrategyFactory.create_ssp_strategy(4),
 }
 #: All of them.
-RELAXED = {**FREE, "async": StrategyFactory.create_async_strategy()}
+RELAXED = {
+    **FREE,
+    "async": StrategyFactory.create_async_strategy(),
+    "geo": StrategyFactory.create_geo_strategy(update_frequency=2),
+}
 
 
 def train(strategy: Strategy, name: str, steps: int = STEPS) -> Callable[[Fleet, int], list[torch.Tensor]]:
@@ -265,6 +269,29 @@ def test_rows_merge_by_id_as_numpy_does(is_sgd: bool | None) -> None:
         expected /= 3
     (got,) = run_job(body, 1, 2)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["half_async", "async", "geo"])
+def test_the_step_to_resume_from_counts_steps_and_not_pushes(mode: str, tmp_path: object) -> None:
+    """Five steps are two merged pushes or more, the last of them not full."""
+    strategy = {
+        "half_async": StrategyFactory.create_half_async_strategy(max_merge_var_num=4),
+        "async": StrategyFactory.create_async_strategy(max_merge_var_num=3),
+        "geo": StrategyFactory.create_geo_strategy(update_frequency=4),
+    }[mode]
+
+    def body(fleet_: Fleet, worker: int) -> int:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        fleet_.init_worker()
+        begin = fleet_.resume_step()
+        for _ in range(5):
+            optimizer.minimize(weight.sum())
+        fleet_.save_persistables(f"{tmp_path}/ckpt")
+        return begin
+
+    assert run_job(body, 1, 2) == [0]
+    assert run_job(body, 1, 2, model_dir=f"{tmp_path}/ckpt") == [5]
 
 
 def test_the_environment_says_how_many_steps_merge_unless_the_strategy_does() -> None:

@@ -414,13 +414,14 @@ def test_sync_mode_must_not_be_said_in_both_ways() -> None:
 
 @pytest.mark.parametrize("relaxed", ["half_async", "geo_sgd_mode", "enable_dc_asgd"])
 def test_the_argument_reaches_what_the_config_says_besides(relaxed: str) -> None:
-    if relaxed != "geo_sgd_mode":
-        job = transpiled(config(**{relaxed: True}), sync_mode=False)._job
-        assert job is not None
-        assert job.strategy.mode == "half_async" or job.strategy.dc_lambda == 1
-    else:
-        with pytest.raises(UnsupportedError, match=f"{relaxed}=True is not supported yet"):
-            transpiled(config(**{relaxed: True}), sync_mode=False)
+    job = transpiled(config(**{relaxed: True}), sync_mode=False)._job
+    assert job is not None
+    strategy = job.strategy
+    assert {
+        "half_async": strategy.mode == "half_async",
+        "geo_sgd_mode": (strategy.mode, strategy.update_frequency) == ("geo", 100),
+        "enable_dc_asgd": (strategy.mode, strategy.dc_lambda) == ("async", 1),
+    }[relaxed]
     with pytest.raises(ConfigurationError, match=f"sync_mode=True and {relaxed}=True exclude each other"):
         transpiled(config(**{relaxed: True}))
 
@@ -456,8 +457,9 @@ def test_the_config_may_be_changed_until_transpile() -> None:
     t = DistributeTranspiler(settings)
     settings.sync_mode = False
     settings.geo_sgd_mode = True
-    with pytest.raises(UnsupportedError, match="geo_sgd_mode=True"):
-        t.transpile(0, program())
+    t.transpile(0, program(), "a:1")
+    assert t._job is not None
+    assert t._job.strategy.mode == "geo"
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

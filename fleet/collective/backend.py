@@ -137,6 +137,11 @@ class CollectiveBackend:
         gatherings = self._running_worker(f"{call}()").gatherings
         return lambda value, output, op: gatherings.all_reduce(f"{call}()", value, output, op)
 
+    # ---------------------------------------------------------------- what happened
+
+    def summary(self) -> dict[str, Any]:
+        return self._running_worker("summary()").summary()
+
     # ---------------------------------------------------------------- state
 
     def save_persistables(self, dirname: str) -> None:

@@ -160,14 +160,15 @@ class Clerk:
         report = {"worker": self.rank, "kind": "failed", "what": what}
         self._conclude(lambda: self.ask(lambda store: self._report(store, report)))
 
-    def stop(self, goodbye: bool) -> None:
-        """End the thread. With ``goodbye`` every worker does so, and the host waits until all others have."""
-        if goodbye:
-            self._watching = False
-            self.ask(lambda store: store.set(f"bye/{self.rank}", "1"))
-            if self._hosts_store:
-                byes = [f"bye/{other}" for other in range(self.size)]
-                self.until(lambda store: store.check(byes) or None, self.deadline_s)
+    def part(self) -> None:
+        """Say goodbye, and return when all others have: nobody needs anybody any more."""
+        self._watching = False
+        byes = [f"bye/{other}" for other in range(self.size)]
+        self.ask(lambda store: store.set(byes[self.rank], "1"))
+        self.until(lambda store: store.check(byes) or None, self.deadline_s)
+
+    def end(self) -> None:
+        """End the thread, and with it the hold on the store."""
         self._requests.put(None)
         self._thread.join(SLICE_S)
 
@@ -220,6 +221,7 @@ class Clerk:
                     self._failure = self._failure or self._lost_host(error)
                 continue
             if request is None:
+                del self._store
                 return
             work, future = request
             try:

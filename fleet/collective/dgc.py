@@ -73,8 +73,7 @@ class Residual:
 
 
 class DeepCompression:
-    """The exchange of a job with DGC. ``step`` is told from outside; ``sent_bytes`` is what this worker has sent in the
-    newest round."""
+    """The exchange of a job with DGC."""
 
     def __init__(self, group: Group, options: DGC, members: Sequence[Member]) -> None:
         self._group = group
@@ -93,8 +92,6 @@ class DeepCompression:
 
     def begin(self, bucket: GradBucket) -> Finish:
         sparsity = sparsity_at(self._options, self.step)
-        if bucket.index() == 0:
-            self.sent_bytes = 0
         buffer = bucket.buffer()
         pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
         compressed = [] if sparsity is None else [pair for pair in pairs if id(pair[0]) in self._eligible]
@@ -168,13 +165,14 @@ class DeepCompression:
     @torch.no_grad()
     def update(self, rest: Callable[[], None]) -> None:
         """Update compressed parameters plainly, and let ``rest`` update the others."""
+        self.step += 1
         mine = [m for m in self._eligible.values() if id(m.param) in self._residuals and m.param.grad is not None]
         gradients = [member.param.grad for member in mine]
         for member in mine:
             member.param.grad = None
         rest()
         for member, gradient in zip(mine, gradients, strict=True):
-            assert gradient is not None
+            assert gradient is not None, "chosen so"
             member.param.add_(gradient, alpha=-float(member.options["lr"]))
             member.param.grad = gradient
 

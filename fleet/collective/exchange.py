@@ -20,6 +20,9 @@ Finish = Callable[[], torch.Tensor]
 
 
 class Exchange(Protocol):
+    #: What this worker has handed to the communicators so far.
+    sent_bytes: int
+
     def begin(self, bucket: GradBucket) -> Finish: ...
 
     def adopt(self, members: Sequence[Member]) -> None:
@@ -80,6 +83,7 @@ class Averaging:
         self._route = route
         self._size = size
         self._dtype = dtype
+        self.sent_bytes = 0
 
     def adopt(self, members: Sequence[Member]) -> None:
         """All are treated alike."""
@@ -88,6 +92,7 @@ class Averaging:
         whole = bucket.buffer()
         travelling = whole if self._dtype is None else whole.to(self._dtype)
         finish = self._route.begin(travelling.div_(self._size), bucket.index())
+        self.sent_bytes += travelling.nbytes
 
         def result() -> torch.Tensor:
             finish()

@@ -109,7 +109,7 @@ def _put(store: Store, key: str, header: dict[str, Any], tensor: WireTensor | No
         data = bytes(tensor.bytes)
         told |= {"carried": tensor.dtype, "extent": tensor.shape, "bytes": len(data)}
         for start in range(0, len(data), _CHUNK):
-            store.set(f"{key}/{start}", data[start : start + _CHUNK])
+            store.set(f"{key}/{start}", data[start : start + _CHUNK])  # type: ignore[arg-type]
     store.set(key, json.dumps(told))  # last: it says that the rest is there
 
 

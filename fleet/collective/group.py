@@ -8,10 +8,12 @@ the others.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ _PATIENCE = timedelta(days=30)
 _STORE_TIMEOUT = timedelta(seconds=30)
 #: Values are copied to travel together; beyond this size that gains nothing.
 _BATCH_BYTES = 32 << 20
+#: Jobs of this process, one after the other; every worker counts alike.
+_jobs = itertools.count()
 
 
 class Group:
@@ -57,7 +61,8 @@ class Group:
             store, host, hosts_store = _get_default_store(), "the host of the adopted process group's store", False
         else:
             store, host, hosts_store = self._open_store(deadline_s)
-        prefixed = PrefixStore(f"fleet/{self._assignment.attempt}", store)
+        # A store may outlive a job: the launcher's, or the user's.
+        prefixed = PrefixStore(f"fleet/{self._assignment.attempt}/{next(_jobs)}", store)
         self.clerk = Clerk(prefixed, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
         try:
             self._call_the_roll(about, deadline_s)
@@ -165,7 +170,7 @@ class Group:
         made = dist.new_group(ranks, backend=backend, timeout=_PATIENCE)
         if isinstance(made, dist.ProcessGroup):  # it is something else where this worker is no member
             self._made.append(made)
-        return made
+        return cast(dist.ProcessGroup, made)
 
     # ---------------------------------------------------------------- waiting
 
@@ -195,7 +200,8 @@ class Group:
 
     def stop(self) -> None:
         """Every worker has come here: part from the others; what was the user's stays."""
-        self.clerk.stop(goodbye=True)
+        self.clerk.part()
+        self.clerk.end()
         if not self._adopted:
             dist.destroy_process_group()
         else:
@@ -205,7 +211,7 @@ class Group:
     def abandon(self) -> None:
         """The job has failed. Collectives that are under way will never end, and to destroy their group would be to
         wait for them: it is left to the end of the process."""
-        self.clerk.stop(goodbye=False)
+        self.clerk.end()
         if self._adopted or not dist.is_initialized():
             return
         for group in (self.everyone, *self._made):

@@ -9,15 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from fleet.errors import UnsupportedError
-from fleet.optimizer import DistributedOptimizer
+from fleet.optimizer import DistributedOptimizer, Stepper
 
 
-class CollectiveStepper(Protocol):
-    """A running worker, as its optimizer sees it."""
-
-    def train(self, update: Callable[[], None], scale: torch.Tensor | None, scaled: bool) -> None: ...
-
-    def extend(self) -> None: ...
+class Synchronized(Stepper, Protocol):
+    """A running worker whose backwards can be told to send nothing."""
 
     def set_synchronized(self, wanted: bool) -> bool: ...
 
@@ -34,7 +30,7 @@ class CollectiveOptimizer(DistributedOptimizer):
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        stepper: Callable[[], CollectiveStepper],
+        stepper: Callable[[], Synchronized],
         running: Callable[[], bool],
         scaler: torch.amp.GradScaler | None,
         compressed: bool,
@@ -45,18 +41,26 @@ class CollectiveOptimizer(DistributedOptimizer):
         self._compressed = compressed
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scaled = hasattr(self, "found_inf")
-        if scaled and self._compressed:
+        if not hasattr(self, "found_inf"):
+            return super().step(closure)
+        # A GradScaler calls; it takes no closure.
+        if self._compressed:
             raise UnsupportedError(
                 "dgc and a GradScaler exclude each other: what is held back would mix gradients of different scales",
                 todo="Train in bfloat16, which needs no scaler, or leave dgc out.",
             )
-        self._collective().train(self._update, self.grad_scale if scaled else None, scaled)
-        return loss
+        if self.grad_scale is not None:
+            for gradient in self._gradients():
+                gradient.div_(self.grad_scale.to(gradient.device))
+        return self._stepper().step_here(self._update_if_finite)
+
+    def _update_if_finite(self) -> None:
+        """All workers come to the same answer, as the gradients are everybody's, but in local SGD each to its own."""
+        if all(bool(torch.isfinite(gradient).all()) for gradient in self._gradients()):
+            self._update()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
 
     def minimize(self, loss: torch.Tensor) -> None:
         """``zero_grad(); loss.backward(); step()``, with the loss scaled where the strategy asks for AMP."""

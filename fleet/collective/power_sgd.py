@@ -19,6 +19,7 @@ class LowRank:
     def __init__(self, group: Group, options: PowerSGD, members: Sequence[Member]) -> None:
         self._group = group
         self._options = options
+        self.sent_bytes = 0
         self.adopt(members)
 
     def adopt(self, members: Sequence[Member]) -> None:
@@ -36,10 +37,14 @@ class LowRank:
         )
 
     def begin(self, bucket: GradBucket) -> Finish:
+        buffer, before = bucket.buffer(), self.state.total_numel_after_compression
         future = powerSGD_hook.powerSGD_hook(self.state, bucket)
+        # The hook counts what it compresses; until it begins to, it sends the bucket.
+        elements = self.state.total_numel_after_compression - before or buffer.numel()
+        self.sent_bytes += elements * buffer.element_size()
 
         def finish() -> torch.Tensor:
-            if bucket.buffer().device.type == "cpu":
+            if buffer.device.type == "cpu":
                 self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
             result: torch.Tensor = future.wait()
             return result

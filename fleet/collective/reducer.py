@@ -1,9 +1,9 @@
 """Gradients averaged while backward runs, by DistributedDataParallel's own reducer and without its wrapper.
 
 DDP arms the reducer in the forward of its wrapper. Here a hook on every gradient accumulator does it, at the first
-gradient of a backward, before the reducer's own hook sees it. That hook asks the autograd engine to call ``_close`` when
-that backward is through: it hands the reducer the parameters that had no gradient, so that every round comes to
-its end on every worker, and waits for the buckets. What the reducer calls its communication hook begins their exchange.
+gradient of a backward, before the reducer's own hook sees it. It also asks the autograd engine to call ``_close`` when
+that backward is through, which hands the reducer the parameters that had no gradient, so that every round comes to its
+end on every worker, and waits for the buckets. What the reducer calls its communication hook begins their exchange.
 
 One more parameter travels with the gradients, the census: a mark for each worker that takes part, and one for each
 parameter that has a gradient. By it everybody knows, at no cost, by how many to divide, and which parameters nobody
@@ -179,7 +179,7 @@ def _make(params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dis
     sparse = [False] * len(params)
     limits = [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
     buckets, caps = _compute_bucket_assignment_by_size(list(params), limits, sparse)
-    reducer = _Reducer(
+    return _Reducer(
         list(params),
         list(reversed(buckets)),
         list(reversed(caps)),
@@ -191,4 +191,3 @@ def _make(params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dis
         dict(enumerate(names)),
         _FIRST_BUCKET_BYTES,
     )
-    return reducer

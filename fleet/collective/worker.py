@@ -8,6 +8,7 @@ where local SGD averages. A worker that has stopped goes on meeting the others w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -29,6 +30,8 @@ from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
 
 
 class CollectiveWorker:
+    trains_here = True
+
     def __init__(
         self,
         assignment: Assignment,
@@ -158,17 +161,13 @@ class CollectiveWorker:
 
     # ---------------------------------------------------------------- a step
 
-    def train(self, update: Callable[[], None], scale: torch.Tensor | None, scaled: bool) -> None:
-        """One step. ``scaled`` gradients come from a GradScaler; ``scale`` is what they are still multiplied by."""
+    def step_here(self, update: Callable[[], None]) -> None:
+        """One step on what the gradients are now; ``update`` lets the wrapped optimizers step."""
         self.check("step()")
         late = self._has_newcomers()
         if late:
             self.extend()
         self.steps += 1
-        if scale is not None:
-            for param in self._trained:
-                if param.grad is not None:
-                    param.grad.div_(scale.to(param.grad.device))
         if self._pace.merged > 1:
             self._merged.add()
             if not self._pace.updates(self.steps):
@@ -180,13 +179,10 @@ class CollectiveWorker:
             self._reduce(taking_part=True)
         if self._check_finite:
             self._refuse_infinite()
-        if not scaled or self._is_finite():
-            if self._compression is None:
-                update()
-            else:
-                self._compression.update(update)
-        if self._compression is not None:
-            self._compression.step = self.steps
+        if self._compression is None:
+            update()
+        else:
+            self._compression.update(update)
         self._unaveraged = True
         if self._pace.averages(self.steps):
             self._average(contribute=True)
@@ -202,9 +198,6 @@ class CollectiveWorker:
     def _average(self, contribute: bool) -> None:
         self._after_round(average_parameters(self.group, self._trained, contribute))
         self._unaveraged = False
-
-    def _is_finite(self) -> bool:
-        return all(bool(torch.isfinite(p.grad).all()) for p in self._trained if p.grad is not None)
 
     def _refuse_infinite(self) -> None:
         for member in self.members:
@@ -268,6 +261,13 @@ class CollectiveWorker:
         if self._reducer is not None:
             self._reducer.close()
         self._meeting.close()
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "rounds": self.group.clerk.rounds,
+            "gradient_bytes": self._exchange.sent_bytes,
+        }
 
     def check(self, call: str) -> None:
         """Refuse a call after the end, and tell of a failure."""

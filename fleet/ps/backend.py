@@ -180,6 +180,11 @@ class ParameterServerBackend:
         worker = self._running_worker(f"{call}()")
         return lambda value, output, op: worker.all_reduce(f"{call}()", value, output, op)
 
+    # ---------------------------------------------------------------- what happened
+
+    def summary(self) -> dict[str, Any]:
+        return self._running_worker("summary()").summary()
+
     # ---------------------------------------------------------------- state
 
     def save_persistables(self, dirname: str) -> None:

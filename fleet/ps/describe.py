@@ -84,12 +84,13 @@ class Description:
 
     def options(self) -> tuple[str, ...]:
         """The options of every group as they are now, as JSON: they travel with each push."""
-        told = []
-        for spec, group in zip(self.spec.groups, self.groups, strict=True):
-            defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
-            values = {name: defaults[name] if name in fixed else group[name] for name in spec.options}
-            told.append(json.dumps({name: _plain(value, name) for name, value in values.items()}))
-        return tuple(told)
+        return tuple(json.dumps(self.option_values(index)) for index in range(len(self.groups)))
+
+    def option_values(self, index: int) -> dict[str, Any]:
+        """The options of one group as they are now, in plain values."""
+        spec, group = self.spec.groups[index], self.groups[index]
+        defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
+        return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
 
 
 def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:

@@ -68,3 +68,5 @@ class Mode:
     version_needed: Callable[[int, int], int]
     #: Steps are the whole job's: after the same step every server is at the same version and every worker sees it.
     lockstep: bool = False
+    #: What workers push are changes, to be added to the values, and not gradients.
+    adds: bool = False

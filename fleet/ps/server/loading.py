@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.service import Restore
+from fleet.ps.table.dense import STATE, VALUE
 from fleet.ps.table.shard import Shard
+from fleet.ps.table.table import WEIGHT
 from fleet.transpiler.specs import JobSpec
 
 
@@ -57,43 +58,28 @@ def _check_model(checkpoint: Checkpoint, spec: JobSpec) -> None:
 def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
     """Assemble every parameter that has a block here from the blocks it was saved in, then cut our blocks."""
     plan, slots = shard.plan, shard.dense.layout.slots
-    wanted = {plan.param_of(slot.block).name for slot in slots}
-    whole: dict[str, dict[str, Any]] = {name: {} for name in wanted}
-    spread: dict[str, dict[str, int]] = {name: {} for name in wanted}  # how many elements of each key have come
-    numel = {param.name: param.numel for param in plan.spec.params}
+    wanted = {plan.param_of(slot.block).name: plan.param_of(slot.block).numel for slot in slots}
+    assembly = Assembly(wanted, str(checkpoint.directory))
     for about, tensors in checkpoint.pieces("dense"):
-        arriving = iter(tensors)
-        for entry in about["dense"]:
-            tensor = None if "plain" in entry else next(arriving)
-            name, key = entry["param"], entry["key"]
-            if name not in wanted:
-                continue
-            if tensor is None:
-                whole[name][key] = entry["plain"]
-            elif entry["elementwise"]:
-                spread[name][key] = spread[name].get(key, 0) + tensor.numel()
-                total = whole[name].setdefault(key, torch.empty(numel[name], dtype=tensor.dtype))
-                total[entry["offset"] : entry["offset"] + entry["numel"]] = tensor.reshape(-1)
-            else:
-                whole[name].setdefault(key, tensor)
+        assembly.add(about["dense"], tensors)
     for slot in slots:
-        name, block = plan.param_of(slot.block).name, slot.block
-        if "value" not in whole[name] or any(count != numel[name] for count in spread[name].values()):
-            raise CheckpointError(f"the checkpoint lacks values of {name!r}", where=str(checkpoint.directory))
+        block = slot.block
+        whole, flat = assembly.whole(plan.param_of(block).name)
         mine = {
-            key: value[block.offset : block.offset + block.numel] if key in spread[name] else value
-            for key, value in whole[name].items()
+            key: value[block.offset : block.offset + block.numel] if key in flat else value
+            for key, value in whole.items()
         }
-        shard.dense.write(slot.position, mine.pop("value"))
-        state = {key.removeprefix("state."): value for key, value in mine.items()}
+        shard.dense.write(slot.position, mine.pop(VALUE))
+        state = {key.removeprefix(STATE): value for key, value in mine.items()}
         if state:
-            shard.dense.restore(slot.position, state, {key.removeprefix("state.") for key in spread[name]})
+            shard.dense.restore(slot.position, state, {key.removeprefix(STATE) for key in flat})
 
 
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
     servers = shard.plan.spec.settings.server_num
-    shard.prepare()
+    if shard.changes is None:
+        shard.prepare()
     for about, tensors in checkpoint.pieces("table"):
         table = tables[about["table"]]
         table.step = max(table.step, int(about["step"]))
@@ -101,4 +87,5 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
         mine = partition(arrays[0], servers)[server]
         if len(mine):
             columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
-            table.load(arrays[0][mine], columns)
+            # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
+            table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})

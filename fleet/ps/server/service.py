@@ -66,6 +66,16 @@ class Waiting:
 
 
 @dataclass
+class Claim:
+    """A checkpoint that is to be written by one worker; ``begun`` once that one has asked for it."""
+
+    writer: int
+    since: float
+    begun: bool = False
+    queue: list[Waiting] = field(default_factory=list)
+
+
+@dataclass
 class Job:
     """The job a server works for, from the first hello on."""
 
@@ -83,8 +93,12 @@ class Job:
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request the gate or the hall holds back
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
-    #: checkpoint name -> the worker that writes it, and who waits for it
-    claims: dict[str, tuple[int, list[Waiting]]] = field(default_factory=dict)
+    #: what was there when the job began: 0, or what its checkpoint says
+    steps_before: int = 0
+    #: worker -> how many of its steps were in what it pushed
+    steps: dict[int, int] = field(default_factory=dict)
+    #: checkpoint name -> who writes it, and who waits for it
+    claims: dict[str, Claim] = field(default_factory=dict)
     #: the newest finished checkpoint and who wrote it
     saved: tuple[str, int] | None = None
     snapshot: tuple[int, list[torch.Tensor]] | None = None
@@ -94,7 +108,7 @@ class Job:
         return MODES[self.plan.spec.settings.mode]
 
     def all_waiting(self) -> list[Waiting]:
-        claimants = [waiting for _, queue in self.claims.values() for waiting in queue]
+        claimants = [waiting for claim in self.claims.values() for waiting in claim.queue]
         return [*self.parked.values(), *(waiting for _, waiting in self.early), *claimants]
 
 
@@ -145,6 +159,7 @@ class Service:
             "claim": self._claim,
             "release": self._release,
             "gather": self._gather,
+            "survey": self._survey,
             "bye": self._bye,
             "abort": self._abort,
         }
@@ -199,6 +214,7 @@ class Service:
                     )
                     self._departed(effect.worker, outbox)
             self._refuse_standstill(outbox)
+            self._refuse_claims(outbox)
         self._send(outbox)
 
     def stop(self, reason: str) -> None:
@@ -290,6 +306,7 @@ class Service:
             version=job.gate.version,
             initialized=job.initialized or self._restore is not None,
             delivered=job.gate.delivered(request.worker),
+            steps=job.steps_before + job.steps.get(request.worker, 0),
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:
@@ -376,6 +393,7 @@ class Service:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
         version that its manifest names, and pulls wait as they wait for initial values."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
+        job.steps_before = restore.version
 
         def load() -> None:
             outbox: Outbox = []
@@ -479,8 +497,14 @@ class Service:
             except ProtocolError:
                 del job.pushed[worker, step]
                 raise
+            job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
         quiet = request.push.quiet
-        waiting = Waiting(worker, respond, lambda: self._values(job, worker, not quiet, ()))
+
+        def answer() -> Frame:
+            values = self._values(job, worker, not quiet, ())
+            return values if self._shard().changes is None else self._with_changes(values, worker, step)
+
+        waiting = Waiting(worker, respond, answer)
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
     def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
@@ -500,6 +524,8 @@ class Service:
             raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
         if [t.dtype for t in tensors[: len(dtypes)]] != dtypes:
             raise ProtocolError("a push has gradients of other element types", expected=dtypes)
+        if len(push.rows_read_at) != len(push.row_tables):
+            raise ProtocolError("a push does not say when its rows were read", got=len(push.rows_read_at))
         rest = iter(tensors[len(dtypes) :])
         contribution = Contribution(
             worker=worker,
@@ -507,6 +533,8 @@ class Service:
             dense=(present, {name: t.torch() for name, t in zip(dtypes, tensors, strict=False)}),
             rows={index: (next(rest).numpy(), next(rest).numpy()) for index in push.row_tables},
             used=frozenset(push.used_tables) | frozenset(push.row_tables),
+            read_at=push.read_at,
+            rows_read_at=dict(zip(push.row_tables, push.rows_read_at, strict=True)),
         )
         shard.check(contribution)
         return contribution
@@ -551,6 +579,7 @@ class Service:
         """Current values. They are copied now, under the lock; encoding and sending come after it."""
         shard = self._shard()
         version = job.gate.version
+        reply = pb.Reply(version=version, clock=shard.dense.clock)
         tensors: list[WireTensor] = []
         if dense:
             if job.snapshot is None or job.snapshot[0] != version:
@@ -563,11 +592,24 @@ class Service:
             for table, ids, training in wanted:
                 rows = shard.read(table, ids, training)
                 tensors.append(WireTensor.of(rows))
+                reply.table_clocks.append(shard.tables[table].step)
                 if shard.compensation is not None and training:
                     shard.compensation.handed_rows(worker, table, ids, rows)
+                if shard.changes is not None and training:
+                    shard.changes.hold(worker, table, ids)
         except FleetError as error:
             return error_reply(error)
-        return Frame(pb.Reply(version=version), tensors)
+        return Frame(reply, tensors)
+
+    def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:
+        """The answer to a GEO worker's push: also the rows it holds that others have changed; all tables' clocks."""
+        shard = self._shard()
+        assert shard.changes is not None
+        for table, ids in shard.changes.take(worker, step).items():
+            values.message.changed.append(table)
+            values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
+        values.message.table_clocks.extend(table.step for table in shard.tables)
+        return values
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -584,30 +626,63 @@ class Service:
         outbox.append((respond, Frame(reply, [WireTensor.of(tensor) for tensor in piece.tensors])))
 
     def _claim(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
-        """One writer a checkpoint: the first worker that asks; the others are answered when it is written."""
-        worker = request.worker
+        """One writer a checkpoint: the first worker that asks, or worker 0 where its own state belongs into it; the
+        others are answered when it is written."""
+        worker, name = request.worker, request.claim.name
         job = self._running()
-        if job.saved is not None and job.saved[0] == request.claim.name and job.saved[1] != worker:
+        if job.saved is not None and job.saved[0] == name and job.saved[1] != worker:
             outbox.append((respond, Frame(pb.Reply())))  # written already, by somebody quicker
             return
-        writer, queue = job.claims.setdefault(request.claim.name, (worker, []))
-        if writer == worker:
+        claim = job.claims.setdefault(name, Claim(0 if job.mode.adds else worker, self._clock.now()))
+        if claim.writer == worker:
+            claim.begun = True
             outbox.append((respond, Frame(pb.Reply(granted=True))))
         else:
-            queue.append(Waiting(worker, respond, lambda: Frame(pb.Reply())))
+            claim.queue.append(Waiting(worker, respond, lambda: Frame(pb.Reply())))
+            self._refuse_claims(outbox)
+
+    def _refuse_claims(self, outbox: Outbox) -> None:
+        """Whoever waits for a checkpoint that nobody begins is told so."""
+        job, now = self._job, self._clock.now()
+        if job is None or self._members is None:
+            return
+        for name, claim in list(job.claims.items()):
+            with self._members_lock:
+                left = self._members.standing(claim.writer) in (Standing.LEFT, Standing.LOST)
+            late = not claim.begun and now - claim.since > self._knobs.rpc_deadline_s
+            if left or late:
+                refusal = DeadlineError(
+                    f"worker {claim.writer} did not write the checkpoint",
+                    where=str(self._endpoint),
+                    expected="its call of save_persistables: its optimizer's state belongs into the checkpoint",
+                    got="it has left" if left else f"none in {now - claim.since:.1f} s",
+                    todo="Call save_persistables on the first worker, alone or with the others.",
+                )
+                self._settle_claim(name, refusal, outbox)
 
     def _release(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         job, name, failure = self._running(), request.release.name, request.release.failure
-        if job.claims.get(name, (None, []))[0] == request.worker:  # a late repetition releases nobody else's claim
+        # A late repetition releases nobody else's claim.
+        if name in job.claims and job.claims[name].writer == request.worker:
             refusal = FleetError(f"worker {request.worker} could not write the checkpoint", got=failure)
             self._settle_claim(name, refusal if failure else None, outbox)
             job.saved = job.saved if failure else (name, request.worker)
         outbox.append((respond, Frame(pb.Reply())))
 
     def _settle_claim(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
-        _, queue = self._running().claims.pop(name, (0, []))
-        for waiting in queue:
+        for waiting in self._running().claims.pop(name).queue:
             outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
+
+    # ---------------------------------------------------------------- what happened
+
+    def _survey(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        shard, job = self._shard(), self._running()
+        about = {
+            "steps": {worker: job.steps_before + steps for worker, steps in sorted(job.steps.items())},
+            "tables": {table.spec.name: {"rows": len(table), "bytes": table.nbytes} for table in shard.tables},
+            "staleness": shard.staleness.counts,
+        }
+        outbox.append((respond, Frame(pb.Reply(version=job.gate.version, about=json.dumps(about)))))
 
     # ---------------------------------------------------------------- gatherings
 
@@ -645,13 +720,13 @@ class Service:
         if worker == 0 and not job.initialized:
             self._fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
             return
-        for name in [name for name, (writer, _) in job.claims.items() if writer == worker]:
-            self._settle_claim(name, FleetError(f"worker {worker} left while it wrote the checkpoint"), outbox)
+        for name in [name for name, claim in job.claims.items() if claim.writer == worker]:
+            self._settle_claim(name, FleetError(f"worker {worker} left before it had written the checkpoint"), outbox)
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
-        if job.shard is not None and job.shard.compensation is not None:
-            job.shard.compensation.forget(worker)
+        if job.shard is not None:
+            job.shard.forget(worker)
         self._carry_out(job, job.gate.leave(worker), outbox)
         self._answer(job, job.hall.leave(worker), outbox)
         assert self._members is not None

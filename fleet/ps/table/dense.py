@@ -20,9 +20,13 @@ from fleet.transpiler.plan import Plan
 
 Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
 
+#: How the pieces of a block are called in a checkpoint: its values, and before the names of its optimizer's state.
+VALUE, STATE = "value", "state."
+
 
 class DenseShard:
     def __init__(self, plan: Plan, server: int, options: Sequence[Mapping[str, Any]]) -> None:
+        self.clock = 0  #: how many updates there have been
         self._server = server
         self._flat: dict[str, torch.Tensor] = {}
         self._params: list[torch.nn.Parameter] = []
@@ -118,6 +122,7 @@ class DenseShard:
 
         A block without a gradient anywhere is skipped, as torch skips ``grad=None``.
         """
+        self._tick(gradients)
         for index, group in self._groups.items():
             group.update(options[index])
         marks = {present for present, _ in gradients}
@@ -128,6 +133,17 @@ class DenseShard:
         for optimizer in self._optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
+
+    def add(self, change: Gradient) -> None:
+        """Add changes, laid out as gradients are, to the values."""
+        self._tick([change])
+        present, tensors = change
+        for slot in self._layout(present).slots:
+            whole = self.layout.slots[slot.position]
+            self._flat[slot.dtype][whole.start : whole.stop].add_(tensors[slot.dtype][slot.start : slot.stop])
+
+    def _tick(self, gradients: Sequence[Gradient]) -> None:
+        self.clock += any(any(present) for present, _ in gradients)
 
     def _layout(self, present: bytes) -> DenseLayout:
         if present not in self._layouts:
@@ -179,13 +195,8 @@ class DenseShard:
             "offset": slot.block.offset,
             "numel": slot.block.numel,
         }
-        yield {**place, "key": "value", "elementwise": True}, param.data.view(-1)
-        for key, value in self._state_of(param).items():
-            if isinstance(value, torch.Tensor):
-                # State of the parameter's own shape is cut with it; anything else belongs to the whole.
-                yield {**place, "key": f"state.{key}", "elementwise": value.shape == param.shape}, value
-            else:
-                yield {**place, "key": f"state.{key}", "plain": value}, None
+        yield {**place, "key": VALUE, "elementwise": True}, param.data.view(-1)
+        yield from state_entries(place, param, self._state_of(param))
 
     def _state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
         for optimizer in self._optimizers.values():
@@ -198,7 +209,26 @@ class DenseShard:
         param = self._params[position]
         group = self._groups[self._plan.param_of(self.layout.slots[position].block).group]
         owner = next(o for o in self._optimizers.values() if any(own is group for own in o.param_groups))
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                value = value.reshape(param.shape if key in elementwise else value.shape).clone()
-            owner.state[param][key] = value
+        set_state(owner, param, state, elementwise)
+
+
+def state_entries(
+    place: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+    """The optimizer state of one parameter or block, as it stands in a checkpoint."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            # State of the parameter's own shape is cut with it; anything else belongs to the whole.
+            yield {**place, "key": f"{STATE}{key}", "elementwise": value.shape == param.shape}, value
+        else:
+            yield {**place, "key": f"{STATE}{key}", "plain": value}, None
+
+
+def set_state(
+    owner: torch.optim.Optimizer, param: torch.nn.Parameter, state: Mapping[str, Any], elementwise: set[str]
+) -> None:
+    """Give a parameter state out of a checkpoint; ``elementwise`` names the keys that are of its size."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = value.reshape(param.shape if key in elementwise else value.shape).clone()
+        owner.state[param][key] = value

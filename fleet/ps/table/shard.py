@@ -14,7 +14,10 @@ import numpy as np
 import torch
 
 from fleet.errors import ProtocolError
+from fleet.ps.consistency import MODES
+from fleet.ps.consistency.staleness import DENSE, Staleness
 from fleet.ps.kernels import RULES
+from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense import DenseShard, Gradient
 from fleet.ps.table.merge import merge
@@ -36,6 +39,9 @@ class Contribution:
     dense: Gradient
     rows: Mapping[int, tuple[Array, Array]]
     used: frozenset[int]
+    #: the clocks of the dense values, and of the tables in ``rows``, when the worker read what this was computed on
+    read_at: int
+    rows_read_at: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Shard:
         self.dense = DenseShard(plan, server, self._options)
         settings = plan.spec.settings
         self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
+        self.changes = Changes() if MODES[settings.mode].adds else None
+        self.staleness = Staleness()
         self.tables = [self._make_table(index) for index in range(len(plan.spec.tables))]
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
@@ -113,7 +121,14 @@ class Shard:
         return self.tables[index]
 
     def apply(self, contributions: Sequence[Contribution]) -> None:
-        """One optimizer step on the mean of the contributions; the first one's options rule the round."""
+        """One optimizer step on the mean of the contributions; the first one's options rule the round. In a mode whose
+        workers push changes, these are added."""
+        for contribution in contributions:
+            self._count_staleness(contribution)
+        if self.changes is not None:
+            for contribution in contributions:
+                self._add(contribution, self.changes)
+            return
         if self.compensation is not None:
             contributions = [self._compensated(each, self.compensation) for each in contributions]
         first = contributions[0]
@@ -129,6 +144,22 @@ class Shard:
                 ids, grads = merge(rows, count)
                 table.apply(ids, grads, self._options[table.spec.group], table.step)
 
+    def _add(self, contribution: Contribution, changes: Changes) -> None:
+        self.dense.add(contribution.dense)
+        for index in contribution.used:
+            self.tables[index].step += 1
+        for index, (ids, values) in contribution.rows.items():
+            self.tables[index].add(ids, values)
+            changes.mark(contribution.worker, index, ids)
+
+    def _count_staleness(self, contribution: Contribution) -> None:
+        worker, (present, _) = contribution.worker, contribution.dense
+        if any(present):
+            self.staleness.add(worker, DENSE, max(0, self.dense.clock - contribution.read_at))
+        for index, read_at in contribution.rows_read_at.items():
+            table = self.tables[index]
+            self.staleness.add(worker, table.spec.name, max(0, table.step - read_at))
+
     def _compensated(self, contribution: Contribution, compensation: Compensation) -> Contribution:
         self.dense.compensate(contribution.worker, contribution.dense, compensation)
         rows = {
@@ -139,6 +170,13 @@ class Shard:
             for index, (ids, grads) in contribution.rows.items()
         }
         return replace(contribution, rows=rows)
+
+    def forget(self, worker: int) -> None:
+        """``worker`` has left, and with it what is kept about what it was given."""
+        if self.compensation is not None:
+            self.compensation.forget(worker)
+        if self.changes is not None:
+            self.changes.forget(worker)
 
     def read(self, index: int, ids: Array, training: bool) -> Array:
         if ids.ndim != 1 or ids.dtype != np.int64:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
 from fleet.ps.kernels.jit import Array, Ids
-from fleet.ps.kernels.rows import gather, packed, packed_ids, scatter
+from fleet.ps.kernels.rows import accumulate, gather, packed, packed_ids, scatter
 from fleet.ps.kernels.rule import RowKernel
 from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.memory import MemoryStore
@@ -68,6 +69,16 @@ class Table:
         state = {name: self._store.column(name) for name in names}
         self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
         self.step = step
+
+    def add(self, ids: Ids, changes: Array) -> None:
+        """Add to the rows of ids, which are distinct; unknown ones begin to exist first."""
+        ids, changes = self._checked(ids), self._shaped(WEIGHT, changes, ids, self.spec.dim)
+        slots = self._insert(ids)
+        accumulate(slots, changes, self._store.column(WEIGHT))
+
+    def known(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """For every id whether it has a row."""
+        return self._store.find(self._checked(ids)) >= 0
 
     def prepare(self, options: Mapping[str, Any]) -> list[str]:
         """Have the columns the kernel works on, filled with what untouched rows hold; their names."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import grpc.experimental
 
 from fleet.cluster import Endpoint
 from fleet.ps.wire import fleet_pb2 as pb
@@ -30,6 +31,8 @@ _OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1 << 22),
     # A connection of its own, also beside other workers in this process: one that stalls must not stall the others.
     ("grpc.use_local_subchannel_pool", 1),
+    # Whoever asks for a reply reads it; without this every call would start a thread that reads for it.
+    (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 
 

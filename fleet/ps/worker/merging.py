@@ -7,8 +7,8 @@ usual size. Which of the two is decided for each param group.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,18 +17,38 @@ from fleet.ps.describe import Description
 from fleet.ps.table.merge import merge
 
 Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """By server: how many updates the dense values, and each table, had had when they were read there."""
+
+    dense: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
+
+    def or_earlier(self, other: Clocks) -> Clocks:
+        """Of both the earlier, for gradients that become one."""
+        return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
+
+
+def _earlier(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+    return {**other, **{key: min(value, other.get(key, value)) for key, value in one.items()}}
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one step left behind: the flat gradient of every parameter, and ids with gradients of the tables used."""
+    """What one step, or several, left behind: the flat gradient of every parameter, and ids with gradients of the
+    tables used; and when the values were read that they were computed on."""
 
     dense: Sequence[torch.Tensor | None]
     rows: Mapping[int, Rows]
+    read: Clocks
+    steps: int = 1
 
     def copied(self) -> Gradients:
         """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""
-        return Gradients([None if grad is None else grad.clone() for grad in self.dense], self.rows)
+        return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
 
 
 class GradientMerge:
@@ -42,6 +62,7 @@ class GradientMerge:
         self._dense: list[torch.Tensor | None] = []
         self._dense_counts: list[int] = []
         self._rows: dict[int, list[Rows]] = {}
+        self._read = Clocks()
 
     def add(self, gradients: Gradients) -> Gradients | None:
         """Take one step's gradients; they come back, merged with those before, when it is time to send."""
@@ -59,6 +80,7 @@ class GradientMerge:
                 self._dense_counts[place] += 1
         for table, pair in gradients.rows.items():
             self._rows.setdefault(table, []).append(pair)
+        self._read = self._read.or_earlier(gradients.read)
         return self.rest() if self._count == self.steps else None
 
     def rest(self) -> Gradients | None:
@@ -73,8 +95,8 @@ class GradientMerge:
         for table, pairs in self._rows.items():
             divisor = 1 if self._sums(spec.tables[table].group) else len(pairs)
             rows[table] = merge(pairs, divisor)
-        merged = Gradients(self._dense, rows)
-        self._count, self._dense, self._dense_counts, self._rows = 0, [], [], {}
+        merged = Gradients(self._dense, rows, self._read, self._count)
+        self._count, self._dense, self._dense_counts, self._rows, self._read = 0, [], [], {}, Clocks()
         return merged
 
     def _sums(self, group: int) -> bool:

@@ -10,12 +10,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from fleet.checkpoint.assembly import Assembly
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
@@ -32,7 +33,7 @@ from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER, result_dtype
 from fleet.ps.describe import Description
 from fleet.ps.kernels.rows import partition, unique
-from fleet.ps.layout import DenseLayout, dense_layout
+from fleet.ps.layout import dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -40,7 +41,11 @@ from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.merging import GradientMerge, Gradients
+from fleet.ps.worker.dense import Flat, pack, unpack, without_zeros
+from fleet.ps.worker.exporting import exported
+from fleet.ps.worker.geo import Replica
+from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
+from fleet.ps.worker.summary import summary
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
 from fleet.values import UserValue, check_op, check_output, write_output
@@ -51,6 +56,17 @@ Array = np.ndarray[Any, Any]
 
 #: Initial values travel in requests of about this size.
 UPLOAD_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is sent to all servers as one step of the worker: how many of the user's are in it, the frame for each
+    server, and what to do with the answers."""
+
+    step: int
+    steps: int
+    frames: Sequence[Frame]
+    take: Callable[[Sequence[Frame]], object]
 
 
 class WorkerRuntime:
@@ -65,8 +81,10 @@ class WorkerRuntime:
     ) -> None:
         self.assignment = assignment
         self.completed = 0
+        #: how many of this worker's steps the servers have
+        self.steps = 0
         self.saves = 0
-        self._in_doubt: tuple[int, list[Frame]] | None = None
+        self._in_doubt: Push | None = None
         self._gathered = 0
         self._gathering_in_doubt: tuple[int, Frame] | None = None
         self._describe = describe
@@ -77,6 +95,10 @@ class WorkerRuntime:
         self._communication = replace(knobs.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
         self._merge = self._make_merge()
         self._communicator: Communicator | None = None
+        self.replica: Replica | None = None
+        self._unsent = 0  #: steps since the replica last agreed with the servers
+        self._dense_read: dict[int, int] = {}
+        self._rows_read: dict[tuple[int, int], int] = {}
         self.stopped = False
         incarnation = secrets.randbits(63)
         self.clients = [
@@ -89,11 +111,6 @@ class WorkerRuntime:
         self.plan = make_plan(description.spec)
         self._tables = {id(handle): index for index, handle in enumerate(description.handles)}
         self._layouts = [dense_layout(self.plan, server) for server in range(self.assignment.server_num)]
-
-    @property
-    def steps(self) -> int:
-        """How many of this worker's steps the servers have."""
-        return self.completed * self._merge.steps
 
     def _make_merge(self) -> GradientMerge:
         """What merges on the user's thread: only the half-asynchronous mode does, over several steps."""
@@ -113,12 +130,16 @@ class WorkerRuntime:
                     got=", ".join(f"{c.endpoint} at {r.version}" for c, r in zip(self.clients, replies, strict=True)),
                     todo="Start the whole job again, from its last checkpoint if there is one.",
                 )
-            self.completed = replies[0].delivered
+            self.completed, self.steps = replies[0].delivered, replies[0].steps
             if self.assignment.index == 0:
                 for server, reply in enumerate(replies):
                     if not reply.initialized:
                         self._upload(server)
-            self._take_dense(self._pull_dense())
+            values = self._take_dense(self._pull_dense())
+            if self.mode.adds:
+                self.replica = Replica(self._description, self._layouts, self.assignment.worker_num, values)
+                if self.steps:
+                    self._restore(self.replica)
         except BaseException as error:
             # Servers that let this worker in would otherwise wait for it until their deadline.
             self.abort(f"it could not start: {type(error).__name__}: {error}")
@@ -277,7 +298,7 @@ class WorkerRuntime:
         self.settle("step()")
         if self._description.has_newcomers():
             self.extend()
-        gradients = Gradients(self._dense_gradients(), self._row_gradients())
+        gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read())
         if self._communicator is not None:
             self._communicator.put(gradients.copied(), self._description.options())
             fresh = self._communicator.fresh()
@@ -288,8 +309,27 @@ class WorkerRuntime:
         if due is not None:
             self._push(due)
 
+    @property
+    def trains_here(self) -> bool:
+        return self.mode.adds
+
+    def step_here(self, update: Callable[[], None]) -> None:
+        """Take a step on this worker's own values; from time to time agree with the servers."""
+        self.settle("step()")
+        assert self.replica is not None
+        if self._description.has_newcomers():
+            self.extend()
+        if self._check_finite:
+            self._dense_gradients()
+        self.replica.train(update, self._row_gradients())
+        self._unsent += 1
+        if self._unsent >= self._strategy.update_frequency:
+            self._agree(self.replica)
+
     def flush(self) -> None:
         """Have everything applied that this worker has computed."""
+        if self.replica is not None and self._unsent:
+            self._agree(self.replica)
         if self._communicator is not None:
             self._communicator.flush()
         rest = self._merge.rest()
@@ -305,59 +345,80 @@ class WorkerRuntime:
             raise
 
     def _push(self, gradients: Gradients) -> None:
-        step = self.completed + 1
-        self._finish(step, self._push_frames(step, gradients, self._description.options()))
+        frames = self._push_frames(gradients, [pack(layout, gradients.dense) for layout in self._layouts])
+        self._finish(Push(self.completed + 1, gradients.steps, frames, self._take_dense))
 
     def _push_behind(self, gradients: Gradients, options: Sequence[str], bring: bool) -> list[Frame]:
         """A push from the communicator's thread, which takes no new values itself."""
-        step = self.completed + 1
-        frames = self._push_frames(step, gradients, options, quiet=not bring)
-        replies = self._ask_all(
-            lambda server, _: frames[server], f"push of step {step}", self._communication.thread_pool_size
-        )
-        self.completed = step
+        dense = [pack(layout, gradients.dense) for layout in self._layouts]
+        frames = self._push_frames(gradients, dense, options, quiet=not bring)
+        what = f"push of step {self.completed + 1}"
+        replies = self._ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
+        self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
         return replies
 
+    def _agree(self, replica: Replica) -> None:
+        """Tell the servers how far this worker has come, and take in what the others have done."""
+        change = replica.change()
+        dense = [without_zeros(layout, flat) for layout, flat in zip(self._layouts, change.dense, strict=True)]
+        what = Gradients((), change.rows, Clocks(self._dense_read, self._rows_read), self._unsent)
+
+        def take(replies: Sequence[Frame]) -> None:
+            self._unsent = 0
+            replica.agree(change, self._dense_values(replies), list(self._changed_rows(replies)))
+
+        self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense), take))
+
     def _push_frames(
-        self, step: int, gradients: Gradients, options: Sequence[str], *, quiet: bool = False
+        self,
+        gradients: Gradients,
+        dense: Sequence[tuple[bytes, Flat]],
+        options: Sequence[str] | None = None,
+        *,
+        quiet: bool = False,
     ) -> list[Frame]:
-        used = sorted(gradients.rows)
+        """The push of the next step; ``dense`` holds, for every server, the blocks that are present, end to end."""
+        options = self._description.options() if options is None else options
         rows = {index: self._by_server(ids, grads) for index, (ids, grads) in gradients.rows.items()}
 
         def push(server: int, client: ServerClient) -> Frame:
             here = [(index, *by_server[server]) for index, by_server in rows.items() if by_server[server][0].size]
-            present, tensors = self._dense_payload(self._layouts[server], gradients.dense)
+            present, flat = dense[server]
+            tensors = [WireTensor.of(tensor) for tensor in flat.values()]
             for _, ids, grads in here:
                 tensors += [WireTensor.of(ids), WireTensor.of(grads)]
             message = pb.Push(
                 options=options,
                 present=present,
                 row_tables=[index for index, _, _ in here],
-                used_tables=used,
+                used_tables=sorted(gradients.rows),
                 quiet=quiet,
+                steps=gradients.steps,
+                read_at=gradients.read.dense[server],
+                rows_read_at=[gradients.read.rows[server, index] for index, _, _ in here],
             )
-            return Frame(client.request(step, push=message), tensors)
+            return Frame(client.request(self.completed + 1, push=message), tensors)
 
         return [push(server, client) for server, client in enumerate(self.clients)]
 
-    def _finish(self, step: int, frames: list[Frame]) -> None:
-        """Bring one step to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
-        self._in_doubt = (step, frames)
+    def _finish(self, push: Push) -> None:
+        """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
+        self._in_doubt = push
         try:
-            replies = self._ask_all(lambda server, _: frames[server], f"push of step {step}")
+            replies = self._ask_all(lambda server, _: push.frames[server], f"push of step {push.step}")
         except DeadlineError:
             raise  # no answer: still in doubt
         except FleetError:
             self._in_doubt = None
             raise
-        self.completed, self._in_doubt = step, None
-        self._take_dense(replies)
+        self.completed, self.steps, self._in_doubt = push.step, self.steps + push.steps, None
+        push.take(replies)
 
     def settle(self, call: str) -> None:
         """Before anything else happens: the same frames again, which no server applies twice."""
         self._refuse_stopped(call)
         if self._in_doubt is not None:
-            self._finish(*self._in_doubt)
+            self._finish(self._in_doubt)
         if self._gathering_in_doubt is not None:
             self._finish_gathering(*self._gathering_in_doubt)
 
@@ -382,17 +443,11 @@ class WorkerRuntime:
             flat.append(grad.detach().reshape(-1).to("cpu"))
         return flat
 
-    @staticmethod
-    def _dense_payload(layout: DenseLayout, gradients: Sequence[torch.Tensor | None]) -> tuple[bytes, list[WireTensor]]:
-        """Which blocks of a server have a gradient, and these end to end, one tensor an element type."""
-        pieces: dict[str, list[torch.Tensor]] = {}
-        present = bytearray(len(layout.slots))
-        for slot in layout.slots:
-            grad = gradients[slot.block.param]
-            if grad is not None:
-                present[slot.position] = 1
-                pieces.setdefault(slot.dtype, []).append(grad[slot.block.offset : slot.block.offset + slot.block.numel])
-        return bytes(present), [WireTensor.of(torch.cat(pieces[dtype])) for dtype in sorted(pieces)]
+    def _when_read(self) -> Clocks:
+        """When the values were read that this step's gradients were computed on; rows are read anew in the next."""
+        clocks = Clocks(self._dense_read, self._rows_read)
+        self._rows_read = {}
+        return clocks
 
     def _row_gradients(self) -> dict[int, tuple[Array, Array]]:
         """For every table that was used, distinct ids and the gradients of their rows."""
@@ -420,23 +475,20 @@ class WorkerRuntime:
     def _check_finite(self) -> bool:
         return self._strategy.check_finite or self._knobs.check_finite
 
-    @torch.no_grad()
-    def _take_dense(self, replies: Sequence[Frame]) -> None:
+    def _dense_values(self, replies: Sequence[Frame]) -> list[Flat]:
+        """The values of every server's blocks, as it sent them."""
+        self._dense_read = {server: reply.message.clock for server, reply in enumerate(replies)}
+        return [
+            # In GEO rows follow the dense values.
+            dict(zip(layout.dtypes, (tensor.torch() for tensor in reply.tensors), strict=False))
+            for layout, reply in zip(self._layouts, replies, strict=True)
+        ]
+
+    def _take_dense(self, replies: Sequence[Frame]) -> list[Flat]:
         """Write the servers' values into the user's parameters, in place."""
-        params = self._description.params
-        scattered: dict[int, torch.Tensor] = {}
-        for layout, reply in zip(self._layouts, replies, strict=True):
-            flat = dict(zip(layout.dtypes, (tensor.torch() for tensor in reply.tensors), strict=True))
-            for slot in layout.slots:
-                position, block = slot.block.param, slot.block
-                data = params[position].detach()  # shares the version counter: a stale graph is an error, as in torch
-                if not data.is_contiguous():
-                    # Blocks are ranges of the parameter read row by row; memory laid out otherwise needs a detour.
-                    data = scattered.setdefault(position, data.contiguous())
-                target = data.view(-1)[block.offset : block.offset + block.numel]
-                target.copy_(flat[slot.dtype][slot.start : slot.stop])
-        for position, data in scattered.items():
-            params[position].detach().copy_(data)
+        values = self._dense_values(replies)
+        unpack(self._description.params, self._layouts, values)
+        return values
 
     # ---------------------------------------------------------------- rows
 
@@ -444,18 +496,49 @@ class WorkerRuntime:
         self.settle("a look-up")
         index = self._tables[id(handle)]
         distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
-        rows = np.empty((distinct.size, handle.dim), self.plan.spec.tables[index].dtype)
-        parts = partition(distinct, len(self.clients))
-        asked: list[tuple[Array, Pending]] = []
+
+        def fetch(ids: Array) -> Array:
+            return self._fetch_rows(index, ids, training)
+
+        rows = fetch(distinct) if self.replica is None else self.replica.lookup(index, distinct, training, fetch)
+        return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))
+
+    def _fetch_rows(self, index: int, ids: Array, training: bool) -> Array:
+        """The servers' rows of one table, for distinct ids."""
+        spec = self.plan.spec.tables[index]
+        rows = np.empty((ids.size, spec.dim), spec.dtype)
+        asked: list[tuple[int, Array, Pending]] = []
         version = self._version_needed()
-        for part, client in zip(parts, self.clients, strict=True):
+        for server, (part, client) in enumerate(zip(partition(ids, len(self.clients)), self.clients, strict=True)):
             if len(part):
                 pull = pb.Pull(version=version, tables=[index], training=[training])
-                frame = Frame(client.request(self.completed, pull=pull), [WireTensor.of(distinct[part])])
-                asked.append((part, client.start(frame, f"rows of {handle.name!r} at step {self.completed}")))
-        for part, pending in asked:
-            rows[part] = pending.result().tensors[0].numpy()
-        return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))
+                frame = Frame(client.request(self.completed, pull=pull), [WireTensor.of(ids[part])])
+                asked.append((server, part, client.start(frame, f"rows of {spec.name!r} at step {self.completed}")))
+        for server, part, pending in asked:
+            reply = pending.result()
+            rows[part] = reply.tensors[0].numpy()
+            if training:
+                self._rows_read.setdefault((server, index), reply.message.table_clocks[0])
+        return rows
+
+    def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
+        """Table, ids and values of the rows that the servers say others have changed."""
+        for server, (layout, reply) in enumerate(zip(self._layouts, replies, strict=True)):
+            tensors = iter(reply.tensors[len(layout.dtypes) :])
+            for index in reply.message.changed:
+                yield index, next(tensors).numpy(), next(tensors).numpy()
+            self._rows_read.update({(server, index): clock for index, clock in enumerate(reply.message.table_clocks)})
+
+    def _restore(self, replica: Replica) -> None:
+        """Take over the optimizer state that the job's checkpoint has for the dense parameters."""
+        assembly = Assembly({spec.name: spec.numel for spec in self.plan.spec.params}, "what the servers restored")
+        for client in self.clients:
+            for about, tensors in exported(client, self.completed):
+                if "dense" not in about:
+                    break
+                assembly.add(about["dense"], tensors)
+        for spec in self.plan.spec.params:
+            replica.restore(spec.name, *assembly.whole(spec.name))
 
     # ---------------------------------------------------------------- among workers
 
@@ -496,6 +579,13 @@ class WorkerRuntime:
             raise
         self._gathered, self._gathering_in_doubt = number, None
         return reply.tensors[0] if reply.tensors else None
+
+    # ---------------------------------------------------------------- what happened
+
+    def summary(self) -> dict[str, Any]:
+        self.settle("summary()")
+        replies = self._ask_all(lambda _, client: Frame(client.request(self.completed, survey=pb.Survey())), "summary")
+        return summary(self.assignment.index, self.mode.name, self.steps, [reply.message.about for reply in replies])
 
     # ---------------------------------------------------------------- shorthands
 

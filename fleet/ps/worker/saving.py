@@ -1,19 +1,25 @@
 """``save_persistables``: one worker reads every server's state piece by piece and writes the checkpoint.
 
 Called by one worker or by all: server 0 grants the writing to the first that asks, and answers the others when it is
-done. In a synchronous job the state stands still meanwhile, since no round closes without the worker that reads; in the
-other modes workers go on, and each block and row is saved as it is when its turn comes.
+done. In GEO the first worker writes, since its optimizer's state is the job's. In a synchronous job the state stands
+still meanwhile, since no round closes without the worker that reads; in the other modes workers go on, and each block
+and row is saved as it is when its turn comes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import FleetError
+from fleet.ps.table.dense import VALUE
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.exporting import exported
 from fleet.ps.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("fleet.worker")
@@ -50,12 +56,33 @@ def _write(worker: WorkerRuntime, dirname: str) -> None:
     seed = 0
     with CheckpointWriter(dirname) as writer:
         for client in worker.clients:
-            cursor = "dense:0"
-            while cursor:
-                request = client.request(worker.completed, export=pb.Export(cursor=cursor, version=worker.completed))
-                reply = client.call(Frame(request), f"export of {cursor}")
-                about = json.loads(reply.message.about)
+            for about, tensors in exported(client, worker.completed):
                 seed = about.pop("seed", seed)
-                writer.add(about, [tensor.torch() for tensor in reply.tensors])
-                cursor = reply.message.cursor
-        writer.commit(worker.completed, seed, worker.plan.spec)
+                if "dense" in about and worker.replica is not None:
+                    about, tensors = _values_only(about, tensors)
+                writer.add(about, tensors)
+        if worker.replica is not None:
+            entries, state = _split(worker.replica.state())
+            writer.add({"dense": entries}, state)
+        writer.commit(worker.steps, seed, worker.plan.spec)
+
+
+def _values_only(
+    about: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Without the state that a server was given to start from: the worker's own is newer."""
+    arriving = iter(tensors)
+    pairs = [(entry, None if "plain" in entry else next(arriving)) for entry in about["dense"]]
+    entries, values = _split(pair for pair in pairs if pair[0]["key"] == VALUE)
+    return {"dense": entries}, values
+
+
+def _split(
+    pairs: Iterable[tuple[dict[str, Any], torch.Tensor | None]],
+) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    entries, tensors = [], []
+    for entry, tensor in pairs:
+        entries.append(entry)
+        if tensor is not None:
+            tensors.append(tensor.detach().cpu())
+    return entries, tensors

@@ -1,0 +1,45 @@
+"""Parameters and their optimizer state, put together from the blocks they were cut into when they were exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fleet.errors import CheckpointError
+
+
+class Assembly:
+    def __init__(self, numel: Mapping[str, int], where: str) -> None:
+        """``numel``: the parameters that are wanted, and how many elements each has; pieces of others are passed by.
+        ``where`` the pieces come from is told in errors."""
+        self._numel = numel
+        self._where = where
+        self._pieces: dict[str, dict[str, Any]] = {name: {} for name in numel}
+        self._come: dict[str, dict[str, int]] = {name: {} for name in numel}
+
+    def add(self, entries: Sequence[Mapping[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
+        """Take what one export says of dense blocks: entries, and a tensor for each that is not plain."""
+        arriving = iter(tensors)
+        for entry in entries:
+            tensor = None if "plain" in entry else next(arriving)
+            name, key = entry["param"], entry["key"]
+            if name not in self._numel:
+                continue
+            pieces, come = self._pieces[name], self._come[name]
+            if tensor is None:
+                pieces[key] = entry["plain"]
+            elif entry["elementwise"]:
+                come[key] = come.get(key, 0) + tensor.numel()
+                total = pieces.setdefault(key, torch.empty(self._numel[name], dtype=tensor.dtype))
+                total[entry["offset"] : entry["offset"] + entry["numel"]] = tensor.reshape(-1)
+            else:
+                pieces.setdefault(key, tensor)
+
+    def whole(self, name: str) -> tuple[dict[str, Any], set[str]]:
+        """All that came for one parameter, by key, and the keys that are flat and of its size."""
+        come = self._come[name]
+        if not come or any(count != self._numel[name] for count in come.values()):
+            raise CheckpointError(f"the checkpoint lacks values of {name!r}", where=self._where)
+        return self._pieces[name], set(come)

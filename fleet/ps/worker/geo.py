@@ -1,0 +1,178 @@
+"""What a GEO worker trains: its own parameters by the user's own optimizers, and its own rows of the tables.
+
+Every so many steps it tells the servers how far it has come since they last agreed, ``d = (x - old) / N``, and takes
+in what the others have done meanwhile: ``x += p - old``, where ``p`` is what the servers have then. ``old`` is what
+servers and worker agreed on, for every parameter and every row that the worker holds. With one worker ``p - old`` is
+zero to the bit, and ``x`` what plain torch computes.
+
+A row is fetched when it is first trained here, and is held from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import ProtocolError
+from fleet.ps.describe import Description
+from fleet.ps.kernels import RULES
+from fleet.ps.kernels.jit import Array, Ids
+from fleet.ps.kernels.rows import unique
+from fleet.ps.layout import DenseLayout
+from fleet.ps.table.dense import STATE, set_state, state_entries
+from fleet.ps.table.table import WEIGHT, Table
+from fleet.ps.worker.dense import Flat, pack, unpack
+from fleet.transpiler.specs import TableSpec
+
+Rows = tuple[Ids, Array]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far a worker has come: for every server all its blocks end to end, and the touched rows of every table."""
+
+    dense: Sequence[Flat]
+    rows: Mapping[int, Rows]
+
+
+class HeldRows:
+    """The rows of one table that this worker holds, with their optimizer state; and what they were agreed to be."""
+
+    def __init__(self, spec: TableSpec, rule: str) -> None:
+        kernel = RULES[rule].rows
+        assert kernel is not None, "describe() refuses such a table"
+        self._mine = Table(spec, kernel, seed=0)
+        self._agreed = Table(spec, kernel, seed=0)
+        self._touched: list[Ids] = []
+
+    def read(self, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
+        """The rows of ids, which are distinct. What is not held is fetched, and held if it is to be trained."""
+        known = self._mine.known(ids)
+        missing = ids[~known]
+        if not len(missing):
+            return self._mine.read(ids, training)
+        fetched = fetch(missing)
+        if training:
+            self._agreed.load(missing, {WEIGHT: fetched})
+            self._mine.load(missing, {WEIGHT: fetched})
+        rows = self._mine.read(ids, training)
+        rows[~known] = fetched
+        return rows
+
+    def train(self, ids: Ids, grads: Array, options: Mapping[str, Any]) -> None:
+        self._touched.append(ids)
+        self._mine.apply(ids, grads, options, self._mine.step + 1)
+
+    def change(self, divisor: int) -> Rows | None:
+        if not self._touched:
+            return None
+        ids, _ = unique(np.concatenate(self._touched))
+        change = self._mine.read(ids, True) - self._agreed.read(ids, True)
+        return ids, change / change.dtype.type(divisor)
+
+    def told(self, ids: Ids, change: Array) -> None:
+        """The servers have added this change."""
+        self._agreed.add(ids, change)
+        self._touched.clear()
+
+    def take(self, ids: Ids, values: Array) -> None:
+        """Others have changed these rows to what they are now."""
+        if not self._agreed.known(ids).all():
+            raise ProtocolError("a server tells of rows that this worker does not hold", got=self._agreed.spec.name)
+        self._mine.add(ids, values - self._agreed.read(ids, True))
+        self._agreed.load(ids, {WEIGHT: values})
+
+    def warm(self, options: Mapping[str, Any]) -> None:
+        self._mine.warm(options)
+
+
+class Replica:
+    def __init__(
+        self, described: Description, layouts: Sequence[DenseLayout], workers: int, agreed: Sequence[Flat]
+    ) -> None:
+        """``agreed``: the values of every server's blocks, which the parameters have too."""
+        self._described = described
+        self._layouts = layouts
+        self._workers = workers
+        self._agreed = agreed
+        groups = described.spec.groups
+        self._tables = [HeldRows(spec, groups[spec.group].rule) for spec in described.spec.tables]
+        for spec, table in zip(described.spec.tables, self._tables, strict=True):
+            table.warm(described.option_values(spec.group))
+
+    # ---------------------------------------------------------------- training
+
+    def lookup(self, index: int, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
+        return self._tables[index].read(ids, training, fetch)
+
+    def train(self, update: Callable[[], None], rows: Mapping[int, Rows]) -> None:
+        """One step: ``update`` runs the user's optimizers."""
+        with self._tables_aside():
+            update()
+        for index, (ids, grads) in rows.items():
+            if len(ids):
+                options = self._described.option_values(self._described.spec.tables[index].group)
+                self._tables[index].train(ids, grads, options)
+
+    @contextmanager
+    def _tables_aside(self) -> Iterator[None]:
+        """Gradients of rows are none of torch's optimizers' business."""
+        weights = [handle.weight for handle in self._described.handles]
+        grads = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad
+
+    # ---------------------------------------------------------------- agreeing with the servers
+
+    def change(self) -> Change:
+        """How far this worker has come, its share of it. Nothing is altered."""
+        dense = [
+            {dtype: (value - agreed[dtype]).div_(self._workers) for dtype, value in now.items()}
+            for now, agreed in zip(self._values(), self._agreed, strict=True)
+        ]
+        rows = {index: table.change(self._workers) for index, table in enumerate(self._tables)}
+        return Change(dense, {index: change for index, change in rows.items() if change is not None})
+
+    def agree(self, change: Change, values: Sequence[Flat], others: Iterable[tuple[int, Ids, Array]]) -> None:
+        """The servers have added ``change``, and have these values now; ``others`` have changed these rows."""
+        fresh = []
+        for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
+            fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
+        unpack(self._described.params, self._layouts, fresh)
+        self._agreed = values
+        for index, (ids, rows) in change.rows.items():
+            self._tables[index].told(ids, rows)
+        for index, ids, rows in others:
+            self._tables[index].take(ids, rows)
+
+    def _values(self) -> list[Flat]:
+        flat = [param.detach().reshape(-1).to("cpu") for param in self._described.params]
+        return [pack(layout, flat)[1] for layout in self._layouts]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state(self) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+        """The state of the user's optimizers for the dense parameters, as it stands in a checkpoint."""
+        for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
+            place = {"param": spec.name, "offset": 0, "numel": spec.numel}
+            yield from state_entries(place, param, self._owner(spec.group).state.get(param, {}))
+
+    def restore(self, name: str, pieces: Mapping[str, Any], flat: set[str]) -> None:
+        """Give one parameter's optimizer the state that a checkpoint has for it."""
+        (position,) = [index for index, spec in enumerate(self._described.spec.params) if spec.name == name]
+        owner = self._owner(self._described.spec.params[position].group)
+        state = {key.removeprefix(STATE): value for key, value in pieces.items() if key.startswith(STATE)}
+        set_state(owner, self._described.params[position], state, {key.removeprefix(STATE) for key in flat})
+
+    def _owner(self, group: int) -> torch.optim.Optimizer:
+        return self._described.optimizers[self._described.spec.groups[group].optimizer]

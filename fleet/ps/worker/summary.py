@@ -1,0 +1,50 @@
+"""What ``fleet.summary()`` returns, made of what every server tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fleet.ps.consistency.staleness import total
+
+
+def summary(worker: int, mode: str, steps: int, surveys: Sequence[str]) -> dict[str, Any]:
+    """``surveys`` holds the JSON text of each server."""
+    told: list[dict[str, Any]] = [json.loads(text) for text in surveys]
+    tables: dict[str, dict[str, int]] = {}
+    for each in told:
+        for name, sizes in each["tables"].items():
+            table = tables.setdefault(name, dict.fromkeys(sizes, 0))
+            for key, size in sizes.items():
+                table[key] += size
+    counts = total(_numbered(each["staleness"]) for each in told)
+    return {
+        "worker": worker,
+        "mode": mode,
+        "steps": steps,
+        "steps_by_worker": {int(index): count for index, count in told[0]["steps"].items()},
+        "tables": tables,
+        "staleness": {
+            index: {name: _described(histogram) for name, histogram in by_name.items()}
+            for index, by_name in counts.items()
+        },
+    }
+
+
+def _numbered(by_worker: Mapping[str, Mapping[str, Mapping[str, int]]]) -> dict[int, dict[str, dict[int, int]]]:
+    """JSON has no numbers for keys."""
+    return {
+        int(worker): {name: {int(low): count for low, count in counts.items()} for name, counts in by_name.items()}
+        for worker, by_name in by_worker.items()
+    }
+
+
+def _described(histogram: Mapping[int, int]) -> dict[str, Any]:
+    updates = sum(histogram.values())
+    return {
+        "updates": updates,
+        "mean": sum(low * count for low, count in histogram.items()) / updates,
+        "max": max(histogram),
+        "histogram": histogram,
+    }

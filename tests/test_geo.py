@@ -1,0 +1,561 @@
+"""GEO: workers train on their own, add up their changes, and take in those of the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults import Action, Fault, FaultyNetwork
+from harness import PATIENT, Job, assert_close, run_job, values
+from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
+
+import fleet.nn
+from fleet import Fleet, StrategyFactory
+from fleet.cluster import Endpoint
+from fleet.errors import ArgumentTypeError, ConfigurationError, DeadlineError, FleetError, StateError
+from fleet.ps.table.changes import Changes
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
+from fleet.transpiler import DistributeTranspilerConfig
+
+STEPS = 7
+
+geo = StrategyFactory.create_geo_strategy
+
+
+class Turns:
+    """Steps of several workers, one after the other: worker 0's first, worker 1's first, worker 0's second …"""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._next = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def of(self, worker: int) -> Iterator[None]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._next % self._workers == worker, 20)
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+
+class Watched:
+    """A loopback network that keeps what was asked and answered, as (request, reply)."""
+
+    def __init__(self, kind: str) -> None:
+        self._network = LoopbackNetwork()
+        self._kind = kind
+        self.seen: list[tuple[Frame, Frame]] = []
+
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
+        def watched(frame: Frame, respond: Respond) -> None:
+            def answer(reply: Frame) -> None:
+                if frame.message.WhichOneof("kind") == self._kind:
+                    self.seen.append((frame, reply))
+                respond(reply)
+
+            handler(frame, answer)
+
+        return self._network.listen(endpoint, watched)
+
+    def connect(self, endpoint: Endpoint) -> Channel:
+        return self._network.connect(endpoint)
+
+
+class Both(torch.nn.Module):
+    """A table of any id and a dense layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = fleet.nn.Embedding(None, 3, initializer="constant(0.5)")
+        self.dense = torch.nn.Linear(3, 1)
+
+    def loss(self, step: int, worker: int = 0) -> torch.Tensor:
+        ids = torch.tensor([step % 3, 7, step % 3, 10 + step % 2 + worker])
+        return (self.dense(self.table(ids)) - worker - 1).square().mean()
+
+
+class Plain(torch.nn.Module):
+    """The same without servers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = torch.nn.Embedding.from_pretrained(torch.full((16, 3), 0.5), freeze=False, sparse=True)
+        self.dense = torch.nn.Linear(3, 1)
+
+    loss = Both.loss
+
+
+# --- One worker: plain torch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("every", [1, 2, 100])
+@pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop"])
+def test_one_worker_is_plain_torch(name: str, every: int, servers: int) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = fleet_.distributed_optimizer(OPTIMIZERS[name](list(model.parameters())), geo(every), model=model)
+        fleet_.init_worker()
+        for step in range(6):
+            optimizer.minimize(loss_of(model, step, worker))
+        return values(model)
+
+    (got,) = run_job(body, 1, servers)
+    for ours, theirs in zip(got, reference(OPTIMIZERS[name], 1), strict=True):
+        assert torch.equal(ours, theirs), "to the bit"
+
+
+Make = Callable[[torch.nn.Module], list[torch.optim.Optimizer]]
+
+MAKES: dict[str, Make] = {
+    "sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=0.1)],
+    "sparse adam": lambda model: [
+        torch.optim.SparseAdam(list(model.table.parameters()), lr=0.05),
+        torch.optim.Adam(model.dense.parameters(), lr=0.05),
+    ],
+}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("name", MAKES)
+def test_one_worker_with_a_table_is_plain_torch(name: str, every: int) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = Both()
+        optimizer = fleet_.distributed_optimizer(MAKES[name](model), geo(every), model=model)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            optimizer.minimize(model.loss(step))
+            schedule.step()
+        return [*values(model), model.table(torch.arange(12)).detach()]
+
+    plain = Plain()
+    optimizers = MAKES[name](plain)
+    schedules = [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4) for optimizer in optimizers]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain.loss(step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+    (got,) = run_job(body, 1, 2)
+    assert_close(got, [p.detach() for p in plain.dense.parameters()] + [plain.table.weight.detach()[:12]])
+
+
+def test_what_the_servers_hold_at_the_end_is_what_the_worker_has(tmp_path: Path) -> None:
+    """``stop_worker`` brings the rest of the steps; a second job reads what the first left."""
+
+    def train(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = Both()
+        optimizer = fleet_.distributed_optimizer(MAKES["sgd"](model), geo(4), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            optimizer.minimize(model.loss(step))
+        fleet_.save_persistables(str(tmp_path))
+        return [*values(model), model.table(torch.arange(12)).detach()]
+
+    def read(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = Both()
+        fleet_.distributed_optimizer(MAKES["sgd"](model), model=model)
+        fleet_.init_worker()
+        return [*values(model), model.table(torch.arange(12)).detach()]
+
+    (trained,) = run_job(train, 1, 2)
+    (found,) = run_job(read, 1, 1, model_dir=str(tmp_path))
+    assert_close(found, trained)
+
+
+# --- Several workers: the formula -------------------------------------------------------------------------------------
+
+
+class Formula:
+    """What the servers and the workers hold, by the rule, for one vector of numbers that every worker trains by SGD."""
+
+    def __init__(self, start: np.ndarray, workers: int) -> None:
+        self.server = start.copy()
+        self.mine = [start.copy() for _ in range(workers)]
+        self.old = [start.copy() for _ in range(workers)]
+
+    def agree(self, worker: int) -> None:
+        change = (self.mine[worker] - self.old[worker]) / np.float32(len(self.mine))
+        self.old[worker] += change
+        self.server += change
+        self.mine[worker] += self.server - self.old[worker]
+        self.old[worker] = self.server.copy()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_that_take_turns_follow_the_formula(workers: int, every: int, servers: int) -> None:
+    """Dense parameters and rows; every worker pulls towards another target."""
+    turns, ids, rate, everybody = Turns(workers), torch.arange(4), 0.25, threading.Barrier(workers)
+
+    def body(fleet_: Fleet, worker: int) -> np.ndarray:
+        weight = torch.nn.Parameter(torch.arange(4.0))
+        table = fleet.nn.Embedding(None, 1, initializer="constant(2.0)")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=rate), geo(every))
+        fleet_.init_worker()
+        table(ids)  # held from here on: all begin with the same rows
+        everybody.wait(20)
+        for _ in range(STEPS):
+            with turns.of(worker):
+                both = torch.cat([weight, table(ids)[:, 0]])
+                optimizer.minimize(((both - worker) ** 2).sum() / 2)
+        return np.concatenate([weight.detach().numpy(), table(ids)[:, 0].detach().numpy()])
+
+    formula = Formula(np.concatenate([np.arange(4), np.full(4, 2)]).astype(np.float32), workers)
+    for step in range(STEPS):
+        for worker in range(workers):
+            formula.mine[worker] -= np.float32(rate) * (formula.mine[worker] - worker)
+            if step % every == every - 1:
+                formula.agree(worker)
+    for got, expected in zip(run_job(body, workers, servers), formula.mine, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_late_worker_begins_with_what_the_others_have_reached() -> None:
+    done = threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> tuple[float, float]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        table = fleet.nn.Embedding(None, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0), geo(2))
+        if worker == 1:
+            assert done.wait(20)
+        fleet_.init_worker()
+        begin = weight[0].item(), table(torch.tensor([3]))[0, 0].item()
+        for _ in range(4 if worker == 0 else 2):
+            optimizer.minimize(weight.sum() + table(torch.tensor([3])).sum())
+        done.set()
+        return begin
+
+    # Half of two steps; then half of two more and of the half that was kept back.
+    assert run_job(body, 2, 2)[1] == (-2.5, -2.5)
+
+
+# --- What travels -----------------------------------------------------------------------------------------------------
+
+
+def test_only_touched_rows_go_out_and_only_rows_that_others_changed_come_back() -> None:
+    network, turns = Watched("push"), Turns(2)
+    batches = {0: [[1, 2], [2, 3]], 1: [[3, 4], [9, 9]]}
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 2, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), geo(1))
+        fleet_.init_worker()
+        for ids in batches[worker]:
+            with turns.of(worker):
+                optimizer.minimize(table(torch.tensor(ids)).sum())
+
+    run_job(body, 2, 1, network=network)
+    sent, told = [], []
+    for request, reply in network.seen:
+        sent.append(sorted(request.tensors[0].numpy().tolist()))
+        told.append(sorted(reply.tensors[0].numpy().tolist()) if reply.message.changed else [])
+    assert sent == [[1, 2], [3, 4], [2, 3], [9]]
+    # Worker 0 read row 3 after worker 1 had changed it, and changes it then: worker 1, which holds it, is told.
+    assert told == [[], [], [], [3]]
+
+
+def test_rows_that_are_held_are_not_asked_for_again() -> None:
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 2, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), geo(3))
+        fleet_.init_worker()
+        for last in (3, 3, 4):
+            optimizer.minimize(table(torch.tensor([1, 2, last])).sum())
+        table.eval()
+        for _ in range(2):
+            assert table(torch.tensor([1, 50]))[:, 0].tolist() == [-3.0, 0.0]
+
+    run_job(body, 1, 1, network=network)
+    asked = [request.tensors[0].numpy().tolist() for request, _ in network.seen if request.message.pull.tables]
+    assert asked == [[1, 2, 3], [4], [50], [50]], "what is only evaluated is not held"
+
+
+def test_a_block_that_did_not_change_stays_at_home() -> None:
+    network = Watched("push")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        used, idle = (torch.nn.Parameter(torch.zeros(5)) for _ in range(2))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([used, idle], lr=1.0), geo(2))
+        fleet_.init_worker()
+        for _ in range(4):
+            optimizer.minimize(used.sum() + 0 * idle.sum())
+
+    run_job(body, 1, 1, network=network)
+    assert [bytes(request.message.push.present) for request, _ in network.seen] == [b"\1\0"] * 2
+
+
+def test_traffic_falls_with_the_update_frequency() -> None:
+    def traffic(every: int) -> int:
+        network = Watched("push")
+
+        def body(fleet_: Fleet, worker: int) -> None:
+            model = Both()
+            optimizer = fleet_.distributed_optimizer(MAKES["sgd"](model), geo(every), model=model)
+            fleet_.init_worker()
+            for step in range(24):
+                optimizer.minimize(model.loss(step))
+
+        run_job(body, 1, 1, network=network)
+        return sum(len(piece) for both in network.seen for frame in both for piece in frame.pieces())
+
+    by_frequency = [traffic(every) for every in (1, 2, 4, 8, 24)]
+    assert by_frequency == sorted(by_frequency, reverse=True)
+    assert by_frequency[0] > 6 * by_frequency[3]
+
+
+@pytest.mark.parametrize("action", [Action.DROP_REPLY, Action.DROP_REQUEST, Action.DUPLICATE])
+def test_a_push_that_is_repeated_is_added_once_and_tells_the_same_rows(action: Action) -> None:
+    """Row 3 is changed by worker 0; worker 1, whose answer that tells it so is lost, has to learn it nevertheless."""
+    network, turns = FaultyNetwork(LoopbackNetwork(), Fault(action, kind="push", worker=1, step=2)), Turns(2)
+    everybody = threading.Barrier(2)
+
+    def body(fleet_: Fleet, worker: int) -> tuple[float, float]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        table = fleet.nn.Embedding(None, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=2.0), geo(1))
+        fleet_.init_worker()
+        table(torch.tensor([3]))
+        everybody.wait(20)
+        for _ in range(2):
+            with turns.of(worker):
+                optimizer.minimize(weight.sum() + table(torch.tensor([3])).sum())
+        return weight[0].item(), table(torch.tensor([3]))[0, 0].item()
+
+    formula = Formula(np.zeros(1, np.float32), 2)
+    for worker in (0, 1, 0, 1):
+        formula.mine[worker] -= 2
+        formula.agree(worker)
+    assert run_job(body, 2, 1, network=network)[1] == (formula.mine[1][0], formula.mine[1][0])
+    assert [kind for _, kind, _ in network.struck] == ["push"]
+
+
+def test_changed_rows_are_told_until_the_next_push() -> None:
+    changes = Changes()
+    changes.hold(0, 0, np.array([1, 2, 3]))
+    changes.hold(1, 0, np.array([3, 4]))
+    changes.hold(1, 2, np.array([3]))
+    changes.mark(0, 0, np.array([1, 3, 9]))
+    changes.mark(0, 0, np.array([3]))
+    assert changes.take(0, 1) == {}
+    told = changes.take(1, 1)
+    assert {table: ids.tolist() for table, ids in told.items()} == {0: [3]}
+    changes.mark(0, 0, np.array([4]))
+    assert sorted(changes.take(1, 1)[0].tolist()) == [3, 4], "the answer to push 1 was lost"
+    assert changes.take(1, 2) == {}
+    changes.mark(1, 0, np.array([3]))
+    changes.forget(0)
+    assert changes.take(0, 2) == {}
+
+
+# --- As any other optimizer -------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_once_and_the_wrapped_optimizer_stays_closed() -> None:
+    def body(fleet_: Fleet, worker: int) -> list[str]:
+        weight, ran = torch.nn.Parameter(torch.ones(2)), []
+        plain = torch.optim.SGD([weight], lr=0.5)
+        plain.register_step_pre_hook(lambda *_: ran.append("before"))
+        plain.register_step_post_hook(lambda *_: ran.append("after"))
+        optimizer = fleet_.distributed_optimizer(plain, geo(2))
+        fleet_.init_worker()
+        loss = optimizer.step(lambda: closure(optimizer, weight))
+        assert loss.item() == 2
+        with pytest.raises(StateError, match="would train this worker alone"):
+            plain.step()
+        return ran
+
+    def closure(optimizer: Any, weight: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    # The refused call ran the user's hook as well: it was registered before ours.
+    assert run_job(body, 1, 1) == [["before", "after", "before"]]
+
+
+def test_clipping_and_accumulation_with_rows() -> None:
+    """Two backwards without zero_grad in between, then a clipped step: as torch."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(2):
+                model.loss(step + part).backward()
+            torch.nn.utils.clip_grad_norm_(model.dense.parameters(), 0.1)
+            optimizer.step()
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = Both()
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.2), geo(3), model=model)
+        fleet_.init_worker()
+        train(model, optimizer)
+        return [*values(model), model.table(torch.arange(12)).detach()]
+
+    plain = Plain()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.2))
+    (got,) = run_job(body, 1, 2)
+    assert_close(got, [p.detach() for p in plain.dense.parameters()] + [plain.table.weight.detach()[:12]])
+
+
+def test_a_gradient_that_is_not_finite_is_found_before_it_is_applied() -> None:
+    def body(fleet_: Fleet, worker: int) -> float:
+        weight = torch.nn.Parameter(torch.ones(1))
+        strategy = geo(2, check_finite=True)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        fleet_.init_worker()
+        with pytest.raises(FleetError, match="NaN or infinity"):
+            optimizer.minimize(weight.sum() * float("nan"))
+        return weight[0].item()
+
+    assert run_job(body, 1, 1) == [1.0]
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpointed(
+    where: Path,
+    steps: range,
+    *,
+    mode: Any,
+    by: Callable[[int], bool] = lambda worker: True,
+    workers: int = 1,
+    **options: Any,
+) -> list[list[torch.Tensor]]:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = fleet_.distributed_optimizer(OPTIMIZERS["adam"](list(model.parameters())), mode, model=model)
+        fleet_.init_worker()
+        assert fleet_.resume_step() == steps.start
+        for step in steps:
+            optimizer.minimize(loss_of(model, step, worker))
+        if by(worker):
+            fleet_.save_persistables(str(where))
+        return values(model)
+
+    return run_job(body, workers, 2, **options)
+
+
+@pytest.mark.parametrize("modes", [(geo(4), geo(4)), (geo(4), geo(100)), (geo(3), None), (None, geo(2))])
+def test_going_on_equals_never_stopping(modes: tuple[Any, Any], tmp_path: Path) -> None:
+    """Adam's state comes along, into and out of GEO; the step to go on from is the user's, not that of the pushes."""
+    before, after = modes
+    checkpointed(tmp_path / "a", range(5), mode=before)
+    (got,) = checkpointed(tmp_path / "b", range(5, 9), mode=after, model_dir=str(tmp_path / "a"))
+
+    model = make_model()
+    optimizer = OPTIMIZERS["adam"](list(model.parameters()))
+    for step in range(9):
+        optimizer.zero_grad()
+        loss_of(model, step, 0).backward()
+        optimizer.step()
+    assert_close(got, values(model))
+
+
+def test_all_workers_may_save_and_the_first_ones_state_is_kept(tmp_path: Path) -> None:
+    everybody = threading.Barrier(2)
+
+    def train(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        plain = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        optimizer = fleet_.distributed_optimizer(plain, geo(2))
+        fleet_.init_worker()
+        for _ in range(3):
+            optimizer.minimize((weight * (worker + 1)).sum())
+        everybody.wait(20)
+        fleet_.save_persistables(str(tmp_path))
+        return plain.state[weight]["momentum_buffer"]
+
+    def read(fleet_: Fleet, worker: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        plain = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        fleet_.distributed_optimizer(plain, geo(2))
+        fleet_.init_worker()
+        return plain.state[weight]["momentum_buffer"]
+
+    first, second = run_job(train, 2, 2)
+    assert not torch.equal(first, second)
+    for found in run_job(read, 3, 1, model_dir=str(tmp_path)):
+        assert torch.equal(found, first)
+
+
+def test_without_the_first_worker_there_is_no_checkpoint(tmp_path: Path) -> None:
+    """It may have left, or never ask: the others are told, and nothing is written."""
+    left, refused = threading.Event(), []
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=0.1), geo(2))
+        fleet_.init_worker()
+        if worker == 0:
+            assert tried.wait(20)
+            fleet_.stop_worker()
+            left.set()
+            return
+        for _ in range(2):
+            with pytest.raises(DeadlineError, match="worker 0 did not write the checkpoint") as told:
+                fleet_.save_persistables(str(tmp_path / "ckpt"))
+            refused.append(str(told.value))
+            tried.set()
+            assert left.wait(20)
+
+    tried = threading.Event()
+    Job(body, 2, 1, environ={**PATIENT, "FLAGS_rpc_deadline": "600"}).run()
+    assert "none in" in refused[0]
+    assert "it has left" in refused[1]
+    assert not (tmp_path / "ckpt").exists()
+
+
+# --- Choosing it ------------------------------------------------------------------------------------------------------
+
+
+def test_the_config_chooses_it() -> None:
+    config = DistributeTranspilerConfig()
+    config.sync_mode = False
+    config.geo_sgd_mode = True
+    config.geo_sgd_need_push_nums = 3
+    network = Watched("push")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), config)
+        fleet_.init_worker()
+        for _ in range(7):
+            optimizer.minimize(weight.sum())
+
+    run_job(body, 1, 1, network=network)
+    assert [request.message.push.steps for request, _ in network.seen] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("given", [0, -1])
+def test_an_impossible_frequency_is_refused(given: int) -> None:
+    with pytest.raises(ConfigurationError, match="update_frequency is out of range"):
+        geo(given)
+
+
+@pytest.mark.parametrize("given", [None, 2.5, True, "10"])
+def test_a_frequency_of_the_wrong_type_is_refused(given: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="update_frequency must be an int"):
+        geo(given)
