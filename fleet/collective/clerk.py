@@ -35,7 +35,9 @@ LATE_BEATS = 3
 #: After how many slices a wait is long enough to be told of.
 _LONG = 4
 
-_FAILURE = "failure"
+_FAILURE, _OVER = "failure", "over"
+#: Keys that only the store of a job that has ended holds.
+ENDED = (_FAILURE, _OVER)
 
 
 class Clerk:
@@ -166,6 +168,7 @@ class Clerk:
         byes = [f"bye/{other}" for other in range(self.size)]
         self.ask(lambda store: store.set(byes[self.rank], "1"))
         self.until(lambda store: store.check(byes) or None, self.deadline_s)
+        self.ask(lambda store: store.set(_OVER, "1"))
 
     def end(self) -> None:
         """End the thread, and with it the hold on the store."""
@@ -182,9 +185,10 @@ class Clerk:
             gone = [worker for worker in stopped(before, self.ask(self._counts)) if worker != self.rank]
         except FleetError as known:
             return known
-        who = f"worker {gone[0]}" if gone else "one of the workers"
-        silent = f"worker {gone[0]} is gone: its connection broke and it has been silent for {limit_s:.1f} s"
-        report = {"worker": gone[0] if gone else -1, "kind": "gone", "what": silent if gone else f"{who}: {error}"}
+        what = f"the connection to a worker broke: {str(error).partition(chr(10))[0]}"
+        if gone:
+            what = f"worker {gone[0]} is gone: its connection broke, and it has been silent for {limit_s:.1f} s since"
+        report = {"worker": gone[0] if gone else -1, "kind": "gone", "what": what}
         self._conclude(lambda: self.ask(lambda store: self._report(store, report)))
         assert self._failure is not None
         return self._failure.again()

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
-from fleet.collective.clerk import Clerk
+from fleet.collective.clerk import ENDED, Clerk
 from fleet.environ import Knobs
 from fleet.errors import DeadlineError, PlanMismatchError, PortInUseError, StateError
 from fleet.ports import holder_of, is_taken
@@ -33,6 +33,8 @@ _PATIENCE = timedelta(days=30)
 _STORE_TIMEOUT = timedelta(seconds=30)
 #: Values are copied to travel together; beyond this size that gains nothing.
 _BATCH_BYTES = 32 << 20
+#: How long a worker that came to the store of an earlier job waits before it tries again.
+_RETRY_S = 0.05
 #: Jobs of this process, one after the other; every worker counts alike.
 _jobs = itertools.count()
 
@@ -58,16 +60,15 @@ class Group:
         deadline_s = self._knobs.startup_deadline_s
         if self._adopted:
             self._check_adopted()
-            store, host, hosts_store = _get_default_store(), "the host of the adopted process group's store", False
+            store: Store = PrefixStore(f"fleet/{next(_jobs)}", _get_default_store())
+            host, hosts_store = "the host of the adopted process group's store", False
         else:
             store, host, hosts_store = self._open_store(deadline_s)
-        # A store may outlive a job: the launcher's, or the user's.
-        prefixed = PrefixStore(f"fleet/{self._assignment.attempt}/{next(_jobs)}", store)
-        self.clerk = Clerk(prefixed, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
+        self.clerk = Clerk(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
         try:
             self._call_the_roll(about, deadline_s)
             if not self._adopted:
-                self._connect(prefixed, deadline_s)
+                self._connect(store, deadline_s)
             if torch.cuda.is_available():
                 self._control = self.split("gloo")
         except BaseException:
@@ -85,27 +86,37 @@ class Group:
             )
 
     def _open_store(self, deadline_s: float) -> tuple[Store, str, bool]:
+        """The job's store, who keeps it, in words, and whether that is this process."""
         endpoint, launched = self._assignment.workers[0], self._assignment.store_launched
         hosts = self.rank == 0 and not launched
         host = f"the launcher at {endpoint}" if launched else f"worker 0 at {endpoint}"
-        try:
-            store = TCPStore(
-                endpoint.host.strip("[]"),
-                endpoint.port,
-                is_master=hosts,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=deadline_s),
-                master_listen_fd=_bound(endpoint) if hosts else None,
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise DeadlineError(
-                f"{host}, which keeps the job's store, did not answer within {deadline_s:g} s",
-                where=f"worker {self.rank}",
-                got=str(error).partition("\n")[0][:200],
-                todo="Start it, or raise FLEET_STARTUP_DEADLINE.",
-            ) from None
-        store.set_timeout(_STORE_TIMEOUT)
-        return store, host, hosts
+        until = self._clock.now() + deadline_s
+        while True:
+            try:
+                store = TCPStore(
+                    endpoint.host.strip("[]"),
+                    endpoint.port,
+                    is_master=hosts,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=max(0.001, until - self._clock.now())),
+                    master_listen_fd=_bound(endpoint) if hosts else None,
+                )
+            except (RuntimeError, TimeoutError) as error:
+                raise DeadlineError(
+                    f"{host}, which keeps the job's store, did not answer within {deadline_s:g} s",
+                    where=f"worker {self.rank}",
+                    got=str(error).partition("\n")[0][:200],
+                    todo="Start it, or raise FLEET_STARTUP_DEADLINE.",
+                ) from None
+            store.set_timeout(_STORE_TIMEOUT)
+            if launched:  # it outlives jobs
+                return PrefixStore(f"fleet/{self._assignment.attempt}/{next(_jobs)}", store), host, hosts
+            prefixed = PrefixStore("fleet", store)
+            if hosts or not any(prefixed.check([key]) for key in ENDED):
+                return prefixed, host, hosts
+            # An earlier job's, whose host is about to go.
+            del store, prefixed
+            self._clock.sleep(_RETRY_S)
 
     def _call_the_roll(self, about: Mapping[str, object], deadline_s: float) -> None:
         """Everybody is there and is about to train the same, or somebody is told to be missing or to differ."""
@@ -207,6 +218,8 @@ class Group:
         else:
             for made in self._made:
                 dist.destroy_process_group(made)
+        self._made.clear()
+        self._control = None
 
     def abandon(self) -> None:
         """The job has failed. Collectives that are under way will never end, and to destroy their group would be to

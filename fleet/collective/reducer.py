@@ -88,6 +88,7 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._reducer._remove_autograd_hooks()
+        self._reducer = None  # it holds this object as its hook, which no garbage collector sees
 
     # ---------------------------------------------------------------- within a backward
 

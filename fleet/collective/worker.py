@@ -59,6 +59,7 @@ class CollectiveWorker:
         self._is_over = False
         self.members: list[Member] = []
         self._trained: list[torch.nn.Parameter] = []
+        self._exchange: Exchange | None = None
         self._compression: DeepCompression | None = None
         self._reducer: Reducer | None = None
 
@@ -70,7 +71,8 @@ class CollectiveWorker:
         self.group.start({**self._outline(), "strategy": repr(self._strategy)})
         try:
             self.gatherings = Gatherings(self.group.clerk)
-            self._exchange = self._make_exchange()
+            if self._pace.sends_gradients:
+                self._exchange = self._make_exchange()
             if self._strategy.sync_batch_norm:
                 self._meeting.open(self.group)
             self.group.broadcast(self._values(), 0)
@@ -125,7 +127,7 @@ class CollectiveWorker:
         if not trained:
             raise StateError("no parameter of the optimizer requires a gradient")
         self._merged = MergedGradients(self._trained)
-        if self._pace.sends_gradients:
+        if self._exchange is not None:
             names = [member.name for member in trained]
             self._reducer = Reducer(self._trained, names, self.group, self._exchange, self._after_round)
             self._reducer.enabled = self._pace.reduces_in_backward
@@ -137,7 +139,8 @@ class CollectiveWorker:
         self.group.broadcast([m.param for m in self.members if id(m.param) not in known], 0)
         if self._reducer is not None:
             self._reducer.close()
-        self._exchange.adopt(self.members)
+        if self._exchange is not None:
+            self._exchange.adopt(self.members)
         self._arm()
 
     def _has_newcomers(self) -> bool:
@@ -226,6 +229,7 @@ class CollectiveWorker:
         try:
             if not told:
                 self._accompany()
+                self._let_go()
                 self.group.stop()
         except BaseException:
             told = True
@@ -258,15 +262,17 @@ class CollectiveWorker:
                 self.group.abandon()
 
     def _let_go(self) -> None:
+        """Leave the parameters alone, and hold nothing that holds the process group, or its store would outlive it."""
         if self._reducer is not None:
             self._reducer.close()
+        self._reducer = self._exchange = self._compression = None
         self._meeting.close()
 
     def summary(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "rounds": self.group.clerk.rounds,
-            "gradient_bytes": self._exchange.sent_bytes,
+            "gradient_bytes": 0 if self._exchange is None else self._exchange.sent_bytes,
         }
 
     def check(self, call: str) -> None:
