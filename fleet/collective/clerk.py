@@ -102,7 +102,7 @@ class Clerk:
                 if is_done(SLICE_S):
                     return
             except RuntimeError as error:
-                raise self._blame(error) from error
+                raise self.blame(error) from error
             self.check()
             slices += 1
             if needs_all and slices % _LONG == 0:
@@ -175,7 +175,7 @@ class Clerk:
         self._requests.put(None)
         self._thread.join(SLICE_S)
 
-    def _blame(self, error: RuntimeError) -> FleetError:
+    def blame(self, error: RuntimeError) -> FleetError:
         """A connection broke: find out whose worker has gone. The living keep counting while everybody looks."""
         try:
             before = self.ask(self._counts)

@@ -108,8 +108,8 @@ class DeepCompression:
         counts = [len(where) for where in wheres]
         # Places and values in one message: both are four bytes wide.
         mine = torch.cat([torch.cat(wheres).to(torch.int32), torch.cat(whats).view(torch.int32)])
-        theirs = mine.new_empty(self._group.size * len(mine))
-        gathering = dist.all_gather_into_tensor(theirs, mine, async_op=True)
+        theirs = mine.new_empty(self._group.size, len(mine))
+        gathering = dist.all_gather(list(theirs), mine, async_op=True)
         self.sent_bytes += mine.numel() * mine.element_size()
 
         def scatter() -> torch.Tensor:

@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -51,6 +51,8 @@ class Group:
         self._adopted = False
         self._made: list[dist.ProcessGroup] = []
         self._control: dist.ProcessGroup | None = None
+        # Apart from what asks it: a group that is abandoned holds on to its store, and must not hold on to the port.
+        self._server: TCPStore | None = None
 
     # ---------------------------------------------------------------- coming together
 
@@ -91,16 +93,14 @@ class Group:
         hosts = self.rank == 0 and not launched
         host = f"the launcher at {endpoint}" if launched else f"worker 0 at {endpoint}"
         until = self._clock.now() + deadline_s
+        address = endpoint.host.strip("[]"), endpoint.port
+        if hosts:
+            listening = _bound(endpoint)
+            self._server = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening)
         while True:
             try:
-                store = TCPStore(
-                    endpoint.host.strip("[]"),
-                    endpoint.port,
-                    is_master=hosts,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=max(0.001, until - self._clock.now())),
-                    master_listen_fd=_bound(endpoint) if hosts else None,
-                )
+                left = timedelta(seconds=max(0.001, until - self._clock.now()))
+                store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=left)
             except (RuntimeError, TimeoutError) as error:
                 raise DeadlineError(
                     f"{host}, which keeps the job's store, did not answer within {deadline_s:g} s",
@@ -121,18 +121,8 @@ class Group:
     def _call_the_roll(self, about: Mapping[str, object], deadline_s: float) -> None:
         """Everybody is there and is about to train the same, or somebody is told to be missing or to differ."""
         told = json.dumps(about, sort_keys=True)
-        hello = [f"hello/{rank}" for rank in range(self.size)]
-        self.clerk.ask(lambda store: store.set(hello[self.rank], told))
-        if self.clerk.until(lambda store: store.check(hello) or None, deadline_s) is None:
-            missing = self.clerk.ask(
-                lambda store: [rank for rank in range(self.size) if not store.check([hello[rank]])]
-            )
-            raise DeadlineError(
-                f"workers {', '.join(map(str, missing))} did not come within {deadline_s:g} s",
-                where=f"worker {self.rank} of {self.size}",
-                todo="Start them, or raise FLEET_STARTUP_DEADLINE.",
-            )
-        first = json.loads(self.clerk.ask(lambda store: store.get(hello[0])))
+        self._post_and_wait("hello", told, deadline_s)
+        first = json.loads(self.clerk.ask(lambda store: store.get("hello/0")))
         differing = [name for name, value in json.loads(told).items() if first.get(name) != value]
         if differing:
             error = PlanMismatchError(
@@ -143,6 +133,19 @@ class Group:
             )
             self.clerk.fail(str(error))
             raise error
+        self._post_and_wait("agrees", "", deadline_s)
+
+    def _post_and_wait(self, what: str, told: str, deadline_s: float) -> None:
+        """Write something down for the others, and return when all of them have."""
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        self.clerk.ask(lambda store: store.set(keys[self.rank], told))
+        if self.clerk.until(lambda store: store.check(keys) or None, deadline_s) is None:
+            missing = self.clerk.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
+            raise DeadlineError(
+                f"workers {', '.join(map(str, missing))} did not come within {deadline_s:g} s",
+                where=f"worker {self.rank} of {self.size}",
+                todo="Start them, or raise FLEET_STARTUP_DEADLINE.",
+            )
 
     def _connect(self, store: Store, deadline_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -195,6 +198,18 @@ class Group:
         else:
             self.clerk.wait(lambda slice_s: _done_within(work, slice_s), needs_all)
 
+    def at_once(self, call: Callable[[], object]) -> None:
+        """Run a collective of torch's own that cannot be waited for in slices, to which all workers come now."""
+        if not self._adopted:
+            _set_pg_timeout(timedelta(seconds=self.clerk.deadline_s), self.everyone)
+        try:
+            call()
+        except RuntimeError as error:
+            raise self.clerk.blame(error) from error
+        finally:
+            if not self._adopted:
+                _set_pg_timeout(_PATIENCE, self.everyone)
+
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """The values that ``source`` has, on every worker, in place."""
@@ -219,12 +234,13 @@ class Group:
             for made in self._made:
                 dist.destroy_process_group(made)
         self._made.clear()
-        self._control = None
+        self._control = self._server = None
 
     def abandon(self) -> None:
         """The job has failed. Collectives that are under way will never end, and to destroy their group would be to
         wait for them: it is left to the end of the process."""
         self.clerk.end()
+        self._server = None
         if self._adopted or not dist.is_initialized():
             return
         for group in (self.everyone, *self._made):

@@ -56,6 +56,7 @@ class Reducer:
         self.enabled = True
         self._taking_part = True
         self._is_open = False
+        self._is_settled = False
         self._seen: set[int] = set()
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], Finish]] = []
         self._engine = torch.autograd.Variable._execution_engine
@@ -103,7 +104,6 @@ class Reducer:
         self._is_open = True
         self._seen.clear()
         self._pending.clear()
-        self._reducer._rebuild_buckets()  # once, after the first round: in the order in which gradients came
         self._reducer.prepare_for_backward([])
         self._engine.queue_callback(self._close)
 
@@ -155,6 +155,10 @@ class Reducer:
                 param.grad = None
         if workers and len(workers) < size:
             torch._foreach_mul_([grad for grad in present if grad is not None], size / len(workers))
+        if not self._is_settled:
+            # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
+            self._group.at_once(self._reducer._rebuild_buckets)
+            self._is_settled = True
         self._group.clerk.rounds += 1
         self._on_round(Round(workers))
 
