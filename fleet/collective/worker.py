@@ -53,6 +53,7 @@ class CollectiveWorker:
         self._pace = Pace.of(strategy)
         self._meeting = meeting
         self._known: set[int] = set()
+        self._job_id = knobs.job_id
         self._check_finite = strategy.check_finite or knobs.check_finite
         self._last_round: Round | None = None
         self._unaveraged = False
@@ -68,7 +69,7 @@ class CollectiveWorker:
     def start(self) -> None:
         """Connect, and take over worker 0's values."""
         self.members = members(self.optimizers, self.model)
-        self.group.start({**self._outline(), "strategy": repr(self._strategy)})
+        self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
             self.gatherings = Gatherings(self.group.clerk)
             if self._pace.sends_gradients:

@@ -270,7 +270,7 @@ def several_optimizers(me: Rank) -> None:
 
         def two(of: nn.Module) -> list[Any]:
             params = list(of.parameters())
-            return [torch.optim.SGD(params[:3], lr=0.1, momentum=0.9), torch.optim.Adam(params[3:], lr=0.01)]
+            return [torch.optim.SGD(params[:2], lr=0.1, momentum=0.9), torch.optim.Adam(params[2:], lr=0.01)]
 
         fleet = me.fleet()
         inner, their_own = two(model), two(theirs)
