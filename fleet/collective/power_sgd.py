@@ -20,6 +20,7 @@ class LowRank:
         self._group = group
         self._options = options
         self.sent_bytes = 0
+        self._under_way: torch.futures.Future[torch.Tensor] | None = None
         self.adopt(members)
 
     def adopt(self, members: Sequence[Member]) -> None:
@@ -37,19 +38,27 @@ class LowRank:
         )
 
     def begin(self, bucket: GradBucket) -> Finish:
+        # Off CUDA the hook goes on from callbacks, on threads of their own: what these send must not come between
+        # what the next bucket sends, or workers would disagree on the order.
+        self._complete()
         buffer, before = bucket.buffer(), self.state.total_numel_after_compression
         future = powerSGD_hook.powerSGD_hook(self.state, bucket)
+        self._under_way = future if buffer.device.type == "cpu" else None
         # The hook counts what it compresses; until it begins to, it sends the bucket.
         elements = self.state.total_numel_after_compression - before or buffer.numel()
         self.sent_bytes += elements * buffer.element_size()
 
         def finish() -> torch.Tensor:
-            if buffer.device.type == "cpu":
-                self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
+            self._complete()
             result: torch.Tensor = future.wait()
             return result
 
         return finish
+
+    def _complete(self) -> None:
+        future, self._under_way = self._under_way, None
+        if future is not None:
+            self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
 
     def _done_within(self, future: torch.futures.Future[torch.Tensor], slice_s: float) -> bool:
         """Futures cannot be waited for with a deadline: look, often at first."""
