@@ -78,6 +78,8 @@ class Fleet:
             assignment.server_num,
             assignment.origin,
         )
+        if assignment.collective:
+            self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
 
     def is_worker(self) -> bool:
         return self._me("is_worker").is_worker

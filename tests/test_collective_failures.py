@@ -17,7 +17,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "scripts" / "collective_failures.py"
 WORKERS = 3
 #: Of silence; what the workers are given to start and end comes on top.
-DEADLINE_S = 2.0
+DEADLINE_S = 6.0
 PATIENCE_S = 100.0
 
 Start = Callable[[str, int], list[subprocess.Popen[str]]]

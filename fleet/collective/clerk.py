@@ -11,6 +11,7 @@ Each worker watches its successor. Whoever finds the failure first writes it dow
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -74,7 +75,7 @@ class Clerk:
             try:
                 return future.result(SLICE_S)
             except NotYet:
-                self.check()
+                self._check_host()  # and nothing else: a failure is told through here as well
             except RuntimeError as error:
                 raise self._lost_host(error) from error
 
@@ -148,19 +149,24 @@ class Clerk:
 
     def check(self) -> None:
         """Raise if the job has failed."""
+        if self._failure is not None:
+            raise self._failure.again()
+        self._check_host()
+
+    def _check_host(self) -> None:
         silent_s = self.clock.now() - self._answered_at
-        if self._failure is None and silent_s > self.deadline_s:
-            self._failure = DeadlineError(
+        if silent_s > self.deadline_s:
+            self._failure = self._failure or DeadlineError(
                 f"{self._host} has not answered for {silent_s:.1f} s, and keeps the job's store",
+                where=f"worker {self.rank}",
                 todo="See its output; FLAGS_rpc_deadline says how long a silence may be.",
             )
-        if self._failure is not None:
             raise self._failure.again()
 
     def fail(self, what: str) -> None:
         """Tell all workers that the job ends, if nobody has done so, and what for."""
         report = {"worker": self.rank, "kind": "failed", "what": what}
-        self._conclude(lambda: self.ask(lambda store: self._report(store, report)))
+        self._conclude(report)
 
     def part(self) -> None:
         """Say goodbye, and return when all others have: nobody needs anybody any more."""
@@ -169,6 +175,15 @@ class Clerk:
         self.ask(lambda store: store.set(byes[self.rank], "1"))
         self.until(lambda store: store.check(byes) or None, self.deadline_s)
         self.ask(lambda store: store.set(_OVER, "1"))
+
+    def linger(self) -> None:
+        """After a failure the store's host stays for a few beats, until all others have read what it was."""
+        heard = [f"heard/{other}" for other in range(self.size)]
+        with contextlib.suppress(FleetError):
+            if self._hosts_store:
+                until = self.clock.now() + (LATE_BEATS + 1) * self._beat_s
+                while self.clock.now() < until and not self.ask(lambda store: store.check(heard)):
+                    self.clock.sleep(self._beat_s / 10)
 
     def end(self) -> None:
         """End the thread, and with it the hold on the store."""
@@ -189,40 +204,33 @@ class Clerk:
         if gone:
             what = f"worker {gone[0]} is gone: its connection broke, and it has been silent for {limit_s:.1f} s since"
         report = {"worker": gone[0] if gone else -1, "kind": "gone", "what": what}
-        self._conclude(lambda: self.ask(lambda store: self._report(store, report)))
+        self._conclude(report)
         assert self._failure is not None
         return self._failure.again()
 
     def _counts(self, store: Store) -> dict[int, int]:
         return {other: store.add(f"beat/{other}", 0) for other in range(self.size)}
 
-    def _conclude(self, report: Callable[[], None]) -> None:
-        """Report, and as the store's host stay until the others have read it, for a few beats."""
+    def _conclude(self, report: dict[str, Any]) -> None:
         try:
-            report()
-            if self._hosts_store:
-                heard = [f"heard/{other}" for other in range(self.size)]
-                began = self.clock.now()
-                while self.clock.now() - began < (LATE_BEATS + 1) * self._beat_s:
-                    if self.ask(lambda store: store.check(heard)):
-                        return
-                    self.clock.sleep(self._beat_s / 10)
+            self.ask(lambda store: self._report(store, report))
         except FleetError as known:
             self._failure = self._failure or known
 
     # ---------------------------------------------------------------- the clerk's thread
 
     def _run(self) -> None:
-        next_beat = self.clock.now()
+        beat_at = self.clock.now()
         while True:
-            try:
-                request = self._requests.get(timeout=max(0.0, next_beat - self.clock.now()))
-            except queue.Empty:
-                next_beat = self.clock.now() + self._beat_s
+            if self.clock.now() >= beat_at:  # looked at first: requests must not hold it up
+                beat_at = self.clock.now() + self._beat_s
                 try:
                     self._beat()
                 except RuntimeError as error:
                     self._failure = self._failure or self._lost_host(error)
+            try:
+                request = self._requests.get(timeout=max(0.0, beat_at - self.clock.now()))
+            except queue.Empty:
                 continue
             if request is None:
                 del self._store
@@ -244,7 +252,8 @@ class Clerk:
         successor = (self.rank + 1) % self.size
         if not self._watching or self._failure is not None:
             return
-        silent_s = self._silence.heard(successor, store.add(f"beat/{successor}", 0), now)
+        count = store.add(f"beat/{successor}", 0)
+        silent_s = self._silence.heard(successor, count, now) if count else 0.0  # it has not come yet
         if silent_s > self.deadline_s and not store.check([f"bye/{successor}"]):
             what = f"worker {successor} has been silent for {silent_s:.1f} s"
             self._report(store, {"worker": successor, "kind": "silent", "what": what})

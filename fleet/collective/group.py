@@ -239,6 +239,7 @@ class Group:
     def abandon(self) -> None:
         """The job has failed. Collectives that are under way will never end, and to destroy their group would be to
         wait for them: it is left to the end of the process."""
+        self.clerk.linger()
         self.clerk.end()
         self._server = None
         if self._adopted or not dist.is_initialized():

@@ -32,7 +32,7 @@ def main(variant: str, who: int) -> None:
                 if variant == "end":
                     sys.exit(0)
                 if variant == "slow":
-                    time.sleep(3)  # longer than the deadline: its heart beats on
+                    time.sleep(8)  # longer than the deadline: its heart beats on
             optimizer.minimize(model(torch.ones(3, 4)).sum())
     finally:
         if not (mine and variant in ("raise", "end")):
