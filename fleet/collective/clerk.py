@@ -77,7 +77,8 @@ class Clerk:
             except NotYet:
                 self._check_host()  # and nothing else: a failure is told through here as well
             except RuntimeError as error:
-                raise self._lost_host(error) from error
+                self._failure = self._failure or self._lost_host(error)
+                raise self._failure.again() from error
 
     def until(self, ready: Callable[[Store], T | None], within_s: float | None = None) -> T | None:
         """What ``ready`` finds once it finds anything, asked again and again; None if the time is over first."""
