@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,21 @@ CHECKS = _checks()
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
+def scratch_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Where the ranks of one size leave their files."""
+    return cache(lambda size: tmp_path_factory.mktemp(f"ranks{size}"))
+
+
+@pytest.fixture(scope="module")
+def outcome(scratch_of: Callable[[int], Path]) -> Callable[[int, str], list[Any]]:
     """What the ranks returned; the processes of one size run when the first test asks for them."""
     known: dict[int, dict[str, list[Any]]] = {}
 
     def of(size: int, name: str) -> list[Any]:
         if size not in known:
-            scratch = tmp_path_factory.mktemp(f"ranks{size}")
+            scratch = scratch_of(size)
             _save_on_servers(scratch)
             known[size] = run(SCRIPT, size, CHECKS[size], scratch)
-            known[size]["scratch"] = [scratch]
         return known[size][name]
 
     return of
@@ -81,3 +87,23 @@ def test_ranks(outcome: Callable[[int, str], list[Any]], size: int, name: str) -
         f"rank {rank}: {each}" for rank, each in enumerate(outcome(size, name)) if isinstance(each, BaseException)
     ]
     assert not failures, "\n".join(failures)
+
+
+def test_servers_start_from_a_checkpoint_of_a_collective_job(
+    outcome: Callable[[int, str], list[Any]], scratch_of: Callable[[int], Path]
+) -> None:
+    first_weight, _ = outcome(2, "a_job_goes_on_where_it_was_saved")
+
+    def body(fleet: Fleet, index: int) -> tuple[int, list[float]]:
+        model = torch.nn.Sequential(
+            *(torch.nn.Linear(8, 16, bias=False), torch.nn.BatchNorm1d(16), torch.nn.ReLU()),
+            *(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)),
+        )
+        optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+        fleet.init_worker()
+        step, weight = fleet.resume_step(), model[0].weight.detach().reshape(-1).tolist()
+        optimizer.minimize(model(torch.ones(4, 8)).sum())
+        return step, weight
+
+    results = run_job(body, workers=2, servers=2, model_dir=str(scratch_of(2) / "by-all"))
+    assert results == [(3, first_weight)] * 2

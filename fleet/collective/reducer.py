@@ -84,6 +84,11 @@ class Reducer:
         finally:
             self._taking_part = True
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a backward began a round and ended in an exception before it was complete."""
+        return self._is_open
+
     def close(self) -> None:
         """Let go of the parameters."""
         for handle in self._handles:

@@ -168,6 +168,12 @@ class CollectiveWorker:
     def step_here(self, update: Callable[[], None]) -> None:
         """One step on what the gradients are now; ``update`` lets the wrapped optimizers step."""
         self.check("step()")
+        if self._reducer is not None and self._reducer.was_interrupted:
+            raise StateError(
+                "a backward ended in an exception, and the other workers wait for its gradients",
+                where=str(self.assignment),
+                todo="Let the exception end the script, which ends the job for all.",
+            )
         late = self._has_newcomers()
         if late:
             self.extend()

@@ -969,6 +969,33 @@ def nobody_waits_for_ever(me: Rank) -> None:
     fleet.stop_worker()  # hides nothing
 
 
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise ValueError("a bad gradient")
+
+
+@check(2)
+def a_backward_that_fails_is_not_stepped_over(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    if me.rank == 1:
+        broken = model[1](_Broken.apply(model[0](batch(1, 1)))).mean()
+        raises(ValueError, "a bad gradient", lambda: optimizer.minimize(broken))
+        raises(StateError, "a backward ended in an exception", optimizer.step)
+        fleet._chosen.abort("a bad gradient")
+    else:
+        raises(FleetError, "worker 1 failed", lambda: optimizer.minimize(loss_of(model, 0, 1)))
+    fleet.stop_worker()
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
