@@ -39,6 +39,7 @@ init_worker = _default.init_worker
 stop_worker = _default.stop_worker
 barrier_worker = _default.barrier_worker
 all_reduce_worker = _default.all_reduce_worker
+prefetch = _default.prefetch
 metrics = _default.metrics
 save_persistables = _default.save_persistables
 load_persistables = _default.load_persistables
@@ -68,6 +69,7 @@ __all__ = [
     "metrics",
     "nn",
     "optim",
+    "prefetch",
     "resume_step",
     "run_server",
     "save_inference_model",
@@ -89,6 +91,4 @@ def __getattr__(name: str) -> Any:
     # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
     if name in ("nn", "optim"):
         return import_module(f"fleet.{name}")
-    if name == "prefetch":
-        raise AttributeError(f"fleet.{name} is not supported yet")
     raise AttributeError(f"module 'fleet' has no attribute {name!r}")

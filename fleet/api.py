@@ -6,13 +6,13 @@ Importing this module imports neither torch nor gRPC nor numba; a backend does, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fleet.clock import SystemClock
 from fleet.cluster import Assignment
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
-from fleet.errors import ArgumentTypeError, NotInitializedError, StateError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError, UnsupportedError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.resolve import resolve
@@ -154,6 +154,18 @@ class Fleet:
     def stop_worker(self) -> None:
         """Say goodbye to the servers. A second time does nothing."""
         self._backend("stop_worker").stop_worker()
+
+    def prefetch(self, batches: Iterable[T], lookup: Callable[[T], Mapping[Any, Any]], depth: int = 1) -> Iterator[T]:
+        """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
+        ids that each remote embedding will be asked for, as ``{module: ids}``; forwards then find the rows there."""
+        backend = self._backend("prefetch")
+        if isinstance(depth, bool) or not isinstance(depth, int):
+            raise ArgumentTypeError("depth must be an int", got=repr(depth))
+        if depth < 1:
+            raise ConfigurationError("depth is out of range", expected="at least 1", got=depth)
+        if not callable(lookup):
+            raise ArgumentTypeError("lookup must be a function of a batch", got=type(lookup).__name__)
+        return backend.prefetch(batches, lookup, depth)
 
     # ---------------------------------------------------------------- among workers
 

@@ -23,7 +23,7 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock"),
-    ("cluster", "environ", "transpiler"),
+    ("cluster", "environ", "transpiler", "ps.memory"),
     ("ports", "rendezvous", "mpi", "metrics"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
     ("collective.pace", "collective.silence"),

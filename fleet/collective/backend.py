@@ -87,6 +87,9 @@ class CollectiveBackend:
     def run_server(self) -> NoReturn:
         self._no_servers("run_server()", "Guard it with fleet.is_server().")
 
+    def prefetch(self, batches: object, lookup: object, depth: int) -> NoReturn:  # noqa: ARG002
+        self._no_servers("prefetch()", "Iterate over the batches themselves: there are no rows to fetch.")
+
     def _no_servers(self, call: str, todo: str) -> NoReturn:
         raise StateError(f"{call} was called in a collective job, which has no servers", todo=todo)
 

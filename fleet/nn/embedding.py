@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
-from fleet.nn.handle import TableHandle, handle_of, padding_index
+from fleet.nn.handle import Asking, Found, TableHandle, handle_of, look_up, padding_index
 from fleet.transpiler.specs import Initializer
 
 
@@ -36,6 +36,16 @@ def _handle(module: Any) -> TableHandle:
     if not isinstance(handle, TableHandle):
         raise UnsupportedError(f"{type(module).__name__} has no table", todo="Construct it anew.")
     return handle
+
+
+def asking(module: Any, ids: torch.Tensor) -> Asking:
+    """What the forward of a remote embedding asks for."""
+    return Asking(_handle(module), ids, module.training, module.padding_idx, module.weight)
+
+
+def _rows(module: Any, ids: torch.Tensor) -> Found:
+    (found,) = look_up([asking(module, ids)])
+    return found
 
 
 def _sizes(module: Any) -> str:
@@ -67,7 +77,7 @@ class Embedding(torch.nn.Module):
         self.padding_idx = _handle(self).padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows, inverse, padding = _handle(self).rows(ids, self.training, self.padding_idx, self.weight)
+        rows, inverse, padding = _rows(self, ids)
         return F.embedding(inverse, rows, padding_idx=padding)
 
     def extra_repr(self) -> str:
@@ -113,7 +123,7 @@ class EmbeddingBag(torch.nn.Module):
 def _bag(
     module: Any, ids: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    rows, inverse, padding = _handle(module).rows(ids, module.training, module.padding_idx, module.weight)
+    rows, inverse, padding = _rows(module, ids)
     if not len(rows):
         rows = F.pad(rows, (0, 0, 0, 1))  # torch wants a row even where no bag has one
     return F.embedding_bag(
@@ -131,10 +141,9 @@ class _RemoteEmbedding(torch.nn.Embedding):
     """A ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        handle = _handle(self)
-        if handle.source is None:
+        if _handle(self).source is None:
             return super().forward(ids)
-        rows, inverse, padding = handle.rows(ids, self.training, self.padding_idx, self.weight)
+        rows, inverse, padding = _rows(self, ids)
         return F.embedding(inverse, rows, padding_idx=padding)
 
 
@@ -156,6 +165,10 @@ _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.Embedding: _RemoteEmbedding,
     torch.nn.EmbeddingBag: _RemoteEmbeddingBag,
 }
+
+
+def is_remote(module: object) -> bool:
+    return isinstance(module, Embedding | EmbeddingBag | _RemoteEmbedding | _RemoteEmbeddingBag)
 
 
 def check_remote(module: torch.nn.Module, name: str) -> None:

@@ -7,9 +7,10 @@ are collected in ``weight.grad`` (see gradient.py).
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
@@ -39,10 +40,37 @@ class Lookup:
     inverse: torch.Tensor
 
 
+class Wanted(NamedTuple):
+    """Flat ids of one table that a forward asks for."""
+
+    handle: TableHandle
+    ids: torch.Tensor
+    training: bool
+
+
+class Asking(NamedTuple):
+    """A module's forward that needs rows."""
+
+    handle: TableHandle
+    ids: torch.Tensor
+    training: bool
+    padding_idx: int | None
+    weight: torch.Tensor
+
+
 class RowSource(Protocol):
     """What a running job offers to its embeddings."""
 
-    def lookup(self, handle: TableHandle, ids: torch.Tensor, training: bool) -> Lookup: ...
+    def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]: ...
+
+
+class Found(NamedTuple):
+    """What an embedding goes on with: rows, every id's place among them in the shape of the ids, and the padding row's
+    place."""
+
+    rows: torch.Tensor
+    inverse: torch.Tensor
+    padding: int | None
 
 
 class TableHandle:
@@ -92,21 +120,24 @@ class TableHandle:
             todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
         )
 
-    @_disable_dynamo
-    def rows(
-        self, ids: torch.Tensor, training: bool, padding_idx: int | None, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """The rows of ``ids``, every id's place among them in the shape of ``ids``, and the padding row's place.
-
-        ``weight`` is the asking module's: a copy of a model reads the same rows, and its backward trains nothing.
-        """
+    def running(self) -> RowSource:
+        """The job that this table belongs to."""
         if self.source is None:
             raise NotInitializedError(
                 f"{self.name} was asked for rows before its job was there",
                 todo="Hand its weight to an optimizer, that to fleet.distributed_optimizer, then fleet.init_worker().",
             )
+        return self.source
+
+    def wanted(self, ids: torch.Tensor, training: bool) -> Wanted:
         self.check_ids(ids)
-        lookup = self.source.lookup(self, ids.reshape(-1), training)
+        return Wanted(self, ids.reshape(-1), training)
+
+    def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None, weight: torch.Tensor) -> Found:
+        """A lookup as the asking module needs it, with its gradient collected here.
+
+        ``weight`` is the asking module's: a copy of a model reads the same rows, and its backward trains nothing.
+        """
         rows = lookup.rows.to(ids.device)
         padding: int | None = None
         if padding_idx is not None:
@@ -120,7 +151,7 @@ class TableHandle:
             if weight is self.weight:
                 collect = partial(self._collect, lookup.ids, padding)
                 rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-        return rows, lookup.inverse.to(ids.device).view(ids.shape), padding
+        return Found(rows, lookup.inverse.to(ids.device).view(ids.shape), padding)
 
     def check_ids(self, ids: torch.Tensor) -> None:
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
@@ -151,6 +182,22 @@ class TableHandle:
         Empty: no backward came through here. An entry without ids: one did, and touched no row.
         """
         return self.weight.grad.entries if isinstance(self.weight.grad, RowGradient) else []
+
+
+@_disable_dynamo
+def look_up(asking: Sequence[Asking]) -> list[Found]:
+    """The rows that several tables of one job are asked for, with as few requests as for one."""
+    if not asking:
+        return []
+    source = asking[0].handle.running()
+    for each in asking:
+        if each.handle.running() is not source:
+            raise ConfigurationError(f"{each.handle.name} and {asking[0].handle.name} belong to different jobs")
+    lookups = source.lookup([each.handle.wanted(each.ids, each.training) for each in asking])
+    return [
+        each.handle.found(lookup, each.ids, each.padding_idx, each.weight)
+        for each, lookup in zip(asking, lookups, strict=True)
+    ]
 
 
 def handle_of(parameter: torch.Tensor) -> TableHandle | None:

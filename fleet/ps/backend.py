@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,12 +16,13 @@ from fleet.environ import Knobs
 from fleet.errors import FleetError, NotInitializedError, StateError, UnsupportedError
 from fleet.optimizer import DistributedOptimizer
 from fleet.ps.describe import Description, describe, go_remote
+from fleet.ps.server.job import Restore
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
-from fleet.ps.server.service import Restore
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker import saving
+from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy import Strategy, as_strategy
 
@@ -169,6 +170,11 @@ class ParameterServerBackend:
         if self._worker.stopped:
             raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)", where=where)
         return self._worker
+
+    def prefetch(
+        self, batches: Iterable[Batch], lookup: Callable[[Batch], Mapping[Any, Any]], depth: int
+    ) -> Iterator[Batch]:
+        return prefetch(self._running_worker("prefetch()"), batches, lookup, depth)
 
     # ---------------------------------------------------------------- among workers
 

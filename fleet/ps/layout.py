@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fleet.transpiler.plan import Block, Plan
 
@@ -29,6 +30,17 @@ class Slot:
 class DenseLayout:
     slots: tuple[Slot, ...]
     sizes: dict[str, int]
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[list[int], list[int]]]:
+        """For each element type, the positions of its blocks in their order, and their sizes."""
+        return {
+            dtype: (
+                [slot.position for slot in self.slots if slot.dtype == dtype],
+                [slot.block.numel for slot in self.slots if slot.dtype == dtype],
+            )
+            for dtype in self.sizes
+        }
 
     @property
     def dtypes(self) -> list[str]:

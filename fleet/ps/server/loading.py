@@ -9,7 +9,7 @@ from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
-from fleet.ps.server.service import Restore
+from fleet.ps.server.job import Restore
 from fleet.ps.table.dense import STATE, VALUE
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
-from fleet.ps.server.service import Restore, Service
+from fleet.ps.server.job import Restore
+from fleet.ps.server.service import Service
 from fleet.ps.wire.transport import Network
 
 _log = logging.getLogger("fleet.server")

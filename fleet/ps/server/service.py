@@ -13,16 +13,12 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.errors import (
-    ConfigurationError,
     DeadlineError,
     FleetError,
     IdentityError,
@@ -33,92 +29,26 @@ from fleet.errors import (
     StillBusyError,
 )
 from fleet.ps.consistency import MODES
-from fleet.ps.consistency.base import Apply, Effect, Gate, Mode
+from fleet.ps.consistency.base import Apply, Effect
 from fleet.ps.consistency.membership import Membership, NeverCame, Standing
-from fleet.ps.layout import dense_layout
+from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
+from fleet.ps.server.job import Job, Restore
+from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job
+from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Respond
-from fleet.transpiler.plan import Plan, make_plan
+from fleet.transpiler.plan import make_plan
 from fleet.transpiler.specs import JobSpec, differences
 
 _log = logging.getLogger("fleet.server")
 
 #: For so many heartbeats a failed job's server stays, to tell its workers why.
 LINGER_BEATS = 4
-
-#: Replies to send once the lock is released.
-Outbox = list[tuple[Respond, Frame]]
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A request that cannot be answered yet: who asked, and how to make the answer when its time has come."""
-
-    worker: int
-    respond: Respond
-    answer: Callable[[], Frame]
-    gathering: bool = False
-
-
-@dataclass
-class Claim:
-    """A checkpoint that is to be written by one worker; ``begun`` once that one has asked for it."""
-
-    writer: int
-    since: float
-    begun: bool = False
-    queue: list[Waiting] = field(default_factory=list)
-
-
-@dataclass
-class Job:
-    """The job a server works for, from the first hello on."""
-
-    plan: Plan
-    job_id: str
-    gate: Gate
-    hall: Hall
-    shard: Shard | None = None
-    initialized: bool = False
-    #: further parameters are planned and worker 0 has not brought their values yet
-    growing: bool = False
-    #: (worker, step) -> what it pushed, until its round is applied
-    pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
-    #: pulls that came before the initial values, with the version they need
-    early: list[tuple[int, Waiting]] = field(default_factory=list)
-    #: ticket -> the request the gate or the hall holds back
-    parked: dict[Hashable, Waiting] = field(default_factory=dict)
-    #: what was there when the job began: 0, or what its checkpoint says
-    steps_before: int = 0
-    #: worker -> how many of its steps were in what it pushed
-    steps: dict[int, int] = field(default_factory=dict)
-    #: checkpoint name -> who writes it, and who waits for it
-    claims: dict[str, Claim] = field(default_factory=dict)
-    #: the newest finished checkpoint and who wrote it
-    saved: tuple[str, int] | None = None
-    snapshot: tuple[int, list[torch.Tensor]] | None = None
-
-    @property
-    def mode(self) -> Mode:
-        return MODES[self.plan.spec.settings.mode]
-
-    def all_waiting(self) -> list[Waiting]:
-        claimants = [waiting for claim in self.claims.values() for waiting in claim.queue]
-        return [*self.parked.values(), *(waiting for _, waiting in self.early), *claimants]
-
-
-@dataclass(frozen=True)
-class Restore:
-    """A checkpoint to start from: what its manifest says, and how to fill a new shard from it."""
-
-    seed: int
-    version: int
-    fill: Callable[[Shard, int], None]
 
 
 class Service:
@@ -128,7 +58,7 @@ class Service:
         knobs: Knobs,
         clock: Clock,
         *,
-        expected: tuple[int, tuple[Endpoint, ...]] | None = None,
+        expected: Expected | None = None,
         restore: Restore | None = None,
     ) -> None:
         """``expected`` is the number of workers and the servers this process was told of, where it was told;
@@ -214,7 +144,8 @@ class Service:
                     )
                     self._departed(effect.worker, outbox)
             self._refuse_standstill(outbox)
-            self._refuse_claims(outbox)
+            if self._job is not None:
+                self._job.claims.tick(now, outbox)
         self._send(outbox)
 
     def stop(self, reason: str) -> None:
@@ -265,9 +196,9 @@ class Service:
         spec = JobSpec.from_json(hello.spec)
         label = hello.label[:200]
         try:
-            self._check_cluster(spec, hello)
+            check_cluster(self._endpoint, self._expected, spec, hello)
             job = self._job or self._new_job(spec, hello)
-            self._check_same_job(job, spec, hello)
+            check_same_job(self._endpoint, self._knobs.job_id or job.job_id, job.plan, spec, hello)
         except FleetError as error:
             with self._members_lock:
                 if self._members is not None:
@@ -306,7 +237,7 @@ class Service:
             version=job.gate.version,
             initialized=job.initialized or self._restore is not None,
             delivered=job.gate.delivered(request.worker),
-            steps=job.steps_before + job.steps.get(request.worker, 0),
+            steps=job.steps_of(request.worker),
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:
@@ -328,66 +259,11 @@ class Service:
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
 
-    def _check_cluster(self, spec: JobSpec, hello: Any) -> None:
-        """The worker and this server must have been told of the same cluster."""
-        settings = spec.settings
-        if settings.mode not in MODES:
-            raise ConfigurationError("this server does not know the mode", got=settings.mode, expected=", ".join(MODES))
-        if len(hello.endpoints) != settings.server_num or hello.server >= settings.server_num:
-            raise ProtocolError("a hello contradicts itself about the servers", got=list(hello.endpoints))
-        if self._expected is None:
-            return
-        worker_num, servers = self._expected
-        if settings.worker_num != worker_num:
-            raise PlanMismatchError(
-                "worker and server were started with different numbers of workers",
-                where=str(self._endpoint),
-                expected=f"{worker_num}, as this server was told",
-                got=settings.worker_num,
-            )
-        told = [str(server) for server in servers]
-        if told != list(hello.endpoints) or servers[hello.server] != self._endpoint:
-            raise PlanMismatchError(
-                "worker and server were started with different lists of servers",
-                where=str(self._endpoint),
-                expected=", ".join(told),
-                got=", ".join(hello.endpoints),
-            )
-
     def _new_job(self, spec: JobSpec, hello: Any) -> Job:
         plan = make_plan(spec)
         gate = MODES[spec.settings.mode].gate(range(spec.settings.worker_num), 0)
-        return Job(plan, hello.job_id, gate, Hall(spec.settings.worker_num))
-
-    def _check_same_job(self, job: Job, spec: JobSpec, hello: Any) -> None:
-        # Ids are optional: launchers give them, people at four terminals do not. Only two different ones contradict.
-        ours = self._knobs.job_id or job.job_id
-        if ours and hello.job_id and ours != hello.job_id:
-            raise IdentityError(
-                "this server serves another job",
-                where=str(self._endpoint),
-                expected=f"job {ours}",
-                got=f"job {hello.job_id}",
-                todo="Give the second job servers of its own.",
-            )
-        if job.plan.spec != spec:
-            raise PlanMismatchError(
-                "this worker's model, optimizer or strategy is not the job's",
-                where=str(self._endpoint),
-                got="; ".join(differences(job.plan.spec, spec)),
-                todo="Run the same script everywhere; if another job is using this server, give this one its own.",
-            )
-        self._check_fingerprint(job.plan, hello.fingerprint)
-
-    def _check_fingerprint(self, plan: Plan, theirs: str) -> None:
-        if plan.fingerprint != theirs:
-            raise PlanMismatchError(
-                "worker and server plan differently",
-                where=str(self._endpoint),
-                expected=plan.fingerprint[:12],
-                got=theirs[:12],
-                todo="Install the same version of this package everywhere.",
-            )
+        claims = Claims(str(self._endpoint), self._knobs.rpc_deadline_s, only_first=MODES[spec.settings.mode].adds)
+        return Job(plan, hello.job_id, gate, Hall(spec.settings.worker_num), claims)
 
     def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
@@ -472,7 +348,7 @@ class Service:
                     todo="Call add_param_group on every worker, after the same step.",
                 )
             plan = make_plan(spec)
-            self._check_fingerprint(plan, extend.fingerprint)
+            check_fingerprint(self._endpoint, plan, extend.fingerprint)
             try:
                 shard.adopt(plan, tuple(extend.options))
                 shard.warm()
@@ -490,7 +366,7 @@ class Service:
         worker, step = request.worker, request.step
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
-            contribution = self._contribution(job, worker, request.push, frame.tensors)
+            contribution = self._contribution(worker, request.push, frame.tensors)
             job.pushed[worker, step] = contribution
             try:
                 effects = job.gate.push(worker, step)
@@ -507,7 +383,7 @@ class Service:
         waiting = Waiting(worker, respond, answer)
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
-    def _contribution(self, job: Job, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
+    def _contribution(self, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
         """Read a push; every size is checked against the plan before it becomes part of a round."""
         shard = self._shard()
         present = bytes(push.present)
@@ -519,7 +395,7 @@ class Service:
                 got=f"{len(present)}",
                 todo="If a param group was added, add it on every worker, after the same step.",
             )
-        dtypes = dense_layout(job.plan, shard.server, present).dtypes
+        dtypes = shard.dense.layout_of(present).dtypes
         if len(tensors) != len(dtypes) + 2 * len(push.row_tables):
             raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
         if [t.dtype for t in tensors[: len(dtypes)]] != dtypes:
@@ -549,7 +425,12 @@ class Service:
             for table, tensor, training in zip(pull.tables, frame.tensors, pull.training, strict=True)
         ]
 
-        waiting = Waiting(request.worker, respond, lambda: self._values(job, request.worker, pull.dense, wanted))
+        waiting = Waiting(
+            request.worker,
+            respond,
+            lambda: self._values(job, request.worker, pull.dense, wanted),
+            ahead=pull.ahead,
+        )
         # While the job grows, workers that are not there yet still need rows to get there.
         if job.initialized and not (job.growing and pull.dense):
             self._park(job, pull.version, waiting, [], outbox)
@@ -626,59 +507,23 @@ class Service:
         outbox.append((respond, Frame(reply, [WireTensor.of(tensor) for tensor in piece.tensors])))
 
     def _claim(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
-        """One writer a checkpoint: the first worker that asks, or worker 0 where its own state belongs into it; the
-        others are answered when it is written."""
-        worker, name = request.worker, request.claim.name
         job = self._running()
-        if job.saved is not None and job.saved[0] == name and job.saved[1] != worker:
-            outbox.append((respond, Frame(pb.Reply())))  # written already, by somebody quicker
-            return
-        claim = job.claims.setdefault(name, Claim(0 if job.mode.adds else worker, self._clock.now()))
-        if claim.writer == worker:
-            claim.begun = True
-            outbox.append((respond, Frame(pb.Reply(granted=True))))
-        else:
-            claim.queue.append(Waiting(worker, respond, lambda: Frame(pb.Reply())))
-            self._refuse_claims(outbox)
-
-    def _refuse_claims(self, outbox: Outbox) -> None:
-        """Whoever waits for a checkpoint that nobody begins is told so."""
-        job, now = self._job, self._clock.now()
-        if job is None or self._members is None:
-            return
-        for name, claim in list(job.claims.items()):
-            with self._members_lock:
-                left = self._members.standing(claim.writer) in (Standing.LEFT, Standing.LOST)
-            late = not claim.begun and now - claim.since > self._knobs.rpc_deadline_s
-            if left or late:
-                refusal = DeadlineError(
-                    f"worker {claim.writer} did not write the checkpoint",
-                    where=str(self._endpoint),
-                    expected="its call of save_persistables: its optimizer's state belongs into the checkpoint",
-                    got="it has left" if left else f"none in {now - claim.since:.1f} s",
-                    todo="Call save_persistables on the first worker, alone or with the others.",
-                )
-                self._settle_claim(name, refusal, outbox)
+        with self._members_lock:
+            assert self._members is not None
+            gone = 0 not in self._members.awaited()
+        waiting = Waiting(request.worker, respond, lambda: Frame(pb.Reply()))
+        job.claims.claim(request.claim.name, waiting, self._clock.now(), gone, outbox)
 
     def _release(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
-        job, name, failure = self._running(), request.release.name, request.release.failure
-        # A late repetition releases nobody else's claim.
-        if name in job.claims and job.claims[name].writer == request.worker:
-            refusal = FleetError(f"worker {request.worker} could not write the checkpoint", got=failure)
-            self._settle_claim(name, refusal if failure else None, outbox)
-            job.saved = job.saved if failure else (name, request.worker)
+        self._running().claims.release(request.release.name, request.worker, request.release.failure, outbox)
         outbox.append((respond, Frame(pb.Reply())))
-
-    def _settle_claim(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
-        for waiting in self._running().claims.pop(name).queue:
-            outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
 
     # ---------------------------------------------------------------- what happened
 
     def _survey(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         shard, job = self._shard(), self._running()
         about = {
-            "steps": {worker: job.steps_before + steps for worker, steps in sorted(job.steps.items())},
+            "steps": {worker: job.steps_of(worker) for worker in sorted(job.steps)},
             "tables": {table.spec.name: {"rows": len(table), "bytes": table.nbytes} for table in shard.tables},
             "staleness": shard.staleness.counts,
         }
@@ -720,8 +565,7 @@ class Service:
         if worker == 0 and not job.initialized:
             self._fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
             return
-        for name in [name for name, claim in job.claims.items() if claim.writer == worker]:
-            self._settle_claim(name, FleetError(f"worker {worker} left before it had written the checkpoint"), outbox)
+        job.claims.left(worker, outbox)
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
@@ -749,7 +593,7 @@ class Service:
         """Some workers wait in a gathering, all others in a step for them: nobody will ever go on."""
         if self._job is None or not self._job.hall.lacking():
             return
-        parked = list(self._job.parked.values())
+        parked = [waiting for waiting in self._job.parked.values() if not waiting.ahead]
         meeting = {waiting.worker for waiting in parked if waiting.gathering}
         stepping = {waiting.worker for waiting in parked if not waiting.gathering}
         if not (meeting and stepping):

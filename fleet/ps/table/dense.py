@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fleet.errors import ProtocolError
+from fleet.ps import memory
 from fleet.ps.kernels import RULES
 from fleet.ps.layout import DenseLayout, Slot, dense_layout
 from fleet.ps.table.compensation import Compensation
@@ -112,7 +113,7 @@ class DenseShard:
         present, tensors = gradient
         if len(present) != len(self._params):
             raise ProtocolError("a push speaks of other blocks", expected=len(self._params), got=len(present))
-        expected = self._layout(present).sizes
+        expected = self.layout_of(present).sizes
         got = {name: tensor.numel() for name, tensor in tensors.items()}
         if expected != got:
             raise ProtocolError("a push's dense gradients do not fit", expected=expected, got=got)
@@ -138,14 +139,15 @@ class DenseShard:
         """Add changes, laid out as gradients are, to the values."""
         self._tick([change])
         present, tensors = change
-        for slot in self._layout(present).slots:
+        for slot in self.layout_of(present).slots:
             whole = self.layout.slots[slot.position]
             self._flat[slot.dtype][whole.start : whole.stop].add_(tensors[slot.dtype][slot.start : slot.stop])
 
     def _tick(self, gradients: Sequence[Gradient]) -> None:
         self.clock += any(any(present) for present, _ in gradients)
 
-    def _layout(self, present: bytes) -> DenseLayout:
+    def layout_of(self, present: bytes) -> DenseLayout:
+        """Of the blocks marked in ``present``."""
         if present not in self._layouts:
             if len(self._layouts) > 64:
                 self._layouts.clear()  # gradients that come and go at random must not fill the memory
@@ -161,12 +163,14 @@ class DenseShard:
         if divisor > 1:
             for tensor in total.values():
                 tensor.div_(divisor)
-        for slot in self._layout(present).slots:
-            self._params[slot.position].grad = self._shaped(slot, total[slot.dtype])
+        for dtype, (positions, sizes) in self.layout_of(present).pieces.items():
+            for position, piece in zip(positions, torch.split_with_sizes(total[dtype], sizes), strict=True):
+                param = self._params[position]
+                param.grad = piece if param.dim() == 1 else piece.view(param.shape)
 
     def _sum_blocks(self, gradients: Sequence[Gradient], divisor: int) -> None:
         for present, tensors in gradients:
-            for slot in self._layout(present).slots:
+            for slot in self.layout_of(present).slots:
                 param = self._params[slot.position]
                 piece = self._shaped(slot, tensors[slot.dtype])
                 if param.grad is None:
@@ -181,11 +185,12 @@ class DenseShard:
     def compensate(self, worker: int, gradient: Gradient, compensation: Compensation) -> None:
         """Correct one worker's gradient in place for what has changed since it was handed its values."""
         present, tensors = gradient
-        compensation.dense(worker, self._layout(present), self.layout, tensors, self._flat)
+        compensation.dense(worker, self.layout_of(present), self.layout, tensors, self._flat)
 
     def snapshot(self) -> list[torch.Tensor]:
         """A copy of all values, one flat tensor an element type, in the layout's order."""
-        return [self._flat[name].clone() for name in self.layout.dtypes]
+        flats = [self._flat[name] for name in self.layout.dtypes]
+        return [memory.take_flat(len(flat), flat.dtype).copy_(flat) for flat in flats]
 
     def export(self, position: int) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
         """The values and optimizer state of one block: what each piece is, and its tensor if it is one."""

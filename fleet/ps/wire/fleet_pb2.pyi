@@ -90,16 +90,18 @@ class Hello(_message.Message):
     def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., options: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ["dense", "tables", "training", "version"]
+    __slots__ = ["ahead", "dense", "tables", "training", "version"]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ahead: bool
     dense: bool
     tables: _containers.RepeatedScalarFieldContainer[int]
     training: _containers.RepeatedScalarFieldContainer[bool]
     version: int
-    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ...) -> None: ...
 
 class Push(_message.Message):
     __slots__ = ["options", "present", "quiet", "read_at", "row_tables", "rows_read_at", "steps", "used_tables"]

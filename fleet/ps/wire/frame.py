@@ -17,6 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from fleet.errors import ProtocolError
+from fleet.ps import memory
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.tensors import WireTensor, checked_size, padded, view
 
@@ -106,7 +107,7 @@ def read_frame(kind: type[M], pieces: Iterable[bytes]) -> Frame:
         raise ProtocolError("a frame's header cannot be read", got=str(error)) from None
     offsets = _layout(message, payload_size)
     try:
-        payload = np.empty(payload_size, dtype=np.uint8)
+        payload = memory.take(payload_size)
     except MemoryError:
         raise ProtocolError("there is no memory for a frame", got=f"{payload_size} bytes of payload") from None
     filled = 0

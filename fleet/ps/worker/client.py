@@ -222,6 +222,13 @@ class Pending:
         self._what = what
         self._call = client.launch(frame)
 
+    def abandon(self) -> None:
+        """Nobody wants the reply any more."""
+        self._call.cancel()
+        with contextlib.suppress(TransportError, FleetError):
+            self._call.result()  # what the network keeps for the call goes with its end
+        self._client.settle(self._call)
+
     def result(self) -> Frame:
         """The reply. Errors the server sent are raised, as is whatever ended the line."""
         client = self._client

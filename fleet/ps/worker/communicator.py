@@ -22,9 +22,8 @@ from fleet.ps.worker.merging import GradientMerge, Gradients
 #: The unit of ``send_wait_times``.
 SEND_WAIT_S = 0.01
 
-Options = tuple[str, ...]
 #: A merged push, and whether its reply is to bring the parameters along.
-Send = Callable[[Gradients, Options, bool], "list[Frame]"]
+Send = Callable[[Gradients, bool], "list[Frame]"]
 Fetch = Callable[[], "list[Frame]"]
 
 
@@ -35,7 +34,7 @@ class Communicator:
         self._send = send
         self._fetch = fetch
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Gradients, Options]] = deque()
+        self._queue: deque[Gradients] = deque()
         self._sending = False
         self._sent_since_fetch = 0
         self._fresh: list[Frame] | None = None
@@ -53,12 +52,12 @@ class Communicator:
 
     # ---------------------------------------------------------------- the user's thread
 
-    def put(self, gradients: Gradients, options: Options) -> None:
+    def put(self, gradients: Gradients) -> None:
         """Leave one step's gradients to be sent; wait while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or len(self._queue) < self._knobs.send_queue_size)
             self._raise_failure()
-            self._queue.append((gradients, options))
+            self._queue.append(gradients)
             self._changed.notify_all()
 
     def fresh(self) -> list[Frame] | None:
@@ -110,9 +109,9 @@ class Communicator:
             batch = self._next_batch()
             if not batch:
                 return
-            merged, options = self._merged(batch), batch[-1][1]
+            merged = self._merged(batch)
             bring = not self._knobs.independent_recv_thread and self._enough(len(batch))
-            replies = self._send(merged, options, bring)
+            replies = self._send(merged, bring)
             with self._changed:
                 self._sending = False
                 self._sent_since_fetch += len(batch)
@@ -120,11 +119,11 @@ class Communicator:
                     self._sent_since_fetch, self._fresh = 0, replies
                 self._changed.notify_all()
 
-    def _next_batch(self) -> Sequence[tuple[Gradients, Options]]:
+    def _next_batch(self) -> Sequence[Gradients]:
         """What to merge: up to so many, with some short waits for more; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._queue)
-            batch: list[tuple[Gradients, Options]] = []
+            batch: list[Gradients] = []
             waits_left = self._knobs.send_wait_times
             while not self._over and len(batch) < self._knobs.max_merge_var_num:
                 if self._queue:
@@ -138,10 +137,10 @@ class Communicator:
                     break
             return () if self._over else batch
 
-    def _merged(self, batch: Sequence[tuple[Gradients, Options]]) -> Gradients:
+    def _merged(self, batch: Sequence[Gradients]) -> Gradients:
         if len(batch) == 1:
-            return batch[0][0]
-        for gradients, _ in batch:
+            return batch[0]
+        for gradients in batch:
             self._merge.add(gradients)
         merged = self._merge.rest()
         assert merged is not None

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fleet.ps.layout import DenseLayout
+from fleet.ps import memory
+from fleet.ps.layout import DenseLayout, Slot
 
 #: By element type.
 Flat = Mapping[str, torch.Tensor]
@@ -17,11 +18,14 @@ def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[b
     pieces: dict[str, list[torch.Tensor]] = {}
     present = bytearray(len(layout.slots))
     for slot in layout.slots:
-        tensor = tensors[slot.block.param]
+        tensor, block = tensors[slot.block.param], slot.block
         if tensor is not None:
             present[slot.position] = 1
-            pieces.setdefault(slot.dtype, []).append(tensor[slot.block.offset : slot.block.offset + slot.block.numel])
-    return bytes(present), {dtype: torch.cat(pieces[dtype]) for dtype in sorted(pieces)}
+            whole = block.numel == tensor.numel()
+            pieces.setdefault(slot.dtype, []).append(
+                tensor if whole else tensor[block.offset : block.offset + block.numel]
+            )
+    return bytes(present), {dtype: _joined(pieces[dtype]) for dtype in sorted(pieces)}
 
 
 def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
@@ -33,21 +37,53 @@ def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
         if bool(piece.any()):
             present[slot.position] = 1
             pieces.setdefault(slot.dtype, []).append(piece)
-    return bytes(present), flat if all(present) else {dtype: torch.cat(pieces[dtype]) for dtype in sorted(pieces)}
+    return bytes(present), flat if all(present) else {dtype: _joined(pieces[dtype]) for dtype in sorted(pieces)}
 
 
-@torch.no_grad()
-def unpack(params: Sequence[torch.Tensor], layouts: Sequence[DenseLayout], flats: Sequence[Flat]) -> None:
-    """Write the values of all blocks of every server into the parameters, in place."""
-    scattered: dict[int, torch.Tensor] = {}
-    for layout, flat in zip(layouts, flats, strict=True):
-        for slot in layout.slots:
-            position, block = slot.block.param, slot.block
-            data = params[position].detach()  # shares the version counter: a stale graph is an error, as in torch
-            if not data.is_contiguous():
-                # Blocks are ranges of the parameter read row by row; memory laid out otherwise needs a detour.
-                data = scattered.setdefault(position, data.contiguous())
-            target = data.view(-1)[block.offset : block.offset + block.numel]
-            target.copy_(flat[slot.dtype][slot.start : slot.stop])
-    for position, data in scattered.items():
-        params[position].detach().copy_(data)
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    out = memory.take_flat(sum(piece.numel() for piece in pieces), pieces[0].dtype)
+    return torch.cat(list(pieces), out=out)
+
+
+class ParameterWriter:
+    """Writes the values of all blocks of every server into the parameters, in place.
+
+    The places to write to are looked up once, and again when a parameter's memory has become another.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], layouts: Sequence[DenseLayout]) -> None:
+        self._params = params
+        self._layouts = layouts
+        self._memory: list[int] | None = None
+        self._places: list[dict[str, list[torch.Tensor]]] = []
+        self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.no_grad()
+    def write(self, flats: Sequence[Flat]) -> None:
+        memory_now = [param.data_ptr() for param in self._params]
+        if memory_now != self._memory:
+            self._memory = memory_now
+            self._look_up()
+        for places, flat in zip(self._places, flats, strict=True):
+            for dtype, targets in places.items():
+                torch._foreach_copy_(
+                    targets, torch.split_with_sizes(flat[dtype], [target.numel() for target in targets])
+                )
+        for param, detour in self._detours:
+            param.copy_(detour)
+
+    def _look_up(self) -> None:
+        # What is detached shares the version counter: a stale graph is an error, as in torch.
+        detached = [param.detach() for param in self._params]
+        # Blocks are ranges of the parameter read row by row; memory laid out otherwise needs a detour.
+        dense = [data.contiguous() for data in detached]
+        self._detours = [pair for pair in zip(detached, dense, strict=True) if not pair[0].is_contiguous()]
+        flat = [data.view(-1) for data in dense]
+
+        def place(slot: Slot) -> torch.Tensor:
+            return flat[slot.block.param][slot.block.offset : slot.block.offset + slot.block.numel]
+
+        self._places = [
+            {dtype: [place(slot) for slot in layout.slots if slot.dtype == dtype] for dtype in layout.dtypes}
+            for layout in self._layouts
+        ]

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.errors import ProtocolError
 from fleet.ps.describe import Description
 from fleet.ps.kernels import RULES
 from fleet.ps.kernels.jit import Array, Ids
@@ -26,7 +25,7 @@ from fleet.ps.kernels.rows import unique
 from fleet.ps.layout import DenseLayout
 from fleet.ps.table.dense import STATE, set_state, state_entries
 from fleet.ps.table.table import WEIGHT, Table
-from fleet.ps.worker.dense import Flat, pack, unpack
+from fleet.ps.worker.dense import Flat, ParameterWriter, pack
 from fleet.transpiler.specs import TableSpec
 
 Rows = tuple[Ids, Array]
@@ -64,6 +63,11 @@ class HeldRows:
         rows[~known] = fetched
         return rows
 
+    def missing(self, ids: Ids) -> Ids:
+        """The ids among these that are not held."""
+        missing: Ids = ids[~self._mine.known(ids)]
+        return missing
+
     def train(self, ids: Ids, grads: Array, options: Mapping[str, Any]) -> None:
         self._touched.append(ids)
         self._mine.apply(ids, grads, options, self._mine.step + 1)
@@ -81,9 +85,10 @@ class HeldRows:
         self._touched.clear()
 
     def take(self, ids: Ids, values: Array) -> None:
-        """Others have changed these rows to what they are now."""
-        if not self._agreed.known(ids).all():
-            raise ProtocolError("a server tells of rows that this worker does not hold", got=self._agreed.spec.name)
+        """Others have changed these rows to what they are now. Of those that are not held after all (fetched ahead and
+        never used) there is nothing to change."""
+        held = self._agreed.known(ids)
+        ids, values = ids[held], values[held]
         self._mine.add(ids, values - self._agreed.read(ids, True))
         self._agreed.load(ids, {WEIGHT: values})
 
@@ -93,11 +98,17 @@ class HeldRows:
 
 class Replica:
     def __init__(
-        self, described: Description, layouts: Sequence[DenseLayout], workers: int, agreed: Sequence[Flat]
+        self,
+        described: Description,
+        layouts: Sequence[DenseLayout],
+        writer: ParameterWriter,
+        workers: int,
+        agreed: Sequence[Flat],
     ) -> None:
         """``agreed``: the values of every server's blocks, which the parameters have too."""
         self._described = described
         self._layouts = layouts
+        self._writer = writer
         self._workers = workers
         self._agreed = agreed
         groups = described.spec.groups
@@ -109,6 +120,9 @@ class Replica:
 
     def lookup(self, index: int, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
         return self._tables[index].read(ids, training, fetch)
+
+    def missing(self, index: int, ids: Ids) -> Ids:
+        return self._tables[index].missing(ids)
 
     def train(self, update: Callable[[], None], rows: Mapping[int, Rows]) -> None:
         """One step: ``update`` runs the user's optimizers."""
@@ -148,7 +162,7 @@ class Replica:
         fresh = []
         for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
             fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
-        unpack(self._described.params, self._layouts, fresh)
+        self._writer.write(fresh)
         self._agreed = values
         for index, (ids, rows) in change.rows.items():
             self._tables[index].told(ids, rows)

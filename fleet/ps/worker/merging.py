@@ -6,6 +6,7 @@ usual size. Which of the two is decided for each param group.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ class Gradients:
     dense: Sequence[torch.Tensor | None]
     rows: Mapping[int, Rows]
     read: Clocks
+    options: Sequence[str]  #: of every group, as they were set for the last of the steps
     steps: int = 1
 
     def copied(self) -> Gradients:
@@ -63,6 +65,7 @@ class GradientMerge:
         self._dense_counts: list[int] = []
         self._rows: dict[int, list[Rows]] = {}
         self._read = Clocks()
+        self._options: Sequence[str] = ()
 
     def add(self, gradients: Gradients) -> Gradients | None:
         """Take one step's gradients; they come back, merged with those before, when it is time to send."""
@@ -80,7 +83,7 @@ class GradientMerge:
                 self._dense_counts[place] += 1
         for table, pair in gradients.rows.items():
             self._rows.setdefault(table, []).append(pair)
-        self._read = self._read.or_earlier(gradients.read)
+        self._read, self._options = self._read.or_earlier(gradients.read), gradients.options
         return self.rest() if self._count == self.steps else None
 
     def rest(self) -> Gradients | None:
@@ -95,11 +98,11 @@ class GradientMerge:
         for table, pairs in self._rows.items():
             divisor = 1 if self._sums(spec.tables[table].group) else len(pairs)
             rows[table] = merge(pairs, divisor)
-        merged = Gradients(self._dense, rows, self._read, self._count)
+        merged = Gradients(self._dense, rows, self._read, self._options, self._count)
         self._count, self._dense, self._dense_counts, self._rows, self._read = 0, [], [], {}, Clocks()
         return merged
 
     def _sums(self, group: int) -> bool:
         if self._is_sgd is not None:
             return self._is_sgd
-        return self._described.spec.groups[group].rule == "SGD" and not self._described.groups[group]["momentum"]
+        return self._described.spec.groups[group].rule == "SGD" and not json.loads(self._options[group])["momentum"]

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,23 +28,24 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
-from fleet.nn.handle import Lookup, TableHandle
+from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER, result_dtype
 from fleet.ps.describe import Description
-from fleet.ps.kernels.rows import partition, unique
+from fleet.ps.kernels.rows import partition
 from fleet.ps.layout import dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker.client import Pending, ServerClient
+from fleet.ps.worker.client import ServerClient
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.dense import Flat, pack, unpack, without_zeros
+from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
 from fleet.ps.worker.exporting import exported
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
+from fleet.ps.worker.rows import Ahead, RowReader
 from fleet.ps.worker.summary import summary
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
@@ -87,6 +88,12 @@ class WorkerRuntime:
         self._in_doubt: Push | None = None
         self._gathered = 0
         self._gathering_in_doubt: tuple[int, Frame] | None = None
+        incarnation = secrets.randbits(63)
+        self.clients = [
+            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation)
+            for endpoint in assignment.servers
+        ]
+        self._rows = RowReader(self.clients, self._version_needed)
         self._describe = describe
         self._adopt(describe())
         self._strategy = strategy
@@ -98,19 +105,14 @@ class WorkerRuntime:
         self.replica: Replica | None = None
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._dense_read: dict[int, int] = {}
-        self._rows_read: dict[tuple[int, int], int] = {}
         self.stopped = False
-        incarnation = secrets.randbits(63)
-        self.clients = [
-            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation)
-            for endpoint in assignment.servers
-        ]
 
     def _adopt(self, description: Description) -> None:
         self._description = description
         self.plan = make_plan(description.spec)
-        self._tables = {id(handle): index for index, handle in enumerate(description.handles)}
+        self._rows.adopt(self.plan.spec.tables, description.handles)
         self._layouts = [dense_layout(self.plan, server) for server in range(self.assignment.server_num)]
+        self._writer = ParameterWriter(description.params, self._layouts)
 
     def _make_merge(self) -> GradientMerge:
         """What merges on the user's thread: only the half-asynchronous mode does, over several steps."""
@@ -137,7 +139,9 @@ class WorkerRuntime:
                         self._upload(server)
             values = self._take_dense(self._pull_dense())
             if self.mode.adds:
-                self.replica = Replica(self._description, self._layouts, self.assignment.worker_num, values)
+                self.replica = Replica(
+                    self._description, self._layouts, self._writer, self.assignment.worker_num, values
+                )
                 if self.steps:
                     self._restore(self.replica)
         except BaseException as error:
@@ -298,9 +302,10 @@ class WorkerRuntime:
         self.settle("step()")
         if self._description.has_newcomers():
             self.extend()
-        gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read())
+        options = self._description.options()
+        gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read(), options)
         if self._communicator is not None:
-            self._communicator.put(gradients.copied(), self._description.options())
+            self._communicator.put(gradients.copied())
             fresh = self._communicator.fresh()
             if fresh is not None:
                 self._take_dense(fresh)
@@ -348,10 +353,10 @@ class WorkerRuntime:
         frames = self._push_frames(gradients, [pack(layout, gradients.dense) for layout in self._layouts])
         self._finish(Push(self.completed + 1, gradients.steps, frames, self._take_dense))
 
-    def _push_behind(self, gradients: Gradients, options: Sequence[str], bring: bool) -> list[Frame]:
+    def _push_behind(self, gradients: Gradients, bring: bool) -> list[Frame]:
         """A push from the communicator's thread, which takes no new values itself."""
         dense = [pack(layout, gradients.dense) for layout in self._layouts]
-        frames = self._push_frames(gradients, dense, options, quiet=not bring)
+        frames = self._push_frames(gradients, dense, quiet=not bring)
         what = f"push of step {self.completed + 1}"
         replies = self._ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
         self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
@@ -361,7 +366,8 @@ class WorkerRuntime:
         """Tell the servers how far this worker has come, and take in what the others have done."""
         change = replica.change()
         dense = [without_zeros(layout, flat) for layout, flat in zip(self._layouts, change.dense, strict=True)]
-        what = Gradients((), change.rows, Clocks(self._dense_read, self._rows_read), self._unsent)
+        clocks = Clocks(self._dense_read, self._rows.read_at)
+        what = Gradients((), change.rows, clocks, self._description.options(), self._unsent)
 
         def take(replies: Sequence[Frame]) -> None:
             self._unsent = 0
@@ -370,15 +376,9 @@ class WorkerRuntime:
         self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense), take))
 
     def _push_frames(
-        self,
-        gradients: Gradients,
-        dense: Sequence[tuple[bytes, Flat]],
-        options: Sequence[str] | None = None,
-        *,
-        quiet: bool = False,
+        self, gradients: Gradients, dense: Sequence[tuple[bytes, Flat]], *, quiet: bool = False
     ) -> list[Frame]:
         """The push of the next step; ``dense`` holds, for every server, the blocks that are present, end to end."""
-        options = self._description.options() if options is None else options
         rows = {index: self._by_server(ids, grads) for index, (ids, grads) in gradients.rows.items()}
 
         def push(server: int, client: ServerClient) -> Frame:
@@ -388,7 +388,7 @@ class WorkerRuntime:
             for _, ids, grads in here:
                 tensors += [WireTensor.of(ids), WireTensor.of(grads)]
             message = pb.Push(
-                options=options,
+                options=gradients.options,
                 present=present,
                 row_tables=[index for index, _, _ in here],
                 used_tables=sorted(gradients.rows),
@@ -440,14 +440,13 @@ class WorkerRuntime:
                     f"the gradient of {spec.name!r} holds NaN or infinity",
                     where=f"worker {self.assignment.index}, step {self.completed + 1}",
                 )
-            flat.append(grad.detach().reshape(-1).to("cpu"))
+            is_flat = grad.dim() == 1 and grad.is_cpu and not grad.requires_grad
+            flat.append(grad if is_flat else grad.detach().reshape(-1).to("cpu"))
         return flat
 
     def _when_read(self) -> Clocks:
         """When the values were read that this step's gradients were computed on; rows are read anew in the next."""
-        clocks = Clocks(self._dense_read, self._rows_read)
-        self._rows_read = {}
-        return clocks
+        return Clocks(self._dense_read, self._rows.take_clocks())
 
     def _row_gradients(self) -> dict[int, tuple[Array, Array]]:
         """For every table that was used, distinct ids and the gradients of their rows."""
@@ -487,39 +486,23 @@ class WorkerRuntime:
     def _take_dense(self, replies: Sequence[Frame]) -> list[Flat]:
         """Write the servers' values into the user's parameters, in place."""
         values = self._dense_values(replies)
-        unpack(self._description.params, self._layouts, values)
+        self._writer.write(values)
         return values
 
     # ---------------------------------------------------------------- rows
 
-    def lookup(self, handle: TableHandle, ids: torch.Tensor, training: bool) -> Lookup:
+    def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         self.settle("a look-up")
-        index = self._tables[id(handle)]
-        distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
+        return self._rows.lookup(wanted, self.completed, self.replica)
 
-        def fetch(ids: Array) -> Array:
-            return self._fetch_rows(index, ids, training)
+    def fetch_ahead(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Ahead]:
+        """Begin to fetch what a forward will ask for after so many more ``steps``."""
+        self.settle("prefetch()")
+        return self._rows.fetch_ahead(wanted, self.completed, steps, self.replica)
 
-        rows = fetch(distinct) if self.replica is None else self.replica.lookup(index, distinct, training, fetch)
-        return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))
-
-    def _fetch_rows(self, index: int, ids: Array, training: bool) -> Array:
-        """The servers' rows of one table, for distinct ids."""
-        spec = self.plan.spec.tables[index]
-        rows = np.empty((ids.size, spec.dim), spec.dtype)
-        asked: list[tuple[int, Array, Pending]] = []
-        version = self._version_needed()
-        for server, (part, client) in enumerate(zip(partition(ids, len(self.clients)), self.clients, strict=True)):
-            if len(part):
-                pull = pb.Pull(version=version, tables=[index], training=[training])
-                frame = Frame(client.request(self.completed, pull=pull), [WireTensor.of(ids[part])])
-                asked.append((server, part, client.start(frame, f"rows of {spec.name!r} at step {self.completed}")))
-        for server, part, pending in asked:
-            reply = pending.result()
-            rows[part] = reply.tensors[0].numpy()
-            if training:
-                self._rows_read.setdefault((server, index), reply.message.table_clocks[0])
-        return rows
+    def present(self, ahead: Mapping[int, Ahead]) -> None:
+        """From now on forwards may use what was fetched ahead."""
+        self._rows.present(ahead)
 
     def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
         """Table, ids and values of the rows that the servers say others have changed."""
@@ -527,7 +510,9 @@ class WorkerRuntime:
             tensors = iter(reply.tensors[len(layout.dtypes) :])
             for index in reply.message.changed:
                 yield index, next(tensors).numpy(), next(tensors).numpy()
-            self._rows_read.update({(server, index): clock for index, clock in enumerate(reply.message.table_clocks)})
+            self._rows.read_at.update(
+                {(server, index): clock for index, clock in enumerate(reply.message.table_clocks)}
+            )
 
     def _restore(self, replica: Replica) -> None:
         """Take over the optimizer state that the job's checkpoint has for the dense parameters."""
@@ -608,8 +593,9 @@ class WorkerRuntime:
             raise failure
         return replies
 
-    def _version_needed(self) -> int:
-        return self.mode.version_needed(self.completed, self._strategy.staleness)
+    def _version_needed(self, more_steps: int = 0) -> int:
+        """The version that this worker needs to go on, now or when it has completed some more steps."""
+        return self.mode.version_needed(self.completed + more_steps, self._strategy.staleness)
 
     def _refuse_stopped(self, what: str) -> None:
         if self.stopped:

@@ -1,0 +1,57 @@
+"""Many tables looked up together: one request a server, however many they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.nn.embedding import Embedding, asking
+from fleet.nn.handle import Asking, look_up
+
+
+class EmbeddingGroup(torch.nn.ModuleDict):
+    """A dict of ``Embedding``s, each given as ``(num_embeddings, embedding_dim)``, that maps a dict of ids to a dict of
+    outputs. Ids may be given for some of the tables only. ``padding_idx`` and ``initializer`` are all tables'."""
+
+    def __init__(
+        self,
+        tables: Mapping[str, tuple[int | None, int]],
+        *,
+        padding_idx: int | None = None,
+        initializer: str | None = None,
+    ) -> None:
+        if not isinstance(tables, Mapping):
+            raise ArgumentTypeError(
+                "tables must be a dict of (num_embeddings, embedding_dim)", got=type(tables).__name__
+            )
+        made = {}
+        for name, sizes in tables.items():
+            if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+                raise ArgumentTypeError(
+                    f"table {name!r} is not described", expected="(num_embeddings, embedding_dim)", got=repr(sizes)
+                )
+            made[name] = Embedding(*sizes, padding_idx=padding_idx, initializer=initializer)
+        super().__init__(made)
+
+    def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        asked = self.asking(ids)
+        found = look_up(list(asked.values()))
+        return {
+            name: F.embedding(inverse, rows, padding_idx=padding)
+            for name, (rows, inverse, padding) in zip(asked, found, strict=True)
+        }
+
+    def asking(self, ids: Mapping[str, torch.Tensor]) -> dict[str, Asking]:
+        if not isinstance(ids, Mapping):
+            raise ArgumentTypeError("an EmbeddingGroup needs a dict of ids by table", got=type(ids).__name__)
+        unknown = [name for name in ids if name not in self]
+        if unknown:
+            raise ConfigurationError(
+                "ids for tables that the group does not have",
+                expected=", ".join(self),
+                got=", ".join(map(repr, unknown)),
+            )
+        return {name: asking(self[name], values) for name, values in ids.items()}

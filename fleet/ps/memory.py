@@ -1,0 +1,58 @@
+"""Memory for large tensors, used again and again.
+
+The C library hands blocks beyond 32 MiB back to the system as soon as they are free, so the next one of that size is
+faulted in page by page: filling 64 MiB takes two to three times as long in fresh memory as in memory that is there
+already, and a step moves a model's values through several such blocks. A block taken here comes back by itself when the
+last array that looks into it is gone, and is given to whoever asks for about as much.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+#: Smaller blocks the C library keeps itself; larger ones are too much to hold on to.
+SMALLEST, LARGEST = 16 << 20, 512 << 20
+
+#: So many free blocks are kept; the one that has waited longest goes first.
+KEPT = 4
+
+#: A block may be larger than asked for by this factor.
+SLACK = 1.5
+
+# Blocks come back whenever Python finds them unused, on whatever thread: nothing here may need a lock.
+_free: deque[bytearray] = deque(maxlen=KEPT)
+
+
+def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """So many bytes, holding anything."""
+    if not SMALLEST <= nbytes <= LARGEST:
+        return np.empty(nbytes, np.uint8)
+    block = _fitting(nbytes) or bytearray(nbytes)
+    array = np.frombuffer(block, np.uint8, nbytes)
+    # Views of the array, and tensors made of them, keep the array itself alive: its memory is not numpy's own.
+    weakref.finalize(array, _free.append, block).atexit = False
+    return array
+
+
+def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor, holding anything."""
+    if numel * dtype.itemsize < SMALLEST:
+        return torch.empty(numel, dtype=dtype)
+    return torch.from_numpy(take(numel * dtype.itemsize)).view(dtype)
+
+
+def _fitting(nbytes: int) -> bytearray | None:
+    for _ in range(len(_free)):
+        try:
+            block = _free.popleft()
+        except IndexError:
+            return None
+        if nbytes <= len(block) <= nbytes * SLACK:
+            return block
+        _free.append(block)
+    return None

@@ -1,0 +1,92 @@
+"""Who writes a checkpoint, and who waits until it is written: one writer for each, the first worker that asks. Where
+the first worker's own state belongs into it, worker 0 is the one, and the others wait for it.
+
+Not thread-safe: the caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fleet.errors import DeadlineError, FleetError
+from fleet.ps.server.waiting import Outbox, Waiting
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
+from fleet.ps.wire.frame import Frame
+
+
+@dataclass
+class _Claim:
+    """One checkpoint; ``begun`` once its writer has asked for it."""
+
+    writer: int
+    since: float
+    begun: bool = False
+    queue: list[Waiting] = field(default_factory=list)
+
+
+class Claims:
+    def __init__(self, where: str, deadline_s: float, *, only_first: bool) -> None:
+        """``only_first``: worker 0 writes. ``where`` this is, errors tell."""
+        self._where = where
+        self._deadline_s = deadline_s
+        self._only_first = only_first
+        self._open: dict[str, _Claim] = {}
+        #: the newest finished checkpoint and who wrote it
+        self._written: tuple[str, int] | None = None
+
+    def claim(self, name: str, waiting: Waiting, now: float, first_is_gone: bool, outbox: Outbox) -> None:
+        """Grant the writing, or let the request wait until somebody else has done it."""
+        worker = waiting.worker
+        if self._written is not None and self._written[0] == name and self._written[1] != worker:
+            outbox.append((waiting.respond, waiting.answer()))  # written already, by somebody quicker
+            return
+        if self._only_first and worker != 0 and first_is_gone:
+            outbox.append((waiting.respond, error_reply(self._not_written("it has left"))))
+            return
+        claim = self._open.setdefault(name, _Claim(0 if self._only_first else worker, now))
+        if claim.writer == worker:
+            claim.begun = True
+            outbox.append((waiting.respond, Frame(pb.Reply(granted=True))))
+        else:
+            claim.queue.append(waiting)
+
+    def release(self, name: str, worker: int, failure: str, outbox: Outbox) -> None:
+        """The writer is done, or failed. A late repetition releases nobody else's claim."""
+        claim = self._open.get(name)
+        if claim is None or claim.writer != worker:
+            return
+        if failure:
+            self._settle(name, FleetError(f"worker {worker} could not write the checkpoint", got=failure), outbox)
+        else:
+            self._settle(name, None, outbox)
+            self._written = (name, worker)
+
+    def left(self, worker: int, outbox: Outbox) -> None:
+        for name in [name for name, claim in self._open.items() if claim.writer == worker]:
+            self._settle(name, FleetError(f"worker {worker} left before it had written the checkpoint"), outbox)
+
+    def tick(self, now: float, outbox: Outbox) -> None:
+        """Whoever waits for a checkpoint that nobody begins is told so."""
+        for name, claim in list(self._open.items()):
+            if not claim.begun and now - claim.since > self._deadline_s:
+                self._settle(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
+
+    def waiting(self) -> list[Waiting]:
+        return [waiting for claim in self._open.values() for waiting in claim.queue]
+
+    def clear(self) -> None:
+        self._open.clear()
+
+    def _settle(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
+        for waiting in self._open.pop(name).queue:
+            outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
+
+    def _not_written(self, got: str) -> DeadlineError:
+        return DeadlineError(
+            "worker 0 did not write the checkpoint",
+            where=self._where,
+            expected="its call of save_persistables: its optimizer's state belongs into the checkpoint",
+            got=got,
+            todo="Call save_persistables on the first worker, alone or with the others.",
+        )

@@ -1,0 +1,62 @@
+"""What a server keeps of the job it works for, and the checkpoint it may start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from fleet.ps.consistency import MODES
+from fleet.ps.consistency.base import Gate, Mode
+from fleet.ps.server.claims import Claims
+from fleet.ps.server.gathering import Hall
+from fleet.ps.server.waiting import Waiting
+from fleet.ps.table.shard import Contribution, Shard
+from fleet.transpiler.plan import Plan
+
+
+@dataclass
+class Job:
+    """The job a server works for, from the first hello on."""
+
+    plan: Plan
+    job_id: str
+    gate: Gate
+    hall: Hall
+    claims: Claims
+    shard: Shard | None = None
+    initialized: bool = False
+    #: further parameters are planned and worker 0 has not brought their values yet
+    growing: bool = False
+    #: (worker, step) -> what it pushed, until its round is applied
+    pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    #: pulls that came before the initial values, with the version they need
+    early: list[tuple[int, Waiting]] = field(default_factory=list)
+    #: ticket -> the request the gate or the hall holds back
+    parked: dict[Hashable, Waiting] = field(default_factory=dict)
+    #: what was there when the job began: 0, or what its checkpoint says
+    steps_before: int = 0
+    #: worker -> how many of its steps were in what it pushed
+    steps: dict[int, int] = field(default_factory=dict)
+    snapshot: tuple[int, list[torch.Tensor]] | None = None
+
+    @property
+    def mode(self) -> Mode:
+        return MODES[self.plan.spec.settings.mode]
+
+    def all_waiting(self) -> list[Waiting]:
+        return [*self.parked.values(), *(waiting for _, waiting in self.early), *self.claims.waiting()]
+
+    def steps_of(self, worker: int) -> int:
+        """How many of its steps the job has."""
+        return self.steps_before + self.steps.get(worker, 0)
+
+
+@dataclass(frozen=True)
+class Restore:
+    """A checkpoint to start from: what its manifest says, and how to fill a new shard from it."""
+
+    seed: int
+    version: int
+    fill: Callable[[Shard, int], None]

@@ -1,0 +1,60 @@
+"""``fleet.prefetch``: while one batch is computed, the rows of the next ones are fetched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from fleet.errors import ArgumentTypeError
+from fleet.nn import EmbeddingGroup, embedding
+from fleet.nn.embedding import is_remote
+from fleet.nn.handle import Asking, Wanted
+from fleet.ps.worker.runtime import WorkerRuntime
+
+Batch = TypeVar("Batch")
+
+
+def prefetch(
+    worker: WorkerRuntime, batches: Iterable[Batch], lookup: Callable[[Batch], Mapping[Any, Any]], depth: int
+) -> Iterator[Batch]:
+    coming = iter(batches)
+    queue: deque[tuple[Batch, Any]] = deque()
+    try:
+        while True:
+            while len(queue) <= depth:
+                try:
+                    batch = next(coming)
+                except StopIteration:
+                    break
+                queue.append((batch, worker.fetch_ahead(_wanted(lookup(batch)), len(queue))))
+            if not queue:
+                return
+            batch, ahead = queue.popleft()
+            worker.present(ahead)
+            yield batch
+    finally:
+        worker.present({})
+        for _, ahead in queue:
+            worker.present(ahead)
+            worker.present({})
+
+
+def _wanted(asked: object) -> list[Wanted]:
+    if not isinstance(asked, Mapping):
+        raise ArgumentTypeError("lookup(batch) must return a dict of ids by embedding module", got=type(asked).__name__)
+    asking: list[Asking] = []
+    for module, ids in asked.items():
+        if isinstance(module, EmbeddingGroup):
+            asking += module.asking(ids).values()
+        elif is_remote(module):
+            asking.append(embedding.asking(module, ids))
+        else:
+            raise ArgumentTypeError(
+                "lookup(batch) names something that is no remote embedding",
+                expected="modules of fleet.nn, or torch.nn embeddings that went remote",
+                got=type(module).__name__,
+            )
+    for each in asking:
+        each.handle.running()
+    return [each.handle.wanted(each.ids, each.training) for each in asking]

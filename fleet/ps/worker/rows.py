@@ -1,0 +1,220 @@
+"""Rows of the tables for a worker's forwards: asked for when they are needed, or fetched ahead.
+
+However many tables a forward asks for at once, every server gets one request. What was fetched ahead is used where that
+makes no difference to what the mode promises: if it is as new as rows asked for now would have to be, and no newer than
+this worker's own steps allow without waiting for itself. Everything here runs on the user's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from fleet.nn.handle import Lookup, TableHandle, Wanted
+from fleet.ps.kernels.jit import Array, Ids
+from fleet.ps.kernels.rows import partition, unique
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.worker.client import Pending, ServerClient
+from fleet.ps.worker.geo import Replica
+from fleet.transpiler.specs import TableSpec
+
+
+@dataclass(frozen=True)
+class Query:
+    """Distinct ids of one table, and whether unknown ones read their initial value (training) or its mean."""
+
+    table: int
+    ids: Ids
+    training: bool
+
+
+class Fetch:
+    """Rows under way: one request to every server that has any of them."""
+
+    def __init__(self, queries: Sequence[Query], specs: Sequence[TableSpec], asked: Sequence[Asked]) -> None:
+        self._queries = queries
+        self._specs = specs
+        self._asked = asked
+        self._rows: list[Array] = []
+        self._clocks: dict[tuple[int, int], int] = {}
+        self._arrived = False
+
+    def rows(self, read_at: dict[tuple[int, int], int]) -> list[Array]:
+        """The rows of every query; the tables' clocks go into ``read_at`` unless older ones stand there."""
+        if not self._arrived:
+            self._arrive()
+        for key, clock in self._clocks.items():
+            read_at.setdefault(key, clock)
+        return self._rows
+
+    def _arrive(self) -> None:
+        specs = [self._specs[query.table] for query in self._queries]
+        self._rows = [np.empty((q.ids.size, s.dim), s.dtype) for q, s in zip(self._queries, specs, strict=True)]
+        for asked in self._asked:
+            reply = asked.pending.result()
+            for (place, part), tensor, clock in zip(
+                asked.parts, reply.tensors, reply.message.table_clocks, strict=True
+            ):
+                self._rows[place][part] = tensor.numpy()
+                if self._queries[place].training:
+                    self._clocks[asked.server, self._queries[place].table] = clock
+        self._arrived = True
+
+    def abandon(self) -> None:
+        if not self._arrived:
+            for asked in self._asked:
+                asked.pending.abandon()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to one server: of which queries, by position, it asks for which ids, by position."""
+
+    server: int
+    parts: Sequence[tuple[int, Ids]]
+    pending: Pending
+
+
+@dataclass
+class Ahead:
+    """What was fetched ahead for one table and one batch."""
+
+    ids: torch.Tensor
+    distinct: Ids
+    inverse: Ids
+    training: bool
+    asked: Ids  #: of the distinct ids those that were asked for
+    fetch: Fetch
+    place: int  #: of this table among the fetch's queries
+    version: int
+    completed: int  #: how many steps the worker had completed when it was asked for
+
+
+class RowReader:
+    def __init__(self, clients: Sequence[ServerClient], version_after: Callable[[int], int]) -> None:
+        """``version_after``: the version that this worker needs when it has completed so many more steps."""
+        self._clients = clients
+        self._version_after = version_after
+        self.read_at: dict[tuple[int, int], int] = {}
+        self._read_before: dict[tuple[int, int], int] = {}
+        self._present: dict[int, Ahead] = {}
+
+    def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
+        self._specs = specs
+        self._tables = {id(handle): index for index, handle in enumerate(handles)}
+
+    def take_clocks(self) -> dict[tuple[int, int], int]:
+        """When the rows of this step were read; the next step's are read anew. Gradients that the user did not clear
+        are of rows that were read for an earlier step."""
+        self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
+        return self._read_before
+
+    # ---------------------------------------------------------------- a forward
+
+    def lookup(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> list[Lookup]:
+        found: dict[int, Lookup] = {}
+        asking: list[tuple[int, Query, Ids]] = []
+        for place, (handle, ids, training) in enumerate(wanted):
+            index = self._tables[id(handle)]
+            ahead = self._present.get(index)
+            if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
+                distinct, inverse = ahead.distinct, ahead.inverse
+            else:
+                distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
+            if replica is None:
+                rows = self._fetched_ahead(ahead, distinct, training, completed)
+            else:
+                if ahead is not None and ahead.completed != completed:
+                    ahead = None  # the servers may have told of changes to rows that are not held yet
+                rows = replica.lookup(
+                    index, distinct, training, partial(self._missing, index, ahead, training, completed)
+                )
+            if rows is None:
+                asking.append((place, Query(index, distinct, training), inverse))
+            else:
+                found[place] = _lookup(distinct, rows, inverse)
+        if asking:
+            fetched = self._now([query for _, query, _ in asking], completed)
+            for (place, query, inverse), rows in zip(asking, fetched, strict=True):
+                found[place] = _lookup(query.ids, rows, inverse)
+        return [found[place] for place in range(len(wanted))]
+
+    def _missing(self, index: int, ahead: Ahead | None, training: bool, completed: int, ids: Ids) -> Array:
+        """Rows that a replica does not hold."""
+        rows = self._fetched_ahead(ahead, ids, training, completed)
+        return self._now([Query(index, ids, training)], completed)[0] if rows is None else rows
+
+    def _now(self, queries: Sequence[Query], completed: int) -> list[Array]:
+        return self._start(queries, completed, self._version_after(0)).rows(self.read_at)
+
+    def _fetched_ahead(self, ahead: Ahead | None, ids: Ids, training: bool, completed: int) -> Array | None:
+        """Rows out of what was fetched ahead, if all are there and as new as they have to be."""
+        if ahead is None or ahead.training != training or not self._version_after(0) <= ahead.version <= completed:
+            return None
+        if ids is ahead.distinct and ids is ahead.asked:
+            return ahead.fetch.rows(self.read_at)[ahead.place].copy()
+        # What was asked for comes first and is distinct, so its places are its positions.
+        _, places = unique(np.concatenate([ahead.asked, ids]))
+        places = places[len(ahead.asked) :]
+        if (places >= len(ahead.asked)).any():
+            return None
+        return ahead.fetch.rows(self.read_at)[ahead.place][places]
+
+    # ---------------------------------------------------------------- ahead of it
+
+    def fetch_ahead(
+        self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None
+    ) -> dict[int, Ahead]:
+        """Begin to fetch what a forward will ask for after so many more ``steps``."""
+        version = self._version_after(steps)
+        prepared = []
+        for handle, ids, training in wanted:
+            index = self._tables[id(handle)]
+            ids = ids.detach().to("cpu", torch.int64)
+            distinct, inverse = unique(ids.numpy())
+            asked = distinct if replica is None else replica.missing(index, distinct)
+            prepared.append((index, ids, distinct, inverse, training, asked))
+        queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
+        fetch = self._start(queries, completed, version, ahead=True)
+        return {
+            index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed)
+            for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
+        }
+
+    def present(self, ahead: Mapping[int, Ahead]) -> None:
+        """From now on forwards may use this; what was there before is given up."""
+        for old in self._present.values():
+            old.fetch.abandon()
+        self._present = dict(ahead)
+
+    # ---------------------------------------------------------------- asking
+
+    def _start(self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False) -> Fetch:
+        parts = [partition(query.ids, len(self._clients)) for query in queries]
+        asked = []
+        for server, client in enumerate(self._clients):
+            here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
+            if here:
+                pull = pb.Pull(
+                    version=version,
+                    tables=[queries[place].table for place, _ in here],
+                    training=[queries[place].training for place, _ in here],
+                    ahead=ahead,
+                )
+                tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
+                names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
+                what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
+                asked.append(
+                    Asked(server, here, client.start(Frame(client.request(completed, pull=pull), tensors), what))
+                )
+        return Fetch(queries, self._specs, asked)
+
+
+def _lookup(distinct: Ids, rows: Array, inverse: Ids) -> Lookup:
+    return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))

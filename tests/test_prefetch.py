@@ -1,0 +1,280 @@
+"""``fleet.prefetch`` and ``EmbeddingGroup``: fewer and earlier requests, and the same results."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_job, values
+from test_geo import Watched
+
+import fleet.nn
+from fleet import Fleet, StrategyFactory
+from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
+from fleet.strategy import Strategy
+
+Batch = torch.Tensor
+Batches = Callable[[Fleet, "Net", list[Batch]], Iterable[Batch]]
+
+
+class Net(torch.nn.Module):
+    """Two tables of their own and a group of two, and a dense layer on all their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fleet.nn.Embedding(None, 2)
+        self.bag = fleet.nn.EmbeddingBag(40, 3, mode="sum")
+        self.group = fleet.nn.EmbeddingGroup({"user": (None, 2), "item": (50, 1)})
+        self.dense = torch.nn.Linear(8, 1)
+        with torch.no_grad():  # no random numbers: workers are threads, and would draw from one generator
+            self.dense.weight.copy_(torch.linspace(-1, 1, 8))
+            self.dense.bias.zero_()
+
+    def forward(self, ids: Batch) -> torch.Tensor:
+        both = self.group({"user": ids[:, 0], "item": ids[:, 1]})
+        parts = [self.first(ids[:, 0]), self.bag(ids), both["user"], both["item"]]
+        return self.dense(torch.cat(parts, 1)).square().mean()
+
+
+def batches(worker: int, count: int = 6) -> list[Batch]:
+    random = torch.Generator().manual_seed(worker)
+    return [torch.randint(0, 9, (5, 2), generator=random) for _ in range(count)]
+
+
+def plainly(fleet_: Fleet, net: Net, data: list[Batch]) -> Iterable[Batch]:
+    return data
+
+
+def ahead(depth: int) -> Batches:
+    def iterate(fleet_: Fleet, net: Net, data: list[Batch]) -> Iterable[Batch]:
+        def lookup(ids: Batch) -> dict[torch.nn.Module, Any]:
+            return {net.first: ids[:, 0], net.bag: ids, net.group: {"user": ids[:, 0], "item": ids[:, 1]}}
+
+        return fleet_.prefetch(data, lookup, depth)
+
+    return iterate
+
+
+def some_ahead(fleet_: Fleet, net: Net, data: list[Batch]) -> Iterable[Batch]:
+    """More ids than the forward asks for, for some tables only, and once other ones."""
+    return fleet_.prefetch(data, lambda ids: {net.first: ids + (ids is data[2]), net.bag: ids[::2]})
+
+
+def train(
+    strategy: Strategy | None,
+    iterate: Batches,
+    *,
+    every: int = 1,
+    workers: int = 2,
+    servers: int = 2,
+    network: Watched | None = None,
+) -> list[list[torch.Tensor]]:
+    """What every worker has at the end, after a step for ``every`` batches."""
+    ends = threading.Barrier(workers)
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        net = Net()
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(net.parameters(), lr=0.1), strategy, model=net)
+        fleet_.init_worker()
+        for number, ids in enumerate(iterate(fleet_, net, batches(worker))):
+            if number % every == 0:
+                optimizer.zero_grad()
+            net(ids).backward()
+            if number % every == every - 1:
+                optimizer.step()
+        ends.wait(20)
+        return [*values(net.dense), net.first(torch.arange(9)).detach(), net.group["item"](torch.arange(9)).detach()]
+
+    return run_job(body, workers, servers, network=network)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("iterate", [ahead(1), ahead(2), ahead(9), some_ahead], ids=["1", "2", "9", "some"])
+def test_synchronous_training_is_the_same_to_the_bit(iterate: Batches, every: int) -> None:
+    """Also where gradients of several batches are accumulated, so that what was asked for ahead can never come."""
+    for got, expected in zip(train(None, iterate, every=every), train(None, plainly, every=every), strict=True):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [StrategyFactory.create_ssp_strategy(0), StrategyFactory.create_geo_strategy(2)],
+    ids=["bounded staleness of none", "geo"],
+)
+def test_where_rows_cannot_be_old_one_worker_is_the_same(strategy: Strategy) -> None:
+    (got,), (expected,) = (train(strategy, iterate, workers=1) for iterate in (ahead(2), plainly))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+def pulls(network: Watched) -> list[int]:
+    """How many tables each request for rows named."""
+    return [len(request.message.pull.tables) for request, _ in network.seen if request.message.pull.tables]
+
+
+def test_a_batch_takes_one_request_a_server_however_many_tables() -> None:
+    network = Watched("pull")
+    train(None, ahead(1), workers=1, servers=1, network=network)
+    assert pulls(network) == [4] * 6 + [1] * 2, "six batches, and at the end the look-ups of the test"
+
+
+def test_a_group_takes_one_request_a_server_by_itself() -> None:
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        group = fleet.nn.EmbeddingGroup(dict.fromkeys("abcde", (None, 2)), initializer="constant(3)")
+        fleet_.distributed_optimizer(torch.optim.SGD(group.parameters(), lr=1.0), model=group)
+        fleet_.init_worker()
+        found = group({name: torch.tensor([[1, 2]]) for name in "aec"})
+        assert {name: rows.shape for name, rows in found.items()} == dict.fromkeys("aec", (1, 2, 2))
+        assert all((rows == 3).all() for rows in found.values())
+        assert group({}) == {}
+
+    run_job(body, 1, 1, network=network)
+    assert pulls(network) == [3]
+
+
+def test_rows_fetched_ahead_are_from_before_the_steps_meanwhile() -> None:
+    """Half-asynchronous, alone: the second batch's rows are asked for before the first step."""
+
+    def seen(depth: int) -> list[float]:
+        def body(fleet_: Fleet, worker: int) -> list[float]:
+            table = fleet.nn.Embedding(None, 1, initializer="zeros")
+            strategy = StrategyFactory.create_half_async_strategy()
+            optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+            fleet_.init_worker()
+            looked = []
+            for ids in fleet_.prefetch([torch.tensor([4])] * 5, lambda ids: {table: ids}, depth):
+                rows = table(ids)
+                looked.append(rows.item())
+                optimizer.minimize(rows.sum())
+            assert table(torch.tensor([4])).item() == -5, "what was left of it is not used afterwards"
+            return looked
+
+        return run_job(body, 1, 1)[0]
+
+    assert seen(1) == [0, 0, -1, -2, -3]
+    assert seen(2) == [0, 0, 0, -1, -2]
+
+
+def test_a_worker_that_waits_in_a_barrier_with_requests_ahead_is_no_standstill() -> None:
+    """Worker 1 has asked for its next rows and computes: it waits for nobody, though a request of it is held back."""
+    waiting = threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 1)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        for number, ids in enumerate(fleet_.prefetch([torch.tensor([4])] * 3, lambda ids: {table: ids})):
+            optimizer.minimize(table(ids).sum())
+            if number == 1:
+                if worker == 0:
+                    threading.Timer(0.2, waiting.set).start()
+                else:
+                    assert waiting.wait(20)
+                fleet_.barrier_worker()
+
+    run_job(body, 2, 1)
+
+
+def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
+    def body(fleet_: Fleet, worker: int) -> float:
+        table = fleet.nn.Embedding(None, 1, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        for _ in range(2):
+            for ids in fleet_.prefetch([torch.tensor([4])] * 9, lambda ids: {table: ids}, 3):
+                optimizer.minimize(table(ids).sum())
+                break
+        return table(torch.tensor([4])).item()
+
+    assert run_job(body, 2, 2) == [-2.0, -2.0]
+
+
+def test_an_evaluation_in_between_reads_what_it_would() -> None:
+    def body(fleet_: Fleet, worker: int) -> list[float]:
+        table = fleet.nn.Embedding(None, 1, initializer="constant(5)")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        looked = []
+        for ids in fleet_.prefetch([torch.tensor([4]), torch.tensor([6])], lambda ids: {table: ids}):
+            optimizer.minimize(table(ids).sum())
+            table.eval()
+            looked += [table(torch.tensor([wanted])).item() for wanted in (4, 6)]
+            table.train()
+        return looked
+
+    assert run_job(body, 1, 1) == [[4.0, 5.0, 4.0, 4.0]]
+
+
+# --- Wrong arguments --------------------------------------------------------------------------------------------------
+
+
+def refused(use: Callable[[Fleet, torch.nn.Module], Any], error: type[Exception], words: str) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(9, 1)
+        fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        with pytest.raises(error, match=words):
+            list(use(fleet_, table))
+
+    run_job(body, 1, 1)
+
+
+BATCH = [torch.tensor([1])]
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "words"),
+    [
+        (lambda f, t: f.prefetch(BATCH, lambda b: {t: b}, 0), ConfigurationError, "depth is out of range"),
+        (lambda f, t: f.prefetch(BATCH, lambda b: {t: b}, True), ArgumentTypeError, "depth must be an int"),
+        (lambda f, t: f.prefetch(BATCH, {t: BATCH}), ArgumentTypeError, "lookup must be a function"),
+        (lambda f, t: f.prefetch(BATCH, lambda b: b), ArgumentTypeError, "must return a dict"),
+        (lambda f, t: f.prefetch(BATCH, lambda b: {torch.nn.Linear(1, 1): b}), ArgumentTypeError, "no remote"),
+        (lambda f, t: f.prefetch(BATCH, lambda b: {t: b + 8}), IdOutOfRangeError, "0 <= id < 9; got 9"),
+        (lambda f, t: f.prefetch(BATCH, lambda b: {t: [1]}), ArgumentTypeError, "int64 or int32"),
+    ],
+)
+def test_wrong_arguments_are_named(use: Any, error: type[Exception], words: str) -> None:
+    refused(use, error, words)
+
+
+def test_a_module_of_no_running_job_cannot_be_looked_up() -> None:
+    refused(
+        lambda f, t: f.prefetch(BATCH, lambda b: {fleet.nn.Embedding(9, 1): b}), NotInitializedError, "before its job"
+    )
+
+
+def test_it_needs_a_running_job() -> None:
+    alone = Fleet(environ={})
+    with pytest.raises(NotInitializedError, match=r"fleet.init\(\)"):
+        alone.prefetch(BATCH, lambda b: {})
+    alone.init()
+    with pytest.raises(NotInitializedError, match="init_worker"):
+        alone.prefetch(BATCH, lambda b: {})
+
+
+@pytest.mark.parametrize(
+    ("tables", "error", "words"),
+    [
+        ([(None, 2)], ArgumentTypeError, "tables must be a dict"),
+        ({"a": 3}, ArgumentTypeError, "table 'a' is not described"),
+        ({"a": (0, 3)}, ConfigurationError, "num_embeddings must be positive"),
+    ],
+)
+def test_a_group_says_what_is_wrong_with_its_tables(tables: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        fleet.nn.EmbeddingGroup(tables)
+
+
+def test_a_group_says_what_is_wrong_with_its_ids() -> None:
+    group = fleet.nn.EmbeddingGroup({"a": (None, 2)})
+    with pytest.raises(ConfigurationError, match="expected a; got 'b', 'c'"):
+        group({"a": BATCH[0], "b": BATCH[0], "c": BATCH[0]})
+    with pytest.raises(ArgumentTypeError, match="needs a dict of ids"):
+        group(BATCH[0])
+    with pytest.raises(NotInitializedError, match="before its job"):
+        group({"a": BATCH[0]})
