@@ -16,14 +16,14 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedEr
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.resolve import resolve
-from fleet.strategy import as_strategy
 
 if TYPE_CHECKING:
     import torch
 
+    from fleet.collective.backend import CollectiveBackend
+    from fleet.optimizer import DistributedOptimizer
     from fleet.ps.backend import ParameterServerBackend
     from fleet.ps.wire.transport import Network
-    from fleet.ps.worker.optimizer import DistributedOptimizer
 
 _log = logging.getLogger("fleet")
 
@@ -38,7 +38,7 @@ class Fleet:
         self._environ = PROCESS_ENVIRONMENT if environ is None else environ
         self._network = network
         self._assignment: Assignment | None = None
-        self._chosen: ParameterServerBackend | None = None
+        self._chosen: ParameterServerBackend | CollectiveBackend | None = None
 
     # ---------------------------------------------------------------- who am I
 
@@ -78,6 +78,8 @@ class Fleet:
             assignment.server_num,
             assignment.origin,
         )
+        if assignment.collective:
+            self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
 
     def is_worker(self) -> bool:
         return self._me("is_worker").is_worker
@@ -134,7 +136,7 @@ class Fleet:
         given = optimizer_list(optimizer)
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
-        return backend.distributed_optimizer(given, as_strategy(strategy), model)
+        return backend.distributed_optimizer(given, strategy, model)
 
     def init_server(self, model_dir: str | None = None) -> None:
         """Prepare to serve, from a checkpoint if ``model_dir`` names one."""
@@ -145,7 +147,8 @@ class Fleet:
         self._backend("run_server").run_server()
 
     def init_worker(self) -> None:
-        """Connect to the servers, agree on the plan, take over the initial parameters."""
+        """Connect to the servers, or in a collective job to each other, agree on the plan, take over the initial
+        parameters."""
         self._backend("init_worker").init_worker()
 
     def stop_worker(self) -> None:
@@ -195,8 +198,9 @@ class Fleet:
         """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded."""
         return self._backend("resume_step").resume_step()
 
-    def load_persistables(self, dirname: str) -> NoReturn:  # noqa: ARG002
-        self._not_yet("load_persistables", "Load a checkpoint with fleet.init_server(model_dir) on the servers.")
+    def load_persistables(self, dirname: str) -> None:
+        """Go on from a checkpoint; in a collective job, where every worker calls it after ``init_worker``."""
+        self._backend("load_persistables").load_persistables(dirname)
 
     def save_inference_model(self, dirname: str, model: object, example_inputs: object = None) -> NoReturn:  # noqa: ARG002
         self._not_yet("save_inference_model")
@@ -232,22 +236,24 @@ class Fleet:
             )
         return me.index
 
-    def _backend(self, call: str) -> ParameterServerBackend:
+    def _backend(self, call: str) -> ParameterServerBackend | CollectiveBackend:
         assignment = self._me(call)
-        if assignment.collective:
-            raise UnsupportedError(
-                f"fleet.{call}(): collective training is not supported yet",
-                todo="Start a parameter-server job: name servers in the role maker or the environment.",
-            )
         if self._chosen is None:
-            from fleet.ps.backend import ParameterServerBackend
-
-            self._chosen = ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
+            self._chosen = self._make_backend(assignment)
         return self._chosen
 
-    def _not_yet(self, call: str, todo: str | None = None) -> NoReturn:
+    def _make_backend(self, assignment: Assignment) -> ParameterServerBackend | CollectiveBackend:
+        if assignment.collective:
+            from fleet.collective.backend import CollectiveBackend
+
+            return CollectiveBackend(assignment, self._knobs, SystemClock())
+        from fleet.ps.backend import ParameterServerBackend
+
+        return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
+
+    def _not_yet(self, call: str) -> NoReturn:
         self._me(call)
-        raise UnsupportedError(f"fleet.{call}() is not supported yet", todo=todo)
+        raise UnsupportedError(f"fleet.{call}() is not supported yet")
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:

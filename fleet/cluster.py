@@ -53,7 +53,9 @@ class Assignment:
 
     ``origin`` says in words where the answer came from ("PADDLE_* variables"); it is logged once.
     ``embedded`` marks the job of one worker whose server lives inside the same process. ``held`` is whatever keeps this
-    process's port for it until it listens there; ``when_done`` is called when its part of the job is over.
+    process's port for it until it listens there; ``when_done`` is called when its part of the job is over. Of a
+    collective job, ``store_launched`` says that the launcher hosts the store at the first endpoint, and ``attempt`` how
+    often it has restarted the job.
     """
 
     role: Role
@@ -65,6 +67,8 @@ class Assignment:
     embedded: bool = False
     origin: str = "code"
     local_rank: int | None = None
+    store_launched: bool = False
+    attempt: int = 0
     held: object = field(default=None, compare=False, repr=False)
     when_done: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.transpiler.config import DistributeTranspilerConfig
 
 
@@ -131,9 +131,9 @@ def as_strategy(given: object) -> Strategy:
 
 def _from_config(config: DistributeTranspilerConfig) -> Strategy:
     if config.mode != "pserver":
-        raise UnsupportedError(
-            f"mode={config.mode!r} (collective training) is not supported yet",
-            todo="Leave mode at 'pserver' and name parameter servers; docs/doors.md shows every way to.",
+        raise ConfigurationError(
+            f"mode={config.mode!r} asks for a collective job, and this one has parameter servers",
+            todo="Leave mode at 'pserver', or start the job without servers; docs/doors.md shows every way to.",
         )
     idle = {
         "nccl_comm_num": 1,

@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fleet.api import Fleet, optimizer_list
 from fleet.cluster import Endpoint, Role
+from fleet.collective.options import DistributedStrategy, as_collective
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.role_maker import checks
-from fleet.role_maker.user_defined import UserDefinedRoleMaker
+from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
 from fleet.strategy import Strategy, as_strategy
 from fleet.transpiler.config import DistributeTranspilerConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from fleet.optimizer import DistributedOptimizer
     from fleet.ps.wire.transport import Network
-    from fleet.ps.worker.optimizer import DistributedOptimizer
+
+_PSERVERS = "127.0.0.1:6174"
 
 
 class Program:
@@ -79,22 +82,28 @@ class DistributeTranspiler:
         self,
         trainer_id: int,
         program: Program | None = None,
-        pservers: str = "127.0.0.1:6174",
+        pservers: str = _PSERVERS,
         trainers: int | str = 1,
         sync_mode: bool | None = None,
         startup_program: Program | None = None,
         current_endpoint: str | None = None,
     ) -> None:
-        """Say what the job is. Every process of it gives the same ``pservers`` and ``trainers``.
+        """Say what the job is. Every process of it gives the same ``pservers`` and ``trainers``; in a collective mode
+        (``config.mode``) ``trainers`` is the list of the trainers' endpoints, and there are no servers.
 
         ``program=None`` is the last ``fleet.Program`` made. ``sync_mode=None`` is what the config says.
         ``current_endpoint`` is what ``get_pserver_program`` and ``get_startup_program`` take when they are given none.
         """
         if self._job is not None:
             raise StateError("transpile() was called twice", todo="Make another DistributeTranspiler.")
-        strategy = as_strategy(self._config_for(sync_mode))
+        config = self._config_for(sync_mode)
+        strategy = as_strategy(config) if config.mode == "pserver" else as_collective(config)
         program = Program.last() if program is None else _program("program", program)
         _check_startup(startup_program, program)
+        here = None if current_endpoint is None else _endpoint("current_endpoint", current_endpoint)
+        if isinstance(strategy, DistributedStrategy):
+            self._job = _collective_job(program, strategy, trainer_id, pservers, trainers, here)
+            return
         if not isinstance(pservers, str):
             raise ArgumentTypeError("pservers must be text", expected="'host:port,host:port'", got=repr(pservers))
         servers = checks.endpoints("pservers", pservers.split(","))
@@ -110,7 +119,7 @@ class DistributeTranspiler:
             servers,
             checks.count("trainers", trainers),
             checks.index("trainer_id", trainer_id),
-            None if current_endpoint is None else _endpoint("current_endpoint", current_endpoint),
+            here,
         )
 
     def get_trainer_program(self, wait_port: bool | None = None) -> TrainerProgram:
@@ -126,13 +135,24 @@ class DistributeTranspiler:
             raise StateError("wait_port comes too late: this trainer is connected", got=f"wait_port={wait_port}")
         if self._trainer is None:
             checks.below("trainer_id", job.trainer_id, job.trainers, "trainers")
-            strategy = job.strategy if wait_port is None else replace(job.strategy, wait_port=wait_port)
+            strategy = job.strategy
+            if wait_port is False and not isinstance(strategy, Strategy):
+                raise ConfigurationError(
+                    "wait_port=False: in a collective job every trainer waits for the others", todo="Leave it out."
+                )
+            if wait_port is not None and isinstance(strategy, Strategy):
+                strategy = replace(strategy, wait_port=wait_port)
             self._trainer = TrainerProgram(job, strategy, self._fleet(job, Role.WORKER, job.trainer_id))
         return self._trainer
 
     def get_pserver_program(self, endpoint: str | None = None) -> ServerProgram:
         """What the server at ``endpoint``, one of ``pservers``, runs."""
         job = self._transpiled("get_pserver_program")
+        if job.workers:
+            raise StateError(
+                "get_pserver_program() was called in a collective job, which has no servers",
+                todo="Call get_trainer_program() in every process.",
+            )
         parsed = job.here if endpoint is None else _endpoint("endpoint", endpoint)
         if parsed is None:
             raise ConfigurationError(
@@ -192,7 +212,10 @@ class DistributeTranspiler:
 
     def _fleet(self, job: _Job, role: Role, index: int) -> Fleet:
         fleet = Fleet(environ=self._environ, network=self._network)
-        fleet.init(UserDefinedRoleMaker(index, role, job.trainers, [str(server) for server in job.servers]))
+        if job.workers:
+            fleet.init(UserDefinedCollectiveRoleMaker(index, [str(worker) for worker in job.workers]))
+        else:
+            fleet.init(UserDefinedRoleMaker(index, role, job.trainers, [str(server) for server in job.servers]))
         return fleet
 
 
@@ -201,21 +224,23 @@ class _Job:
     """What ``transpile`` was told."""
 
     program: Program
-    strategy: Strategy
+    strategy: Strategy | DistributedStrategy
     servers: tuple[Endpoint, ...]
     trainers: int
     trainer_id: int
     here: Endpoint | None
+    #: The trainers' endpoints, in a collective job only.
+    workers: tuple[Endpoint, ...] = ()
 
     def listed(self) -> str:
         return ", ".join(map(str, self.servers))
 
 
 class TrainerProgram:
-    """A trainer of a running job. ``optimizer`` is what ``fleet.distributed_optimizer`` returns: schedulers take it,
-    and gradients may be accumulated and clipped between its ``backward`` and ``step``."""
+    """A trainer of a running job, collective or not. ``optimizer`` is what ``fleet.distributed_optimizer`` returns:
+    schedulers take it, and gradients may be accumulated and clipped between its ``backward`` and ``step``."""
 
-    def __init__(self, job: _Job, strategy: Strategy, fleet: Fleet) -> None:
+    def __init__(self, job: _Job, strategy: Strategy | DistributedStrategy, fleet: Fleet) -> None:
         self.model = job.program.model
         self.fleet = fleet
         self.optimizer: DistributedOptimizer = fleet.distributed_optimizer(
@@ -228,7 +253,7 @@ class TrainerProgram:
         self.optimizer.minimize(loss)
 
     def close(self) -> None:
-        """Tell every server that this trainer is done. A second time does nothing."""
+        """Tell every server, or the other trainers, that this one is done. A second time does nothing."""
         self.fleet.stop_worker()
 
 
@@ -277,6 +302,30 @@ class StartupProgram:
 
     def run(self, model_dir: str | None = None) -> None:
         self._server.start(model_dir)
+
+
+def _collective_job(
+    program: Program,
+    strategy: DistributedStrategy,
+    trainer_id: int,
+    pservers: object,
+    trainers: object,
+    here: Endpoint | None,
+) -> _Job:
+    if pservers != _PSERVERS:
+        raise ConfigurationError("pservers: a collective job has no servers", got=repr(pservers), todo="Leave it out.")
+    if not isinstance(trainers, str):
+        raise ArgumentTypeError(
+            "trainers must be text in a collective mode", expected="'host:port,host:port'", got=repr(trainers)
+        )
+    workers = checks.endpoints("trainers", trainers.split(","))
+    index = checks.index("trainer_id", trainer_id)
+    checks.below("trainer_id", index, len(workers), "trainers")
+    if here is not None and workers[index] != here:
+        raise ConfigurationError(
+            "current_endpoint is not the endpoint of this trainer", expected=str(workers[index]), got=str(here)
+        )
+    return _Job(program, strategy, (), len(workers), index, here, workers)
 
 
 def _program(name: str, given: object) -> Program:

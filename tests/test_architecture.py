@@ -25,11 +25,12 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock"),
     ("cluster", "environ", "transpiler", "ps.memory"),
     ("ports", "rendezvous", "mpi", "metrics"),
-    ("role_maker", "strategy", "ps.consistency", "ps.layout", "launch.job"),
-    ("nn", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
-    ("checkpoint", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
-    ("ps.server", "ps.worker"),  # siblings: server and worker know each other by their messages only
-    ("ps.backend",),
+    ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
+    ("collective.pace", "collective.silence"),
+    ("nn", "optimizer", "exit_guard", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
+    ("checkpoint", "values", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
+    ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
+    ("ps.backend", "collective.backend"),
     ("launch.server",),
     ("launch.cli", "api"),
     ("transpile",),
@@ -39,7 +40,10 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 
 #: Decisions: nothing but the standard library, and of that nothing that has effects or differs from run to run.
-PURE = ("errors", "cluster", "strategy", "role_maker", "transpiler", "ps.consistency", "ps.layout", "launch.job")
+PURE = (
+    *("errors", "cluster", "strategy", "role_maker", "transpiler", "ps.consistency", "ps.layout", "launch.job"),
+    *("collective.options", "collective.pace", "collective.silence"),
+)
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
     *("clock", "environ", "api", "transpile", "facade", "__init__", "transpiler.__init__", "collective.__init__"),
@@ -59,6 +63,8 @@ ONLY: dict[str, dict[str, str]] = {
     "mpi4py": {"mpi.py": "adapter"},
     "numba llvmlite": {"ps/kernels/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
+        "collective/clerk.py": "clerk",
+        "exit_guard.py": "lock",
         "launch/local.py": "waiters",
         "mpi.py": "start",
         "ps/backend.py": "embedding",
@@ -69,9 +75,13 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/loopback.py": "replies",
         "ps/worker/client.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
-        "ps/worker/exit_guard.py": "lock",
     },
-    "time datetime": {"clock.py": "clock", "launch/guard.py": "standalone", "launch/local.py": "events"},
+    "time datetime": {
+        "clock.py": "clock",
+        "collective/group.py": "torch's timeouts",
+        "launch/guard.py": "standalone",
+        "launch/local.py": "events",
+    },
     "secrets uuid": {
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",
@@ -81,6 +91,7 @@ ONLY: dict[str, dict[str, str]] = {
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
     "subprocess": {"launch/local.py": "children"},
     "socket": {
+        "collective/group.py": "store",
         "launch/network.py": "ports",
         "ports.py": "ports",
         "ps/worker/runtime.py": "hostname",

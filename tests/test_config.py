@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
 from fleet.ps.consistency import MODES
 from fleet.strategy import Strategy, StrategyFactory, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
@@ -289,19 +289,10 @@ def test_all_that_is_set_in_vain_is_named() -> None:
         as_strategy(config(use_hierarchical_allreduce=True, nccl_comm_num=2))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"mode": "nccl2"},
-        {"mode": "collective"},
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(settings: dict[str, Any]) -> None:
-    """Until such a mode exists it must never quietly become the synchronous one."""
-    with pytest.raises(UnsupportedError, match="not supported yet") as caught:
-        as_strategy(config(**settings))
-    last = list(settings)[-1]
-    assert f"{last}={settings[last]!r}" in str(caught.value)
+@pytest.mark.parametrize("mode", ["nccl2", "collective"])
+def test_a_collective_mode_never_quietly_becomes_the_synchronous_one(mode: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"mode='{mode}' asks for a collective job, and this one has param"):
+        as_strategy(config(mode=mode))
 
 
 # --- StrategyFactory --------------------------------------------------------------------------------------------------

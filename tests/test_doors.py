@@ -20,8 +20,6 @@ import test_processes
 import torch
 from test_processes import ROOT, TRAIN, Processes, ended
 
-from fleet.errors import UnsupportedError
-
 processes = test_processes.processes  # the fixture
 
 DOORS = (ROOT / "docs" / "doors.md").read_text()
@@ -47,6 +45,11 @@ def commands(name: str, page: str = DOORS) -> list[str]:
     """The commands of a page that start ``name``, in its order."""
     found = [line for line in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in line.splitlines()]
     return [line for line in found if re.search(rf"python {re.escape(name)}( |$)", line)]
+
+
+def commands_with(name: str) -> list[str]:
+    """The commands of the page that start ``name`` with variables in front."""
+    return re.findall(rf"^PADDLE_\S+=.* python {re.escape(name)}$", DOORS, re.MULTILINE)
 
 
 def shell(processes: Processes, command: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -220,33 +223,40 @@ def test_a_job_by_the_variables_of_the_first_table(
     assert all("weight -5.0 row -2.5" in out for out in outs[2:])
 
 
+def test_trainers_without_servers(processes: Processes, tmp_path: Path, free_endpoints: Any) -> None:
+    """The page's nccl2 job; the first trainer's port is free, and the other one is not listened at."""
+    code, lines = script("nccl2.py"), commands("nccl2.py")
+    assert len(lines) == 2
+    port = port_of(free_endpoints(1)[0])
+    (tmp_path / "nccl2.py").write_text(code.replace("6174", port))
+    outs = results([shell(processes, line.replace("6174", port), tmp_path) for line in lines])
+    head: dict[str, Any] = {}
+    exec(code.partition(ROLE)[0], head)
+    expected = averaged(*head["build"](), head["STEPS"], 2, head["loss_of"])
+    for out in outs:
+        assert weights(out) == pytest.approx(expected, abs=PRINTED)
+    transcript = DOORS.partition("<!-- file: nccl2.py -->")[2].partition("\nweights: ")[2].partition("\n")[0]
+    assert weights(f"weights: {transcript}") == pytest.approx(expected, abs=DOCUMENTED)
+
+
+def test_the_second_table_of_variables(processes: Processes, free_endpoints: Any) -> None:
+    pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
+    lines = commands_with("examples/collective.py")
+    port = port_of(free_endpoints(1)[0])
+    outs = results([shell(processes, line.replace("6174", port)) for line in lines])
+    accuracies = [float(re.findall(r"^worker \d of 2: accuracy (.*)$", out, re.MULTILINE)[0]) for out in outs]
+    assert len(accuracies) == 2
+    assert accuracies[0] == accuracies[1] > 0.95
+
+
 def test_what_is_refused_says_why_and_as_the_page_says(processes: Processes) -> None:
-    second_table = {
-        "PADDLE_TRAINER_IPS": "127.0.0.1,127.0.0.2",
-        "PADDLE_TRAINER_ID": "0",
-        "PADDLE_PSERVER_PORT": "6174",
-        "PADDLE_CURRENT_IP": "127.0.0.1",
-    }
-    collective = processes.start(TRAIN, **second_table)
-    without_variables = processes.start(str(DIST_TRAIN)) if importlib.util.find_spec("sklearn") else None
-
-    with pytest.raises(UnsupportedError) as caught:
-        exec(script("nccl2.py"), {})
-    assert f"UnsupportedError: {caught.value}" in DOORS
-
-    code, out, err = ended(collective, 100)
-    assert code == 1
-    assert out == "", "refused before it trained"
-    assert "UnsupportedError: fleet.distributed_optimizer(): collective training is not supported yet" in err
-    assert err.splitlines()[-1].removeprefix("fleet.errors.") in DOORS
-
-    if without_variables is not None:
-        code, out, err = ended(without_variables, 100)
-        assert code != 0
-        assert out == ""
-        assert "PADDLE_TRAINING_ROLE should be one of [TRAINER, PSERVER]" in err
-        assert len(err.splitlines()) == 1, "no traceback"
-        assert err in DOORS
+    pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
+    code, out, err = ended(processes.start(str(DIST_TRAIN)), 100)
+    assert code != 0
+    assert out == ""
+    assert "PADDLE_TRAINING_ROLE should be one of [TRAINER, PSERVER]" in err
+    assert len(err.splitlines()) == 1, "no traceback"
+    assert err in DOORS
 
 
 def test_every_python_script_of_the_page_is_one_that_is_run() -> None:

@@ -20,6 +20,7 @@ from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, run_job
 
 from fleet import Fleet, StrategyFactory
+from fleet import values as values_module
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
@@ -56,7 +57,6 @@ from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.tensors import WireTensor
-from fleet.ps.worker import values as values_module
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy import Strategy
 

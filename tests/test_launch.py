@@ -23,13 +23,14 @@ from fleet.launch.job import (
     ProcessSpec,
     check_reachable,
     child_environment,
-    parse_servers,
+    parse_endpoints,
     parse_worker_hosts,
     plan_launch,
     shared_job_id,
 )
 from fleet.launch.local import Lines
 from fleet.launch.watch import Say, Send, Watch
+from fleet.role_maker import EnvRoleMaker
 
 #: What every script starts with: who it is, and its process id in a file of that name.
 PREAMBLE = """
@@ -433,9 +434,11 @@ REFUSED = [
     ("--server_num 1 --worker_num 1 nowhere.py", "there is no script nowhere.py"),
     ("--server_num 1 --worker_num 1 -m nowhere.train", "there is no module nowhere.train"),
     ("--server_num 1 --worker_num 1 .", "is a directory"),
-    ("script.py", "--server_num is missing"),
+    ("script.py", "--worker_num is missing"),
     ("--server_num 1 script.py", "--worker_num is missing"),
-    ("--worker_num 1 script.py", "collective training, which is not there yet"),
+    ("--worker_num 0 script.py", "--worker_num is not usable; expected 1 or more; got 0"),
+    ("--workers a script.py", "malformed endpoint"),
+    ("--workers a:1,a:1 script.py", "--workers names a:1 twice"),
     ("--server_num 0 --worker_num 1 script.py", "--server_num is not usable; expected 1 or more; got 0"),
     ("--server_num 1 --worker_num -2 script.py", "--worker_num is not usable; expected 1 or more; got -2"),
     ("--server_num x --worker_num 1 script.py", "invalid int value: 'x'"),
@@ -508,7 +511,7 @@ def test_the_launcher_is_light() -> None:
 
 def plan(*, here: tuple[str, ...] = ("a", "b")) -> LaunchPlan:
     return plan_launch(
-        servers=parse_servers("a:1,b:2"),
+        servers=parse_endpoints("a:1,b:2", "server"),
         worker_hosts=parse_worker_hosts("a, b:5"),
         here=here,
         command=("python", "train.py"),
@@ -529,18 +532,36 @@ def test_the_plan_of_one_machine() -> None:
     assert not environment.keys() & {"PADDLE_TRAINER_ID", "POD_IP", "PADDLE_PORT"}
 
 
+def test_the_plan_of_a_collective_job() -> None:
+    workers = parse_endpoints("a:1,a:2,b:1", "worker")
+    part = plan_launch(
+        servers=(),
+        worker_hosts=[worker.host for worker in workers],
+        here=("a",),
+        command=("python", "train.py"),
+        job_id="j",
+        inherited={},
+        workers=workers,
+    )
+    assert [process.name for process in part.processes] == ["worker 0", "worker 1"]
+    environment = child_environment({}, part.processes[1])
+    assert "PADDLE_PSERVERS_IP_PORT_LIST" not in environment
+    assignment = EnvRoleMaker(True, environment).assignment()
+    assert (assignment.index, assignment.workers, assignment.collective) == (1, workers, True)
+
+
 def test_addresses() -> None:
     assert parse_worker_hosts("[::1], [::2]:3,c ") == ("[::1]", "[::2]", "c")
     for bad in ("a:1,a:1", "a:0", "0.0.0.0:5", "a:1,", "a"):
         with pytest.raises(ConfigurationError):
-            parse_servers(bad)
+            parse_endpoints(bad, "server")
     for bad in ("", "a,,b", "a b", "3"):
         with pytest.raises(ConfigurationError):
             parse_worker_hosts(bad)
     check_reachable(["127.0.0.1", "localhost"], {"127.0.0.1"})
     with pytest.raises(ConfigurationError):
         check_reachable(["localhost", "far"], {"localhost"})
-    assert shared_job_id(parse_servers("a:1"), ["b"]) == shared_job_id(parse_servers(" a:1 "), ["b"])
+    assert shared_job_id([Endpoint("a", 1)], ["b"]) == shared_job_id(parse_endpoints(" a:1 ", "server"), ["b"])
     assert network.hosts_here(["localhost", "203.0.113.1"], None) == {"localhost"}
     assert network.hosts_here(["localhost", "203.0.113.1", "elsewhere"], "203.0.113.1") == {"203.0.113.1"}
 

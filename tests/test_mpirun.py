@@ -86,6 +86,7 @@ def test_every_rank_a_worker(mpirun: Run) -> None:
     code, out, err = mpirun(3, str(SCRIPT), "collective")
     assert code == 0, err
     assert sorted(re.findall(r"worker (\d) of 3 at 3 endpoints", out)) == ["0", "1", "2"]
+    assert out.count("weight -5.0") == 3, "the mean of 0, 1 and 2, five times"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

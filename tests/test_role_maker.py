@@ -610,3 +610,14 @@ def test_is_collective_overrides_what_the_variables_name() -> None:
         resolve(False, TORCHRUN)
     with pytest.raises(ConfigurationError, match="PADDLE_TRAINER_ENDPOINTS"):
         resolve(True, {})
+
+
+def test_torchrun_tells_who_hosts_the_store_and_how_often_it_has_restarted() -> None:
+    base = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    plain = EnvRoleMaker(True, base).assignment()
+    assert (plain.store_launched, plain.attempt) == (False, 0)
+    elastic = {**base, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    restarted = EnvRoleMaker(True, elastic).assignment()
+    assert (restarted.store_launched, restarted.attempt) == (True, 2)
+    with pytest.raises(ConfigurationError, match="TORCHELASTIC_USE_AGENT_STORE: expected True or False, found 'maybe'"):
+        EnvRoleMaker(True, {**elastic, "TORCHELASTIC_USE_AGENT_STORE": "maybe"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 import traceback
@@ -639,20 +638,30 @@ def test_addresses_of_trainers_belong_to_another_mode() -> None:
         transpiled(trainers=TWO)
 
 
-@pytest.mark.parametrize("mode", ["nccl2", "collective"])
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "kind", "words"),
     [
-        {"startup_program": None, "trainers": TWO, "current_endpoint": FIRST},
-        {"trainers": 2},
-        {"pservers": "", "trainers": 0, "current_endpoint": "nowhere"},
-        {"program": 1, "trainer_id": "0"},
-        {"sync_mode": False},
+        ({"trainers": 2}, ArgumentTypeError, "trainers must be text in a collective mode.*got 2"),
+        ({"pservers": "a:1"}, ConfigurationError, "pservers: a collective job has no servers; got 'a:1'"),
+        ({"trainers": "a:1,a:1"}, ConfigurationError, "trainers"),
+        ({"trainers": "a"}, ConfigurationError, "malformed endpoint"),
+        ({"trainer_id": 2}, ConfigurationError, "trainer_id"),
+        ({"current_endpoint": "192.168.0.2:6174"}, ConfigurationError, f"expected {FIRST}; got 192.168.0.2:6174"),
+        ({"sync_mode": False}, ConfigurationError, "sync_mode: nothing to act on in a collective job"),
     ],
 )
-def test_collective_modes_are_refused_whatever_the_other_arguments(mode: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=rf"mode='{mode}' .* not supported yet.*docs/doors\.md"):
-        transpiled(config(mode=mode), **arguments)
+def test_what_a_collective_mode_is_told(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        transpiled(config(mode="nccl2"), **{"pservers": "127.0.0.1:6174", "trainers": TWO, **arguments})
+
+
+def test_a_collective_mode_has_no_servers() -> None:
+    t = transpiled(config(mode="nccl2"), pservers="127.0.0.1:6174", trainers=TWO, current_endpoint=FIRST)
+    for call in (t.get_pserver_program, t.get_startup_program, t.get_pserver_programs):
+        with pytest.raises(StateError, match="collective job, which has no servers"):
+            call(FIRST)
+    with pytest.raises(ConfigurationError, match="wait_port=False: in a collective job"):
+        t.get_trainer_program(wait_port=False)
 
 
 # --- a trainer's life -------------------------------------------------------------------------------------------------
@@ -872,10 +881,17 @@ def test_an_environment_of_its_own_kind(
     assert (fleet.worker_index(), fleet.worker_num()) == (1, 2)
 
 
-def test_what_trains_is_refused_behind_the_collective_door(default_fleet: Fleet) -> None:
-    DOORS["fleet.collective"].init(UserDefinedCollectiveRoleMaker(0, ["a:1"]))
-    with pytest.raises(UnsupportedError, match="collective training is not supported yet"):
-        fleet.distributed_optimizer(copy.deepcopy(program().optimizers))
+def test_a_job_of_one_behind_the_collective_door(
+    default_fleet: Fleet, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    door = DOORS["fleet.collective"]
+    door.init(UserDefinedCollectiveRoleMaker(0, free_endpoints(1)))
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = door.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+    door.init_worker()
+    optimizer.minimize(weight.sum())
+    door.stop_worker()
+    assert weight.tolist() == [-1.0] * 3
 
 
 def test_the_import_is_light_and_a_script_behind_it_trains_alone() -> None:

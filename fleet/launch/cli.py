@@ -16,12 +16,12 @@ from typing import NoReturn
 
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT
-from fleet.errors import ConfigurationError, FleetError, UnsupportedError
+from fleet.errors import ConfigurationError, FleetError
 from fleet.launch import local, network
 from fleet.launch.job import (
     LaunchPlan,
     check_reachable,
-    parse_servers,
+    parse_endpoints,
     parse_worker_hosts,
     plan_launch,
     shared_job_id,
@@ -38,14 +38,19 @@ examples:
     {prog} --server_num 2 --worker_num 2 train.py --epochs 3
   the same with a module, as python -m would run it:
     {prog} --server_num 1 --worker_num 4 -m mypackage.train
+  a collective job, which has no servers:
+    {prog} --worker_num 2 train.py
   a job of two machines; the same command on both, each starts its own part:
     {prog} --servers 10.0.0.1:6170,10.0.0.2:6170 --workers 10.0.0.1,10.0.0.1,10.0.0.2 train.py
+  a collective job of two machines:
+    {prog} --workers 10.0.0.1:6170,10.0.0.1:6171,10.0.0.2:6170 train.py
 
 Options come before the script; what follows it is the script's, untouched. The script is run by the Python that runs
 this command, with no terminal input, once for each server and each worker. fleet.init() finds in these variables which
 one it is:
   PADDLE_TRAINING_ROLE, TRAINING_ROLE    PSERVER or TRAINER
   PADDLE_PSERVERS_IP_PORT_LIST           host:port of every server
+  PADDLE_TRAINER_ENDPOINTS               in a collective job, host:port of every worker
   PADDLE_TRAINERS_NUM                    number of workers
   PADDLE_TRAINER_ID                      which worker this is (workers)
   PADDLE_CURRENT_ENDPOINT                which server this is (servers)
@@ -150,20 +155,20 @@ def _run_parser(prog: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog,
         usage=f"{prog} [options] [-m] SCRIPT [ARG ...]",
-        description="Start every process of a parameter-server job on this machine, or this machine's part of one.",
+        description="Start every process of a job on this machine, or this machine's part of one.",
         epilog=_RUN_EPILOG.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     whole = parser.add_argument_group("a whole job on this machine")
-    whole.add_argument("--server_num", type=int, metavar="N", help="number of parameter servers")
+    whole.add_argument("--server_num", type=int, metavar="N", help="number of parameter servers (default: none)")
     whole.add_argument("--worker_num", type=int, metavar="N", help="number of workers")
     whole.add_argument(
-        "--start_port", type=int, metavar="PORT", help="first of consecutive server ports (default: any free ports)"
+        "--start_port", type=int, metavar="PORT", help="first of consecutive ports (default: any free ports)"
     )
     part = parser.add_argument_group("this machine's part of a larger job")
     part.add_argument("--servers", metavar="HOST:PORT,...", help="every server of the job")
-    part.add_argument("--workers", metavar="HOST,...", help="the host of every worker; repeat it for several workers")
+    part.add_argument("--workers", metavar="HOST,...", help="the host of every worker; host:port without --servers")
     part.add_argument("--node_ip", metavar="HOST", help="which of these hosts this is (default: found out)")
     both = parser.add_argument_group("both")
     both.add_argument("-m", action="store_true", help="SCRIPT is the name of a module, as in python -m")
@@ -223,26 +228,39 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
             f"{', '.join(alone)} and {', '.join(part)} do not go together",
             todo="The first start a whole job on this machine, the others its part of a larger one.",
         )
+    servers: tuple[Endpoint, ...] = ()
+    workers: tuple[Endpoint, ...] = ()  # of a collective job, which has no servers
     if part:
-        if options.servers is None or options.workers is None:
-            missing = "--servers" if options.servers is None else "--workers"
-            raise ConfigurationError(f"{missing} is missing", todo="Give both lists, the same on all machines.")
-        servers, worker_hosts = parse_servers(options.servers), parse_worker_hosts(options.workers)
+        if options.workers is None:
+            raise ConfigurationError(
+                "--workers is missing", todo="Give both lists, or for a collective job this one, alike on all machines."
+            )
+        if options.servers is None:
+            workers = parse_endpoints(options.workers, "worker")
+            worker_hosts = tuple(worker.host for worker in workers)
+        else:
+            servers = parse_endpoints(options.servers, "server")
+            worker_hosts = parse_worker_hosts(options.workers)
         hosts = [*(server.host for server in servers), *worker_hosts]
         here = network.hosts_here(hosts, options.node_ip)
         check_reachable(hosts, here)
-        for server in servers:
-            if server.host in here:
-                network.check_free(server)
-        made_up = shared_job_id(servers, worker_hosts)
+        for listening in (*servers, *workers[:1]):
+            if listening.host in here:
+                network.check_free(listening)
+        made_up = shared_job_id(servers or workers, worker_hosts)
     else:
         _check_numbers(options.server_num, options.worker_num)
+        count = options.worker_num if options.server_num is None else options.server_num
         ports = (
-            network.free_ports(options.server_num)
+            network.free_ports(count)
             if options.start_port is None
-            else network.consecutive_ports(options.start_port, options.server_num)
+            else network.consecutive_ports(options.start_port, count)
         )
-        servers = tuple(Endpoint(network.LOOPBACK, port) for port in ports)
+        listening_here = tuple(Endpoint(network.LOOPBACK, port) for port in ports)
+        if options.server_num is None:
+            workers = listening_here
+        else:
+            servers = listening_here
         worker_hosts = (network.LOOPBACK,) * options.worker_num
         here = frozenset([network.LOOPBACK])
         made_up = secrets.token_hex(8)
@@ -253,17 +271,14 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         command=command,
         job_id=options.job_id or PROCESS_ENVIRONMENT.get("FLEET_JOB_ID") or made_up,
         inherited=PROCESS_ENVIRONMENT,
+        workers=workers,
     )
 
 
 def _check_numbers(server_num: int | None, worker_num: int | None) -> None:
-    if server_num is None and worker_num is not None:
-        raise UnsupportedError(
-            "--worker_num without --server_num would be collective training, which is not there yet",
-            todo="Add --server_num 1.",
-        )
-    for option, number in (("--server_num", server_num), ("--worker_num", worker_num)):
-        if number is None:
+    """A collective job has workers only."""
+    for option, number in (("--worker_num", worker_num), ("--server_num", server_num)):
+        if number is None and option == "--worker_num":
             raise ConfigurationError(f"{option} is missing", todo="For example: --server_num 2 --worker_num 2.")
-        if number < 1:
+        if number is not None and number < 1:
             raise ConfigurationError(f"{option} is not usable", expected="1 or more", got=number)

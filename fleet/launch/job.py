@@ -60,10 +60,17 @@ def plan_launch(
     command: Sequence[str],
     job_id: str,
     inherited: Mapping[str, str],
+    workers: Sequence[Endpoint] = (),
 ) -> LaunchPlan:
-    """The processes whose host is in ``here``; an index is a place in the list of the whole job."""
+    """The processes whose host is in ``here``; an index is a place in the list of the whole job. A collective job has
+    no servers, and ``workers`` are the endpoints of those on ``worker_hosts``."""
+    addresses = (
+        {"PADDLE_TRAINER_ENDPOINTS": ",".join(map(str, workers))}
+        if workers
+        else {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(map(str, servers))}
+    )
     shared = {
-        "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(map(str, servers)),
+        **addresses,
         "PADDLE_TRAINERS_NUM": str(len(worker_hosts)),
         "FLEET_JOB_ID": job_id,
         "PYTHONUNBUFFERED": "1",
@@ -107,18 +114,19 @@ def child_environment(inherited: Mapping[str, str], process: ProcessSpec) -> dic
     return {**kept, **process.environment}
 
 
-def parse_servers(text: str) -> tuple[Endpoint, ...]:
-    """``host:port,host:port``; the addresses by which every machine reaches them."""
-    _refuse_count("--servers", "--server_num", text)
-    servers = tuple(Endpoint.parse(entry) for entry in text.split(","))
-    for server in servers:
-        if server.port == 0 or server.host in ("0.0.0.0", "[::]"):
+def parse_endpoints(text: str, whose: str) -> tuple[Endpoint, ...]:
+    """``host:port,host:port``; the addresses by which every machine reaches them. ``whose``: server or worker."""
+    option = f"--{whose}s"
+    _refuse_count(option, f"--{whose}_num", text)
+    endpoints = tuple(Endpoint.parse(entry) for entry in text.split(","))
+    for endpoint in endpoints:
+        if endpoint.port == 0 or endpoint.host in ("0.0.0.0", "[::]"):
             raise ConfigurationError(
-                "--servers names an address nobody can connect to", expected="host:port", got=str(server)
+                f"{option} names an address nobody can connect to", expected="host:port", got=str(endpoint)
             )
-        if servers.count(server) > 1:
-            raise ConfigurationError(f"--servers names {server} twice")
-    return servers
+        if endpoints.count(endpoint) > 1:
+            raise ConfigurationError(f"{option} names {endpoint} twice")
+    return endpoints
 
 
 def parse_worker_hosts(text: str) -> tuple[str, ...]:

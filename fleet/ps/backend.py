@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from fleet import exit_guard
 from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
-from fleet.errors import FleetError, NotInitializedError, StateError
+from fleet.errors import FleetError, NotInitializedError, StateError, UnsupportedError
+from fleet.optimizer import DistributedOptimizer
 from fleet.ps.describe import Description, describe, go_remote
 from fleet.ps.server.job import Restore
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker import exit_guard, saving
-from fleet.ps.worker.optimizer import DistributedOptimizer
+from fleet.ps.worker import saving
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
-from fleet.strategy import Strategy
+from fleet.strategy import Strategy, as_strategy
 
 
 def real_network(knobs: Knobs) -> Network:
@@ -52,14 +53,14 @@ class ParameterServerBackend:
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
-        self, optimizers: Sequence[torch.optim.Optimizer], strategy: Strategy, model: torch.nn.Module | None
+        self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
     ) -> DistributedOptimizer:
         if self._parts is not None:
             raise StateError(
                 "fleet.distributed_optimizer was called twice",
                 todo="Give it all optimizers as a list, or start anew with fleet.init().",
             )
-        self._parts = (optimizers, model, strategy)
+        self._parts = (optimizers, model, as_strategy(given))
         try:
             described = self._describe()
         except BaseException:
@@ -194,6 +195,12 @@ class ParameterServerBackend:
 
     def save_persistables(self, dirname: str) -> None:
         saving.save(self._running_worker("save_persistables()"), dirname)
+
+    def load_persistables(self, dirname: str) -> NoReturn:  # noqa: ARG002
+        raise UnsupportedError(
+            "fleet.load_persistables() is not supported yet in a parameter-server job",
+            todo="Load a checkpoint with fleet.init_server(model_dir) on the servers.",
+        )
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps

@@ -26,6 +26,8 @@ class TorchrunRoleMaker(RoleMakerBase):
         local_rank = variables.read(("LOCAL_RANK",), *whole(0, below=size))
         host = variables.need(("MASTER_ADDR",), _host, "the first worker's host", otherwise="")
         port = variables.need(("MASTER_PORT",), *whole(1, below=65536), otherwise=0)
+        hosted = variables.read(("TORCHELASTIC_USE_AGENT_STORE",), _flag, "True or False")
+        attempt = variables.read(("TORCHELASTIC_RESTART_COUNT",), *whole(0))
         variables.settle("a collective job started by torchrun")
         self._assignment = Assignment(
             role=Role.WORKER,
@@ -35,6 +37,8 @@ class TorchrunRoleMaker(RoleMakerBase):
             collective=True,
             origin="torchrun's environment variables",
             local_rank=local_rank,
+            store_launched=bool(hosted),
+            attempt=attempt or 0,
         )
 
     def assignment(self) -> Assignment:
@@ -46,3 +50,9 @@ def _host(text: str) -> str:
     if port is not None:
         raise ValueError(text)
     return host
+
+
+def _flag(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError(text)
+    return text == "True"

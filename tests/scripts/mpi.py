@@ -35,6 +35,15 @@ def main(variant: str, who: int) -> None:
     if variant == "collective":
         endpoints = fleet.worker_endpoints()
         print(f"worker {fleet.worker_index()} of {fleet.worker_num()} at {len(set(endpoints))} endpoints", flush=True)
+        import torch
+
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet.init_worker()
+        for _ in range(5):
+            optimizer.minimize(weight.sum() * fleet.worker_index())
+        fleet.stop_worker()
+        print(f"weight {weight[0].item()}", flush=True)
         return
     if variant == "exit-early" and mine:
         sys.exit(2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from fleet.errors import ProtocolError
+from fleet.errors import PlanMismatchError, ProtocolError
 
 BARRIER = "barrier"
 OPS = ("sum", "mean", "max", "min")
@@ -47,6 +47,17 @@ class Asked:
 
     def __str__(self) -> str:
         return self.op if self.op == BARRIER else f"all_reduce {self.op} of {self.dtype} {self.shape}"
+
+
+def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) -> PlanMismatchError:
+    """What is told to workers that came to one gathering for different things."""
+    return PlanMismatchError(
+        "workers asked for different things at the same time",
+        where=f"gathering {number} of each",
+        expected="the same call, op, element type and shape on every worker",
+        got="; ".join(f"worker {worker}: {asked}" for worker, asked in sorted([one, other], key=lambda told: told[0])),
+        todo="Let every worker make its calls of barrier_worker, all_reduce_worker and metrics in the same order.",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """What workers bring to their gatherings, and what comes of it: the tensors' side of ``consistency/gathering.py``.
 
-A reduction is computed when its gathering closes, in worker order, so that its bits do not depend on who came first:
-float16 and bfloat16 in float32, integers in int64, everything else as it is.
+A reduction is computed when its gathering closes, in worker order, so that its bits do not depend on who came first.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ import logging
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from fleet.errors import FleetError, PlanMismatchError, ProtocolError
+from fleet.errors import FleetError, ProtocolError
 from fleet.ps.consistency.gathering import (
     BARRIER,
     CARRIED,
@@ -25,18 +21,18 @@ from fleet.ps.consistency.gathering import (
     Gatherings,
     Refuse,
     Tell,
+    disagreement,
 )
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
+from fleet.values import reduced
 
 _log = logging.getLogger("fleet.server")
 
 #: What a gathering came to: a tensor, nothing (a barrier), or why it failed.
 Outcome = WireTensor | FleetError | None
-
-_COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class Hall:
@@ -86,7 +82,7 @@ class Hall:
                 brought = [self._brought.pop((effect.number, worker), None) for worker in effect.contributors]
                 self._outcomes[effect.number] = _outcome(self._ops[effect.number], brought)
             elif isinstance(effect, Refuse):
-                self._outcomes[effect.number] = _refusal(effect)
+                self._outcomes[effect.number] = disagreement(effect.number, effect.one, effect.other)
                 self._drop(effect.number)
             elif isinstance(effect, Tell):
                 ready.append(effect.ticket)
@@ -123,36 +119,9 @@ def _asked(worker: int, gather: Any, tensors: Sequence[WireTensor]) -> Asked:
     return Asked(gather.op, gather.dtype, tensor.shape)
 
 
-def _refusal(effect: Refuse) -> FleetError:
-    told = sorted([effect.one, effect.other])
-    return PlanMismatchError(
-        "workers asked for different things at the same time",
-        where=f"gathering {effect.number} of each",
-        expected="the same call, op, element type and shape on every worker",
-        got="; ".join(f"worker {worker}: {asked}" for worker, asked in told),
-        todo="Let every worker make its calls of barrier_worker, all_reduce_worker and metrics in the same order.",
-    )
-
-
 def _outcome(op: str, brought: Sequence[WireTensor | None]) -> Outcome:
     try:
-        return None if op == BARRIER else _reduce(op, [tensor for tensor in brought if tensor is not None])
+        return None if op == BARRIER else reduced(op, [tensor for tensor in brought if tensor is not None])
     except Exception as error:  # out of memory, say: everybody who waits must hear of it
         _log.exception("a reduction failed")
         return FleetError("the server could not reduce what the workers brought", got=repr(error))
-
-
-def _reduce(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
-    """All of one element type and shape; in the order given."""
-    first = tensors[0]
-    narrow = first.dtype in ("float16", "bfloat16")
-    # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.
-    flat = [(t.torch().float().numpy() if narrow else t.numpy()).reshape(-1) for t in tensors]
-    total = flat[0].copy()
-    with np.errstate(all="ignore"):
-        for each in flat[1:]:
-            _COMBINE[op](total, each, out=total)
-        if op == "mean":
-            total = total / total.dtype.type(len(tensors)) if total.dtype.kind == "f" else total / len(tensors)
-    total = total.reshape(first.shape)
-    return WireTensor.of(torch.from_numpy(total).to(getattr(torch, first.dtype)) if narrow else total)

@@ -21,7 +21,6 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
 from fleet.errors import (
-    ConfigurationError,
     DeadlineError,
     FleetError,
     NonFiniteGradientError,
@@ -31,7 +30,7 @@ from fleet.errors import (
 )
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gathering import BARRIER, OPS, result_dtype
+from fleet.ps.consistency.gathering import BARRIER, result_dtype
 from fleet.ps.describe import Description
 from fleet.ps.kernels.rows import partition
 from fleet.ps.layout import dense_layout
@@ -48,9 +47,9 @@ from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
 from fleet.ps.worker.rows import Ahead, RowReader
 from fleet.ps.worker.summary import summary
-from fleet.ps.worker.values import UserValue, check_output, write_output
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
+from fleet.values import UserValue, check_op, check_output, write_output
 
 _log = logging.getLogger("fleet.worker")
 
@@ -536,8 +535,7 @@ class WorkerRuntime:
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
-        if op not in OPS:
-            raise ConfigurationError(f"{call}: op is unknown", expected=", ".join(OPS), got=repr(op))
+        check_op(call, op)
         mine = UserValue(call, value)
         dtype = result_dtype(str(op), mine.dtype)
         if output is not None:

@@ -1,10 +1,10 @@
-"""The optimizer the user holds: real groups of the user's own, a step that happens on the servers (in GEO, here)."""
+"""The optimizer the user holds: real groups of the user's own, and a step that is the job's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -19,11 +19,15 @@ class Stepper(Protocol):
         """Whether the wrapped optimizers do step in this process; else the servers do what they would."""
         ...
 
-    def step(self) -> None: ...
-
     def step_here(self, update: Callable[[], None]) -> None: ...
 
     def extend(self) -> None: ...
+
+
+class RemoteStepper(Stepper, Protocol):
+    """One that may train elsewhere."""
+
+    def step(self) -> None: ...
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -83,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return loss
         for optimizer in self._wrapped:
             self._run_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
-        stepper.step()
+        cast(RemoteStepper, stepper).step()
         for optimizer in self._wrapped:
             self._run_hooks(optimizer, optimizer._optimizer_step_post_hooks)
             # What a scheduler on the wrapped optimizer looks at, to warn of a step() that never came.
@@ -91,6 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
+        """Let the wrapped optimizers step in this process."""
         self._updating = True
         try:
             for optimizer in self._wrapped:
@@ -110,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss.backward()  # type: ignore[no-untyped-call]
         self.step()
 
-    def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002 - torch's
+    def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         if not self._updating:
             raise StateError(
                 f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.ps.consistency.gathering import CARRIED, MAX_BYTES
+from fleet.ps.consistency.gathering import CARRIED, MAX_BYTES, OPS
 from fleet.ps.wire.tensors import WireTensor, checked_size
+
+_COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class UserValue:
@@ -68,6 +71,11 @@ class UserValue:
         return array if isinstance(self._value, np.ndarray) else array[()]
 
 
+def check_op(call: str, op: object) -> None:
+    if op not in OPS:
+        raise ConfigurationError(f"{call}: op is unknown", expected=", ".join(OPS), got=repr(op))
+
+
 def check_output(call: str, output: object, dtype: str, shape: tuple[int, ...]) -> None:
     """Refuse an ``output`` that a result of this element type and shape cannot be written into."""
     if not isinstance(output, torch.Tensor | np.ndarray):
@@ -96,3 +104,20 @@ def write_output(output: Any, result: WireTensor) -> Any:
 def _dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
     name = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else value.dtype.name
     return name, tuple(value.shape)
+
+
+def reduced(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
+    """All of one element type and shape, made one in the order given: float16 and bfloat16 in float32, integers in
+    int64, everything else as it is."""
+    first = tensors[0]
+    narrow = first.dtype in ("float16", "bfloat16")
+    # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.
+    flat = [(t.torch().float().numpy() if narrow else t.numpy()).reshape(-1) for t in tensors]
+    total = flat[0].copy()
+    with np.errstate(all="ignore"):
+        for each in flat[1:]:
+            _COMBINE[op](total, each, out=total)
+        if op == "mean":
+            total = total / total.dtype.type(len(tensors)) if total.dtype.kind == "f" else total / len(tensors)
+    total = total.reshape(first.shape)
+    return WireTensor.of(torch.from_numpy(total).to(getattr(torch, first.dtype)) if narrow else total)

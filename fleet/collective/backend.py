@@ -1,0 +1,174 @@
+"""The collective backend: puts a job's parts together, and says which calls it has nothing for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from fleet import exit_guard
+from fleet.clock import Clock
+from fleet.cluster import Assignment
+from fleet.collective import forward, saving
+from fleet.collective.batch_norm import Meeting, synchronize
+from fleet.collective.members import members, refuse_untrainable
+from fleet.collective.optimizer import CollectiveOptimizer
+from fleet.collective.options import DistributedStrategy, as_collective
+from fleet.collective.worker import CollectiveWorker
+from fleet.environ import Knobs
+from fleet.errors import ConfigurationError, NotInitializedError, StateError
+
+
+class CollectiveBackend:
+    """Where CUDA is, a new backend chooses this worker's device by its local rank."""
+
+    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
+        self._assignment = assignment
+        self._knobs = knobs
+        self._clock = clock
+        self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, DistributedStrategy] | None = None
+        self._meeting = Meeting()
+        self._worker: CollectiveWorker | None = None
+        self._device = _choose_device(assignment)
+
+    @property
+    def running(self) -> bool:
+        return self._worker is not None and not self._worker.stopped
+
+    # ---------------------------------------------------------------- the optimizer
+
+    def distributed_optimizer(
+        self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
+    ) -> CollectiveOptimizer:
+        if self._parts is not None:
+            raise StateError(
+                "fleet.distributed_optimizer was called twice",
+                todo="Give it all optimizers as a list, or start anew with fleet.init().",
+            )
+        strategy = as_collective(given)
+        refuse_untrainable(optimizers, model)
+        members(optimizers, model)  # refuses what has no name of its own, while the user's line is on the stack
+        scaler = self._change_forward(model, strategy)
+        self._parts = optimizers, model, strategy
+        return CollectiveOptimizer(
+            optimizers,
+            lambda: self._running_worker("step()"),
+            lambda: self.running,
+            scaler,
+            strategy.dgc is not None,
+        )
+
+    def _change_forward(
+        self, model: torch.nn.Module | None, strategy: DistributedStrategy
+    ) -> torch.amp.GradScaler | None:
+        asked = [name for name in ("sync_batch_norm", "recompute_checkpoints", "use_amp") if getattr(strategy, name)]
+        if model is None:
+            if asked:
+                raise ConfigurationError(
+                    f"{asked[0]} acts on the model, and distributed_optimizer was given none",
+                    todo="Hand it over: fleet.distributed_optimizer(optimizer, strategy, model=model).",
+                )
+            return None
+        if strategy.recompute_checkpoints:
+            forward.recompute(model, strategy.recompute_checkpoints)
+        if strategy.sync_batch_norm:
+            synchronize(model, self._meeting)
+        if not strategy.use_amp:
+            return None
+        forward.autocast(model, self._device)
+        return torch.amp.GradScaler(self._device.type, init_scale=strategy.amp_loss_scaling)
+
+    # ---------------------------------------------------------------- the job
+
+    def init_server(self, model_dir: str | None) -> NoReturn:  # noqa: ARG002
+        self._no_servers("init_server()", "To go on from a checkpoint call fleet.load_persistables(dirname).")
+
+    def run_server(self) -> NoReturn:
+        self._no_servers("run_server()", "Guard it with fleet.is_server().")
+
+    def prefetch(self, batches: object, lookup: object, depth: int) -> NoReturn:  # noqa: ARG002
+        self._no_servers("prefetch()", "Iterate over the batches themselves: there are no rows to fetch.")
+
+    def _no_servers(self, call: str, todo: str) -> NoReturn:
+        raise StateError(f"{call} was called in a collective job, which has no servers", todo=todo)
+
+    def init_worker(self) -> None:
+        if self._worker is not None:
+            raise StateError("init_worker() was called twice", todo="Call it once; fleet.init() starts anew.")
+        if self._parts is None:
+            raise NotInitializedError(
+                "init_worker() came before distributed_optimizer()",
+                todo="Wrap the optimizer with fleet.distributed_optimizer(optimizer, model=model) first.",
+            )
+        worker = CollectiveWorker(self._assignment, *self._parts, self._meeting, self._knobs, self._clock)
+        worker.start()
+        self._worker = worker
+        exit_guard.guard(worker)
+
+    def stop_worker(self) -> None:
+        if self._worker is None:
+            raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
+        exit_guard.release(self._worker)
+        self._worker.stop()
+        if self._assignment.when_done is not None:
+            self._assignment.when_done()
+
+    def abort(self, reason: str) -> None:
+        """End the job for everybody: this worker failed."""
+        if self._worker is not None:
+            exit_guard.release(self._worker)
+            self._worker.abort(reason)
+
+    def _running_worker(self, call: str) -> CollectiveWorker:
+        if self._worker is None:
+            raise NotInitializedError(
+                f"{call} came before fleet.init_worker()",
+                where=str(self._assignment),
+                todo="Call fleet.init_worker() first.",
+            )
+        self._worker.check(call)
+        return self._worker
+
+    # ---------------------------------------------------------------- among workers
+
+    def barrier_worker(self) -> None:
+        self._running_worker("barrier_worker()").gatherings.barrier()
+
+    def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
+        """What reduces (value, output, op) over the workers, on behalf of ``call``."""
+        gatherings = self._running_worker(f"{call}()").gatherings
+        return lambda value, output, op: gatherings.all_reduce(f"{call}()", value, output, op)
+
+    # ---------------------------------------------------------------- what happened
+
+    def summary(self) -> dict[str, Any]:
+        return self._running_worker("summary()").summary()
+
+    # ---------------------------------------------------------------- state
+
+    def save_persistables(self, dirname: str) -> None:
+        saving.save(self._running_worker("save_persistables()"), dirname)
+
+    def load_persistables(self, dirname: str) -> None:
+        saving.load(self._running_worker("load_persistables()"), dirname)
+
+    def resume_step(self) -> int:
+        return self._running_worker("resume_step()").steps
+
+
+def _choose_device(assignment: Assignment) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    local_rank = assignment.index if assignment.local_rank is None else assignment.local_rank
+    if local_rank >= count:
+        raise ConfigurationError(
+            "there are fewer CUDA devices than workers on this host",
+            where=str(assignment),
+            expected=f"a local rank below {count}",
+            got=local_rank,
+            todo="Start fewer workers here, or hide the devices with CUDA_VISIBLE_DEVICES= to train on CPUs.",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

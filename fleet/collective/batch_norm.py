@@ -1,0 +1,97 @@
+"""Batch norms whose statistics are those of the batches of all workers.
+
+torch has such layers for CUDA only. This one is made of an all-reduce that autograd can go back through, so it runs
+wherever the job does. In evaluation it is the layer it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fleet.collective.group import Group
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all workers; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, meeting: Meeting) -> torch.Tensor:
+        ctx.meeting = meeting
+        return meeting.sum(mine)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.meeting.sum(gradient), None
+
+
+class Meeting:
+    """Where the batch norms of all workers meet: a communicator of their own, so that gradients on their way are not in
+    its. A worker that has stopped will not come, which the others have to hear."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._own: dist.ProcessGroup | None = None
+
+    def open(self, group: Group) -> None:
+        self._group, self._own = group, group.split()
+
+    def close(self) -> None:
+        self._group = self._own = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._group is not None
+
+    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+        assert self._group is not None, "looked at before"
+        total = mine.detach().clone()
+        work = dist.all_reduce(total, group=self._own, async_op=True)
+        self._group.finish(work, total.device, needs_all="sync_batch_norm")
+        return total
+
+
+def synchronize(model: torch.nn.Module, meeting: Meeting) -> None:
+    """Turn every batch norm of the model into a synchronized one, in place: they keep their identity and their keys."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, _Synchronized):
+            kind = type(module)
+            module.__class__ = type(f"Synchronized{kind.__name__}", (_Synchronized, kind), {})
+            module.__dict__["_meeting"] = meeting
+
+
+class _Synchronized(torch.nn.modules.batchnorm._BatchNorm):
+    _meeting: Meeting
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or not self._meeting.is_open:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        count = wide.new_full((1,), input.numel() / input.size(1))
+        sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), count])
+        total: torch.Tensor = _Sum.apply(sums, self._meeting)  # type: ignore[no-untyped-call]
+        of_all = total[-1].detach()
+        mean, square = (total[:-1] / of_all).chunk(2)
+        variance = (square - mean * mean).clamp_min(0)
+        if self.training and self.track_running_stats:
+            self._remember(mean.detach(), variance.detach() * (of_all / (of_all - 1)))
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        result = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(input.dtype)
+
+    @torch.no_grad()
+    def _remember(self, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)

@@ -1,0 +1,193 @@
+"""Deep gradient compression (Lin et al., 2018, arXiv:1712.01887): the few largest elements travel, the others wait.
+
+Every worker keeps, for each compressed parameter, a momentum ``u`` of its own gradients and a sum ``v`` of what it has
+not sent yet. In a step, with momentum ``m`` and gradient ``g`` (weight decay included):
+
+    u = m u + g          v = v + u          (with Nesterov: u = m (u + g), v = v + u + g)
+
+The largest ``k`` elements of ``v`` are sent, and cleared in ``v`` and ``u``. Since momentum is in what is sent, the
+update is plain: ``p -= lr * mean``. Parameters of fewer than 16,384 elements are averaged whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from fleet.collective.exchange import Finish
+from fleet.collective.group import Group
+from fleet.collective.members import Member
+from fleet.collective.options import DGC
+from fleet.errors import UnsupportedError
+
+#: Below it, what tells where the elements are would be more than is saved.
+LEAST_ELEMENTS = 16384
+
+
+def sparsity_at(options: DGC, step: int) -> float | None:
+    """The share of elements that stay behind in this step, counted from 0; None while gradients travel whole."""
+    since = step - options.rampup_begin_step
+    if since < 0:
+        return None
+    stage = since * len(options.sparsity) // options.rampup_step
+    return options.sparsity[min(stage, len(options.sparsity) - 1)]
+
+
+def kept(elements: int, sparsity: float) -> int:
+    """How many elements travel."""
+    return max(1, round(elements * (1.0 - sparsity)))
+
+
+def clip_factor(norm: float, clip_norm: float, workers: int) -> float:
+    """What a gradient of this norm is multiplied by: N clipped gradients add up to no more than one clipped sum."""
+    limit = clip_norm / float(workers) ** 0.5
+    return min(1.0, limit / norm) if norm > 0 else 1.0
+
+
+@dataclass
+class Residual:
+    """What a worker holds back of one parameter."""
+
+    momentum: torch.Tensor
+    unsent: torch.Tensor
+
+    def take(
+        self, gradient: torch.Tensor, momentum: float, nesterov: bool, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a gradient, and give away the ``count`` largest elements: where they are, and what."""
+        if nesterov:
+            self.momentum.add_(gradient).mul_(momentum)
+            self.unsent.add_(self.momentum).add_(gradient)
+        else:
+            self.momentum.mul_(momentum).add_(gradient)
+            self.unsent.add_(self.momentum)
+        where = torch.topk(self.unsent.abs(), count, sorted=False).indices
+        what = self.unsent[where]
+        self.unsent[where] = 0
+        self.momentum[where] = 0
+        return where, what
+
+
+class DeepCompression:
+    """The exchange of a job with DGC."""
+
+    def __init__(self, group: Group, options: DGC, members: Sequence[Member]) -> None:
+        self._group = group
+        self._options = options
+        self._residuals: dict[int, Residual] = {}
+        self.step = 0
+        self.sent_bytes = 0
+        self.adopt(members)
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        for member in members:
+            _check(member)
+        self._eligible = {id(m.param): m for m in members if m.param.numel() >= LEAST_ELEMENTS}
+
+    # ---------------------------------------------------------------- gradients
+
+    def begin(self, bucket: GradBucket) -> Finish:
+        sparsity = sparsity_at(self._options, self.step)
+        buffer = bucket.buffer()
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        compressed = [] if sparsity is None else [pair for pair in pairs if id(pair[0]) in self._eligible]
+        if not compressed:
+            return self._average([buffer], lambda: buffer)
+        assert sparsity is not None
+        chosen = {id(param) for param, _ in compressed}
+        whole = [gradient for param, gradient in pairs if id(param) not in chosen]
+        wheres, whats = [], []
+        for param, gradient in compressed:
+            where, what = self._select(param, gradient.reshape(-1), sparsity)
+            wheres.append(where)
+            whats.append(what)
+        counts = [len(where) for where in wheres]
+        # Places and values in one message: both are four bytes wide.
+        mine = torch.cat([torch.cat(wheres).to(torch.int32), torch.cat(whats).view(torch.int32)])
+        theirs = mine.new_empty(self._group.size, len(mine))
+        gathering = dist.all_gather(list(theirs), mine, async_op=True)
+        self.sent_bytes += mine.numel() * mine.element_size()
+
+        def scatter() -> torch.Tensor:
+            self._group.finish(gathering, mine.device)
+            for _, gradient in compressed:
+                gradient.zero_()
+            for row in theirs.view(self._group.size, 2, -1):
+                places, values = row[0].split_with_sizes(counts), row[1].view(torch.float32).split_with_sizes(counts)
+                for (_, gradient), where, what in zip(compressed, places, values, strict=True):
+                    gradient.view(-1).index_add_(0, where, what, alpha=1 / self._group.size)
+            return buffer
+
+        return self._average(whole, scatter)
+
+    def _average(self, tensors: list[torch.Tensor], then: Callable[[], torch.Tensor]) -> Finish:
+        if not tensors:
+            return then
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(self._group.size)
+        work = dist.all_reduce(flat, async_op=True)
+        self.sent_bytes += flat.numel() * flat.element_size()
+
+        def finish() -> torch.Tensor:
+            self._group.finish(work, flat.device)
+            result = then()
+            for tensor, mean in zip(
+                tensors, flat.split_with_sizes([tensor.numel() for tensor in tensors]), strict=True
+            ):
+                tensor.view(-1).copy_(mean)
+            return result
+
+        return finish
+
+    def _select(
+        self, param: torch.Tensor, gradient: torch.Tensor, sparsity: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        member = self._eligible[id(param)]
+        options = member.options
+        residual = self._residuals.get(id(param))
+        if residual is None:
+            # The momentum of the steps before goes on here.
+            earlier = member.optimizer.state[member.param].pop("momentum_buffer", None)
+            start = torch.zeros_like(gradient) if earlier is None else earlier.reshape(-1).clone()
+            residual = self._residuals[id(param)] = Residual(start, torch.zeros_like(gradient))
+        if options["weight_decay"]:
+            gradient = gradient.add(param.detach().reshape(-1), alpha=options["weight_decay"])
+        if self._options.local_grad_clip_norm is not None:
+            norm = float(torch.linalg.vector_norm(gradient))
+            gradient = gradient * clip_factor(norm, self._options.local_grad_clip_norm, self._group.size)
+        return residual.take(gradient, options["momentum"], options["nesterov"], kept(gradient.numel(), sparsity))
+
+    # ---------------------------------------------------------------- the update
+
+    @torch.no_grad()
+    def update(self, rest: Callable[[], None]) -> None:
+        """Update compressed parameters plainly, and let ``rest`` update the others."""
+        self.step += 1
+        mine = [m for m in self._eligible.values() if id(m.param) in self._residuals and m.param.grad is not None]
+        gradients = [member.param.grad for member in mine]
+        for member in mine:
+            member.param.grad = None
+        rest()
+        for member, gradient in zip(mine, gradients, strict=True):
+            assert gradient is not None, "chosen so"
+            member.param.add_(gradient, alpha=-float(member.options["lr"]))
+            member.param.grad = gradient
+
+
+def _check(member: Member) -> None:
+    optimizer, options = member.optimizer, member.options
+    if type(optimizer) is not torch.optim.SGD:
+        raise UnsupportedError(
+            "dgc corrects SGD's momentum, and knows no other optimizer's",
+            expected="torch.optim.SGD",
+            got=type(optimizer).__name__,
+            todo="Use SGD, or leave dgc out; power_sgd compresses the gradients of every optimizer.",
+        )
+    for name in ("dampening", "maximize"):
+        if options[name]:
+            raise UnsupportedError(f"dgc and SGD's {name}={options[name]!r} exclude each other")
+    if member.param.dtype != torch.float32 and member.param.numel() >= LEAST_ELEMENTS:
+        raise UnsupportedError(f"dgc sends float32 only, and {member.name!r} is {member.param.dtype}")

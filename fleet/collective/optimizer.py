@@ -1,0 +1,92 @@
+"""The optimizer of a collective job: the wrapped ones step in this process, on gradients that are everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from fleet.errors import UnsupportedError
+from fleet.optimizer import DistributedOptimizer, Stepper
+
+
+class Synchronized(Stepper, Protocol):
+    """A running worker whose backwards can be told to send nothing."""
+
+    def set_synchronized(self, wanted: bool) -> bool: ...
+
+
+class CollectiveOptimizer(DistributedOptimizer):
+    """``scaler`` scales the loss in ``minimize``, where the strategy asks for AMP; ``compressed`` says that gradients
+    of different scales must not be mixed."""
+
+    #: A GradScaler then hands its scale over and leaves to ``step`` what to skip, so that no worker misses a round.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stepper: Callable[[], Synchronized],
+        running: Callable[[], bool],
+        scaler: torch.amp.GradScaler | None,
+        compressed: bool,
+    ) -> None:
+        super().__init__(optimizers, stepper, running)
+        self._collective = stepper
+        self._scaler = scaler
+        self._compressed = compressed
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not hasattr(self, "found_inf"):
+            return super().step(closure)
+        # A GradScaler calls; it takes no closure.
+        if self._compressed:
+            raise UnsupportedError(
+                "dgc and a GradScaler exclude each other: what is held back would mix gradients of different scales",
+                todo="Train in bfloat16, which needs no scaler, or leave dgc out.",
+            )
+        if self.grad_scale is not None:
+            for gradient in self._gradients():
+                gradient.div_(self.grad_scale.to(gradient.device))
+        return self._stepper().step_here(self._update_if_finite)
+
+    def _update_if_finite(self) -> None:
+        """All workers come to the same answer, as the gradients are everybody's, but in local SGD each to its own."""
+        if all(bool(torch.isfinite(gradient).all()) for gradient in self._gradients()):
+            self._update()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+    def minimize(self, loss: torch.Tensor) -> None:
+        """``zero_grad(); loss.backward(); step()``, with the loss scaled where the strategy asks for AMP."""
+        if self._scaler is None:
+            super().minimize(loss)
+            return
+        self.zero_grad()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.step(self)
+        self._scaler.update()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For backwards that only accumulate: they send nothing, and the first one outside sends it all."""
+        worker = self._collective()
+        before = worker.set_synchronized(False)
+        try:
+            yield
+        finally:
+            worker.set_synchronized(before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of the wrapped optimizers; the same on all workers, unless they train alone for a while (local SGD)."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self._wrapped]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Every worker loads the same."""
+        for optimizer, state in zip(self._wrapped, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)

@@ -1,0 +1,203 @@
+"""Gradients averaged while backward runs, by DistributedDataParallel's own reducer and without its wrapper.
+
+DDP arms the reducer in the forward of its wrapper. Here a hook on every gradient accumulator does it, at the first
+gradient of a backward, before the reducer's own hook sees it. It also asks the autograd engine to call ``_close`` when
+that backward is through, which hands the reducer the parameters that had no gradient, so that every round comes to its
+end on every worker, and waits for the buckets. What the reducer calls its communication hook begins their exchange.
+
+One more parameter travels with the gradients, the census: a mark for each worker that takes part, and one for each
+parameter that has a gradient. By it everybody knows, at no cost, by how many to divide, and which parameters nobody
+trained. On CUDA reading it would make every step wait for the device, so there it goes beside, over Gloo.
+
+A round without any backward (``run``) is a backward through nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size, _register_comm_hook
+from torch._C._distributed_c10d import Reducer as _Reducer
+
+from fleet.collective.exchange import Exchange, Finish
+from fleet.collective.group import Group
+from fleet.errors import UnsupportedError
+
+#: Sizes of DistributedDataParallel's own: the first bucket is small, so that sending begins early.
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
+
+
+@dataclass(frozen=True)
+class Round:
+    """Who brought gradients to a round."""
+
+    workers: tuple[int, ...]
+
+
+class Reducer:
+    """``on_round`` is called after each round with what it was, inside of the backward that it belongs to."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        group: Group,
+        exchange: Exchange,
+        on_round: Callable[[Round], None],
+    ) -> None:
+        self._params = list(params)
+        self._group = group
+        self._exchange = exchange
+        self._on_round = on_round
+        self.enabled = True
+        self._taking_part = True
+        self._is_open = False
+        self._is_settled = False
+        self._seen: set[int] = set()
+        self._pending: list[tuple[torch.futures.Future[torch.Tensor], Finish]] = []
+        self._engine = torch.autograd.Variable._execution_engine
+        self._device = _one_device(params, names)
+        marks = torch.zeros(group.size + len(params))
+        self._census = torch.nn.Parameter(marks)
+        travelling = [*self._params, self._census] if self._device.type == "cpu" else self._params
+        self._nodes = [_accumulator(param) for param in self._params]
+        self._handles = [
+            node.register_prehook(lambda *_, index=index: self._arrive(index)) for index, node in enumerate(self._nodes)
+        ]
+        self._reducer: Any = _make(travelling, [*names, "census"], group.everyone)
+        _register_comm_hook(self._reducer, None, self._begin_bucket)
+
+    def run(self, taking_part: bool) -> None:
+        """A round on the gradients as they are; without taking part, on none."""
+        self._taking_part = taking_part
+        if not taking_part:
+            for param in self._params:
+                param.grad = None
+        probe = torch.zeros((), requires_grad=True)
+        probe.register_hook(lambda _: self._open())  # type: ignore[no-untyped-call]
+        try:
+            (probe * 1).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._taking_part = True
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether a backward began a round and ended in an exception before it was complete."""
+        return self._is_open
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._reducer._remove_autograd_hooks()
+        self._reducer = None  # it holds this object as its hook, which no garbage collector sees
+
+    # ---------------------------------------------------------------- within a backward
+
+    def _arrive(self, index: int) -> None:
+        """A gradient is about to be accumulated."""
+        if self.enabled:
+            if not self._is_open:
+                self._open()
+            self._seen.add(index)
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._seen.clear()
+        self._pending.clear()
+        self._reducer.prepare_for_backward([])
+        self._engine.queue_callback(self._close)
+
+    def _begin_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        on_cuda: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_cuda)
+        self._pending.append((future, self._exchange.begin(bucket)))
+        return future
+
+    def _close(self) -> None:
+        """Backward is through: complete the round."""
+        self._is_open = False
+        self._mark()
+        counting = None
+        if self._device.type != "cpu":
+            counting = dist.all_reduce(self._marks, group=self._group.control, async_op=True)
+        for index in range(len(self._params)):
+            if index not in self._seen:
+                self._reducer._autograd_hook(index)
+        if counting is None:
+            self._reducer._autograd_hook(len(self._params))
+        for future, finish in self._pending:
+            future.set_result(finish())
+        if counting is not None:
+            self._group.finish(counting, self._marks.device)
+        self._engine.queue_callback(self._finish)  # after the reducer's own, which writes the gradients
+
+    def _mark(self) -> None:
+        marks = torch.zeros_like(self._census)
+        if self._taking_part:
+            marks[self._group.rank] = 1
+            given = [self._group.size + index for index, param in enumerate(self._params) if param.grad is not None]
+            marks[given] = 1
+        self._census.grad = marks
+        self._marks = marks
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        marks = self._census.grad if self._device.type == "cpu" else self._marks
+        assert marks is not None
+        counted = marks.tolist()
+        size = self._group.size
+        workers = tuple(rank for rank in range(size) if counted[rank] > 0)
+        present = []
+        for param, mark in zip(self._params, counted[size:], strict=True):
+            if mark > 0:
+                present.append(param.grad)
+            else:
+                param.grad = None
+        if workers and len(workers) < size:
+            torch._foreach_mul_([grad for grad in present if grad is not None], size / len(workers))
+        if not self._is_settled:
+            # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
+            self._group.at_once(self._reducer._rebuild_buckets)
+            self._is_settled = True
+        self._group.clerk.rounds += 1
+        self._on_round(Round(workers))
+
+
+def _accumulator(param: torch.nn.Parameter) -> Any:
+    """The autograd node that adds to ``param.grad``."""
+    return torch.autograd.graph.get_gradient_edge(param).node
+
+
+def _one_device(params: Sequence[torch.nn.Parameter], names: Sequence[str]) -> torch.device:
+    devices = {param.device: name for param, name in zip(params, names, strict=True)}
+    if len(devices) > 1:
+        (one, first), (other, second) = list(devices.items())[:2]
+        raise UnsupportedError(
+            "the parameters are on several devices",
+            expected="one device a worker",
+            got=f"{first!r} on {one}, {second!r} on {other}",
+        )
+    return next(iter(devices))
+
+
+def _make(params: Sequence[torch.nn.Parameter], names: Sequence[str], group: dist.ProcessGroup) -> _Reducer:
+    sparse = [False] * len(params)
+    limits = [_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+    buckets, caps = _compute_bucket_assignment_by_size(list(params), limits, sparse)
+    return _Reducer(
+        list(params),
+        list(reversed(buckets)),
+        list(reversed(caps)),
+        group,
+        sparse,
+        _BUCKET_BYTES,
+        False,  # parameters without a gradient are found by the census
+        True,  # gradients are views of their buckets
+        dict(enumerate(names)),
+        _FIRST_BUCKET_BYTES,
+    )

@@ -1,0 +1,291 @@
+"""One worker of a running collective job: what its optimizer's steps and the user's calls do.
+
+A *round* is where all workers meet in the process group: at the end of a backward, in a step that completes a merge, or
+where local SGD averages. A worker that has stopped goes on meeting the others with nothing to contribute, inside of its
+``stop_worker``, until a round has nobody left in it. So data may be uneven, at the cost of one empty round at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fleet.clock import Clock
+from fleet.cluster import Assignment
+from fleet.collective.averaging import MergedGradients, average_parameters
+from fleet.collective.batch_norm import Meeting
+from fleet.collective.dgc import DeepCompression
+from fleet.collective.exchange import Averaging, Exchange, Flat, Hierarchical, Route, neighbours
+from fleet.collective.gathering import Gatherings
+from fleet.collective.group import Group
+from fleet.collective.members import Member, members
+from fleet.collective.options import DistributedStrategy
+from fleet.collective.pace import Pace
+from fleet.collective.power_sgd import LowRank
+from fleet.collective.reducer import Reducer, Round
+from fleet.environ import Knobs
+from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
+
+
+class CollectiveWorker:
+    trains_here = True
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        optimizers: Sequence[torch.optim.Optimizer],
+        model: torch.nn.Module | None,
+        strategy: DistributedStrategy,
+        meeting: Meeting,
+        knobs: Knobs,
+        clock: Clock,
+    ) -> None:
+        self.assignment = assignment
+        self.optimizers = optimizers
+        self.model = model
+        self.steps = 0
+        self.loads = 0
+        self.stopped = False
+        self.group = Group(assignment, knobs, clock)
+        self._strategy = strategy
+        self._pace = Pace.of(strategy)
+        self._meeting = meeting
+        self._known: set[int] = set()
+        self._job_id = knobs.job_id
+        self._check_finite = strategy.check_finite or knobs.check_finite
+        self._last_round: Round | None = None
+        self._unaveraged = False
+        self._is_over = False
+        self.members: list[Member] = []
+        self._trained: list[torch.nn.Parameter] = []
+        self._exchange: Exchange | None = None
+        self._compression: DeepCompression | None = None
+        self._reducer: Reducer | None = None
+
+    # ---------------------------------------------------------------- the beginning
+
+    def start(self) -> None:
+        """Connect, and take over worker 0's values."""
+        self.members = members(self.optimizers, self.model)
+        self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
+        try:
+            self.gatherings = Gatherings(self.group.clerk)
+            if self._pace.sends_gradients:
+                self._exchange = self._make_exchange()
+            if self._strategy.sync_batch_norm:
+                self._meeting.open(self.group)
+            self.group.broadcast(self._values(), 0)
+            self._arm()
+        except BaseException as error:
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker trains."""
+        return self._trained[0].device
+
+    def _outline(self) -> dict[str, object]:
+        params = [f"{m.name} {m.param.dtype} {tuple(m.param.shape)} {m.param.requires_grad}" for m in self.members]
+        return {"optimizers": [type(each).__name__ for each in self.optimizers], "parameters": params}
+
+    def _make_exchange(self) -> Exchange:
+        strategy = self._strategy
+        if strategy.dgc is not None:
+            self._compression = DeepCompression(self.group, strategy.dgc, self.members)
+            return self._compression
+        if strategy.power_sgd is not None:
+            return LowRank(self.group, strategy.power_sgd, self.members)
+        half = torch.float16 if strategy.fp16_allreduce else torch.bfloat16 if strategy.bf16_allreduce else None
+        return Averaging(self._make_route(), self.group.size, half)
+
+    def _make_route(self) -> Route:
+        strategy, size = self._strategy, self.group.size
+        if not strategy.use_hierarchical_allreduce:
+            return Flat(self.group, strategy.nccl_comm_num)
+        inner = strategy.hierarchical_allreduce_inter_nranks or self._workers_here()
+        if not 1 < inner < size or size % inner:
+            raise ConfigurationError(
+                "hierarchical_allreduce_inter_nranks does not divide the workers into groups",
+                expected=f"a divisor of {size} between 1 and {size}",
+                got=inner,
+                todo="Set it, or leave use_hierarchical_allreduce out.",
+            )
+        return Hierarchical(self.group, neighbours(size, inner), strategy.nccl_comm_num)
+
+    def _workers_here(self) -> int:
+        """How many workers this host has, 0 where only the first one's address is known."""
+        workers, mine = self.assignment.workers, self.assignment.endpoint
+        return sum(mine is not None and worker.host == mine.host for worker in workers) if len(workers) > 1 else 0
+
+    def _arm(self) -> None:
+        """Begin to watch the parameters that are trained now."""
+        trained = [member for member in self.members if member.param.requires_grad]
+        self._trained = [member.param for member in trained]
+        self._known = {id(param) for param in self._trained}
+        if not trained:
+            raise StateError("no parameter of the optimizer requires a gradient")
+        self._merged = MergedGradients(self._trained)
+        if self._exchange is not None:
+            names = [member.name for member in trained]
+            self._reducer = Reducer(self._trained, names, self.group, self._exchange, self._after_round)
+            self._reducer.enabled = self._pace.reduces_in_backward
+
+    def extend(self) -> None:
+        """Take up parameters that have joined an optimizer, or that are trained from now on, on every worker."""
+        known = {id(member.param) for member in self.members}
+        self.members = members(self.optimizers, self.model)
+        self.group.broadcast([m.param for m in self.members if id(m.param) not in known], 0)
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._exchange is not None:
+            self._exchange.adopt(self.members)
+        self._arm()
+
+    def _has_newcomers(self) -> bool:
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return any(id(p) not in self._known and p.requires_grad for group in groups for p in group["params"])
+
+    def _values(self) -> list[torch.Tensor]:
+        """Everything that is to be the same on all workers: what is trained, and what the model has beside it."""
+        if self.model is None:
+            return [member.param for member in self.members]
+        beside = {id(value): value for value in (*self.model.parameters(), *self.model.buffers())}
+        return list(({id(m.param): m.param for m in self.members} | beside).values())
+
+    def _after_round(self, done: Round) -> None:
+        """Buffers are those of the first worker that took part, as DistributedDataParallel has worker 0's."""
+        self._last_round = done if done.workers else self._last_round
+        self._is_over = not done.workers
+        buffers = [] if self.model is None else list(self.model.buffers())
+        if buffers and done.workers:
+            self.group.broadcast(buffers, done.workers[0])
+
+    # ---------------------------------------------------------------- a step
+
+    def step_here(self, update: Callable[[], None]) -> None:
+        """One step on what the gradients are now; ``update`` lets the wrapped optimizers step."""
+        self.check("step()")
+        if self._reducer is not None and self._reducer.was_interrupted:
+            raise StateError(
+                "a backward ended in an exception, and the other workers wait for its gradients",
+                where=str(self.assignment),
+                todo="Let the exception end the script, which ends the job for all.",
+            )
+        late = self._has_newcomers()
+        if late:
+            self.extend()
+        self.steps += 1
+        if self._pace.merged > 1:
+            self._merged.add()
+            if not self._pace.updates(self.steps):
+                return
+            merge = self._strategy.gradient_merge
+            assert merge is not None
+            self._merged.put_back(merge.k_steps if merge.avg else 1)
+        if self._reducer is not None and (late or self._pace.merged > 1):
+            self._reduce(taking_part=True)
+        if self._check_finite:
+            self._refuse_infinite()
+        if self._compression is None:
+            update()
+        else:
+            self._compression.update(update)
+        self._unaveraged = True
+        if self._pace.averages(self.steps):
+            self._average(contribute=True)
+
+    def _reduce(self, taking_part: bool) -> None:
+        assert self._reducer is not None
+        before, self._reducer.enabled = self._reducer.enabled, True
+        try:
+            self._reducer.run(taking_part)
+        finally:
+            self._reducer.enabled = before
+
+    def _average(self, contribute: bool) -> None:
+        self._after_round(average_parameters(self.group, self._trained, contribute))
+        self._unaveraged = False
+
+    def _refuse_infinite(self) -> None:
+        for member in self.members:
+            if member.param.grad is not None and not bool(torch.isfinite(member.param.grad).all()):
+                raise NonFiniteGradientError(
+                    f"the gradient of {member.name!r} holds NaN or infinity",
+                    where=f"worker {self.assignment.index}, step {self.steps}",
+                )
+
+    def set_synchronized(self, wanted: bool) -> bool:
+        """Whether backwards reduce from now on, as far as the strategy lets them; what it was before."""
+        if self._reducer is None:
+            return wanted
+        before = self._reducer.enabled
+        self._reducer.enabled = wanted and self._pace.reduces_in_backward
+        return before
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self) -> None:
+        """Meet the others until all have stopped, take over where the last of them has come to, and part."""
+        if self.stopped:
+            return
+        self.stopped = True
+        told = self.group.clerk.has_failed  # by a call before this one, whose error is not to be hidden
+        try:
+            if not told:
+                self._accompany()
+                self._let_go()
+                self.group.stop()
+        except BaseException:
+            told = True
+            raise
+        finally:
+            self._let_go()
+            if told:
+                self.group.abandon()
+
+    def _accompany(self) -> None:
+        self.group.clerk.leave()
+        self._is_over = False
+        while not self._is_over:
+            if self._reducer is not None:
+                self._reduce(taking_part=False)
+            else:  # what this worker has computed since the last average still counts
+                self._average(contribute=self._unaveraged)
+        last = self._last_round
+        if last is not None and len(last.workers) < self.group.size:
+            self.group.broadcast(self._values(), last.workers[0])
+
+    def abort(self, reason: str) -> None:
+        """End the job for everybody: this worker failed."""
+        if not self.stopped:
+            self.stopped = True
+            try:
+                self.group.clerk.fail(reason)
+            finally:
+                self._let_go()
+                self.group.abandon()
+
+    def _let_go(self) -> None:
+        """Leave the parameters alone, and hold nothing that holds the process group, or its store would outlive it."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = self._exchange = self._compression = None
+        self._meeting.close()
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "rounds": self.group.clerk.rounds,
+            "gradient_bytes": 0 if self._exchange is None else self._exchange.sent_bytes,
+        }
+
+    def check(self, call: str) -> None:
+        """Refuse a call after the end, and tell of a failure."""
+        if self.stopped:
+            raise StateError(
+                f"{call} came after the job ended for this worker (fleet.stop_worker)", where=str(self.assignment)
+            )
+        self.group.clerk.check()

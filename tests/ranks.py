@@ -1,0 +1,113 @@
+"""The ranks of collective jobs, as processes: started once, they run many checks one after the other.
+
+A check is a function of a script in ``tests/scripts``; every rank runs it with ``Rank`` and returns something that JSON
+can carry. An importer of torch takes seconds, so the checks of a module share their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parent.parent
+
+#: For a whole list of checks, on a busy machine.
+PATIENCE_S = 110.0
+
+Check = Callable[["Rank"], Any]
+
+
+@dataclass
+class Rank:
+    """One rank's view while it runs a check. ``fleet()`` begins a job with the other ranks."""
+
+    rank: int
+    size: int
+    endpoints: list[str]
+    scratch: Path
+    jobs: list[Any] = field(default_factory=list)
+
+    def fleet(self, **environ: str) -> Any:
+        from fleet import Fleet
+        from fleet.role_maker import UserDefinedCollectiveRoleMaker
+
+        made = Fleet(environ={"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "30", **environ})
+        made.init(UserDefinedCollectiveRoleMaker(self.rank, self.endpoints))
+        self.jobs.append(made)
+        return made
+
+
+def serve(checks: Mapping[str, Check]) -> None:
+    """The script's end: run the checks that the command line names, and print what came of each."""
+    import torch
+
+    torch.set_num_threads(1)
+
+    rank, size, scratch, endpoints, *names = sys.argv[1:]
+    for name in names:
+        me = Rank(int(rank), int(size), endpoints.split(","), Path(scratch))
+        told: dict[str, Any] = {"name": name}
+        began = time.monotonic()
+        try:
+            told["value"] = checks[name](me)
+        except BaseException:
+            told["error"] = traceback.format_exc()
+            for job in me.jobs:
+                if job._chosen is not None:
+                    job._chosen.abort(told["error"])
+        told["seconds"] = round(time.monotonic() - began, 2)
+        print("\n" + json.dumps(told), flush=True)
+        if "error" in told:
+            os._exit(1)  # the ranks are out of step, whatever comes next
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def run(script: str, size: int, names: Sequence[str], scratch: Path) -> dict[str, list[Any]]:
+    """What every rank returned, by check; a check that failed on one of them has an ``AssertionError`` there."""
+    endpoints = ",".join(f"127.0.0.1:{port}" for port in free_ports(size))
+    strange = ("PADDLE_", "FLAGS_", "FLEET_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    logs = [(scratch / f"out.{rank}", scratch / f"err.{rank}") for rank in range(size)]
+    started = []
+    for rank, (out, err) in enumerate(logs):
+        command = [sys.executable, str(SCRIPTS / script), str(rank), str(size), str(scratch), endpoints, *names]
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            started.append(subprocess.Popen(command, env=environ, stdout=stdout, stderr=stderr))
+    try:
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    results: dict[str, list[Any]] = {name: [] for name in names}
+    for process, (out, err) in zip(started, logs, strict=True):
+        told = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"name"')]
+        by_name = {each["name"]: each for each in told}
+        ended = f"the rank ended before it, with {process.returncode}: {err.read_text(errors='replace')[-2000:]}"
+        for name in names:
+            each = by_name.get(name, {"error": ended})
+            results[name].append(AssertionError(each["error"]) if "error" in each else each["value"])
+    return results

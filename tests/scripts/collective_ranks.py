@@ -1,0 +1,1072 @@
+"""What the ranks of test_collective.py do: each check is a job of its own, most of them beside torch's own DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Check, Rank, serve
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
+from fleet.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FleetError,
+    NonFiniteGradientError,
+    PlanMismatchError,
+    StateError,
+    UnsupportedError,
+)
+
+warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+
+CHECKS: dict[str, Check] = {}
+#: The numbers of ranks a check runs on; 2 where it says nothing.
+SIZES: dict[str, tuple[int, ...]] = {}
+
+
+def check(*sizes: int) -> Callable[[Check], Check]:
+    def enter(function: Check) -> Check:
+        CHECKS[function.__name__] = function
+        SIZES[function.__name__] = sizes or (2,)
+        return function
+
+    return enter
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """No bias before the batch norm: its gradient would be rounding errors, of which Adam makes whole steps."""
+    torch.manual_seed(seed)
+    first = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU())
+    return first.extend([nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)])
+
+
+def large(seed: int = 0) -> nn.Sequential:
+    """With two weights of 16,384 elements and more."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 2))
+
+
+def batch(rank: int, step: int, width: int = 8) -> torch.Tensor:
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int, width: int = 8) -> torch.Tensor:
+    return model(batch(rank, step, width)).square().mean()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
+
+
+def close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float = 1e-6) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def raises(kind: type[BaseException], words: str, call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert words in str(caught.value)
+    return str(caught.value)
+
+
+def alike(me: Rank, fleet: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """The same bits on all ranks."""
+    flat = torch.cat([tensor.double().reshape(-1) for tensor in tensors])
+    assert torch.equal(fleet.all_reduce_worker(flat, op="max"), fleet.all_reduce_worker(flat, op="min"))
+
+
+_groups: list[Any] = []
+
+
+@contextlib.contextmanager
+def torch_group(me: Rank) -> Iterator[None]:
+    """A process group of the user's own."""
+    _groups.append(me.scratch / f"store.{me.size}.{len(_groups)}")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(_groups[-1]), me.size),
+        rank=me.rank,
+        world_size=me.size,
+        timeout=timedelta(seconds=100),
+    )
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+Train = Callable[[nn.Module, Any, Callable[[], Any]], None]
+
+
+def beside_ddp(
+    me: Rank,
+    train: Train,
+    build: Callable[[], nn.Module] = network,
+    optimizer: Callable[[Any], Any] = lambda params: torch.optim.Adam(params, lr=0.01),
+    strategy: Any = None,
+    hook: Callable[[DistributedDataParallel], None] = lambda ddp: None,
+    tolerance: float = 1e-6,
+    **ddp_options: Any,
+) -> Any:
+    """The same training twice, by DistributedDataParallel and by a job of ours in the same process group."""
+    with torch_group(me):
+        theirs = DistributedDataParallel(build(), **ddp_options)
+        hook(theirs)
+        train(theirs, optimizer(theirs.parameters()), theirs.no_sync)
+        fleet = me.fleet()
+        model = build()
+        ours = fleet.distributed_optimizer(optimizer(model.parameters()), strategy, model=model)
+        fleet.init_worker()
+        train(model, ours, ours.no_sync)
+        close(values(model)[: len(list(model.parameters()))], list(theirs.module.parameters()), tolerance)
+        # Those of batch norms: DDP hands rank 0's on before a forward, ours after a backward.
+        if me.rank == 0:
+            close(list(model.buffers()), list(theirs.module.buffers()), tolerance)
+        alike(me, fleet, values(model))
+        summary = fleet.summary()
+        fleet.stop_worker()
+        assert dist.is_initialized(), "what the user made stays"
+    return summary
+
+
+# ---------------------------------------------------------------- plain averaging
+
+
+@check(1, 2, 4)
+def thirty_steps_end_where_ddp_ends(me: Rank) -> Any:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        for step in range(30):
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step).backward()
+            optimizer.step()
+
+    return beside_ddp(me, train)["rounds"]
+
+
+@check(2)
+def momentum_schedule_and_clipping_end_where_ddp_ends(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        for step in range(20):
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            schedule.step()
+
+    beside_ddp(me, train, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01))
+
+
+@check(2)
+def accumulation_needs_no_care(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        for step in range(6):
+            optimizer.zero_grad()
+            for part in range(3):
+                loss_of(model, me.rank, 10 * step + part).backward()
+            optimizer.step()
+
+    assert beside_ddp(me, train)["rounds"] == 18
+
+
+@check(2)
+def no_sync_accumulates_without_traffic(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        for step in range(6):
+            optimizer.zero_grad()
+            with no_sync():
+                for part in range(2):
+                    loss_of(model, me.rank, 10 * step + part).backward()
+            loss_of(model, me.rank, 10 * step + 2).backward()
+            optimizer.step()
+
+    assert beside_ddp(me, train)["rounds"] == 6
+
+
+class Branches(nn.Module):
+    """One part that only rank 0 uses, one that is used now and then, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.first, self.sometimes, self.never = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, first: bool, sometimes: bool) -> torch.Tensor:
+        x = self.shared(x)
+        x = self.first(x) if first else x
+        return self.sometimes(x) if sometimes else x
+
+
+@check(2)
+def parameters_without_a_gradient(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        for step in range(8):
+            optimizer.zero_grad()
+            model(batch(me.rank, step), me.rank == 0, step % 3 == 0).square().mean().backward()
+            whole = model.module if isinstance(model, DistributedDataParallel) else model
+            assert whole.never.weight.grad is None
+            assert whole.first.weight.grad is not None, "rank 0 has one"
+            assert (whole.sometimes.weight.grad is not None) == (step % 3 == 0)
+            optimizer.step()
+
+    beside_ddp(
+        me,
+        train,
+        Branches,
+        # Its weight decay moves what has a gradient of zeros, and leaves alone what has none.
+        lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+        find_unused_parameters=True,
+    )
+
+
+@check(2)
+def a_grad_scaler_skips_on_all_ranks_alike(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, me.rank, step) * (float("inf") if (me.rank, step) == (1, 4) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 1024.0 * 2 / 2 * 2, "grown after 3 steps, halved at the infinity, grown again"
+
+    beside_ddp(me, train)
+
+
+@check(2)
+def a_compiled_model(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        forward = torch.compile(model, backend="aot_eager")
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(forward, me.rank, step).backward()
+            optimizer.step()
+
+    beside_ddp(me, train)
+
+
+@check(2)
+def several_optimizers(me: Rank) -> None:
+    with torch_group(me):
+        theirs = DistributedDataParallel(network())
+        model = network()
+
+        def two(of: nn.Module) -> list[Any]:
+            params = list(of.parameters())
+            return [torch.optim.SGD(params[:2], lr=0.1, momentum=0.9), torch.optim.Adam(params[2:], lr=0.01)]
+
+        fleet = me.fleet()
+        inner, their_own = two(model), two(theirs)
+        ours = fleet.distributed_optimizer(inner, model=model)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (inner[0], their_own[0])]
+        fleet.init_worker()
+        for step in range(10):
+            ours.minimize(loss_of(model, me.rank, step))
+            for each in their_own:
+                each.zero_grad()
+            loss_of(theirs, me.rank, step).backward()
+            for each in their_own:
+                each.step()
+            for schedule in schedules:
+                schedule.step()
+        close(list(model.parameters()), list(theirs.module.parameters()))
+        raises(StateError, "would train this worker alone", inner[0].step)
+        fleet.stop_worker()
+
+
+@check(2)
+def the_model_stays_what_it_is(me: Rank) -> None:
+    random_before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    model = network(me.rank)
+    torch.set_rng_state(random_before[0])
+    keys, kind = list(model.state_dict()), type(model)
+    first = network(0).state_dict()
+    torch.set_rng_state(random_before[0])
+    fleet = me.fleet()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters()), model=model)
+    fleet.init_worker()
+    close(list(model.state_dict().values()), list(first.values()), 0)
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    fleet.stop_worker()
+    assert (list(model.state_dict()), type(model)) == (keys, kind)
+    assert torch.equal(torch.get_rng_state(), random_before[0])
+    assert np.random.get_state()[1].tolist() == random_before[1]
+    copy.deepcopy(model)
+    loss_of(model, me.rank, 1).backward()  # it is free again
+
+
+@check(2, 4)
+def uneven_data(me: Rank) -> None:
+    """Rank r has 3 + 2r batches: each round is the mean over those who are still there, and all end alike."""
+    last = 3 + 2 * (me.size - 1)
+
+    def alone() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 4))
+        torch.manual_seed(5)
+        nn.init.normal_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(last):
+            optimizer.zero_grad()
+            there = [rank for rank in range(me.size) if step < 3 + 2 * rank]
+            (sum(loss_of(model, rank, step) for rank in there) / len(there)).backward()
+            optimizer.step()
+        return model
+
+    expected = alone()
+    model = nn.Sequential(nn.Linear(8, 4))
+    torch.manual_seed(5)
+    nn.init.normal_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    fleet = me.fleet()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
+    fleet.init_worker()
+    for step in range(3 + 2 * me.rank):
+        optimizer.minimize(loss_of(model, me.rank, step))
+    fleet.stop_worker()
+    close(list(model.parameters()), list(expected.parameters()))
+
+
+@check(2)
+def a_rank_without_any_data(me: Rank) -> None:
+    model, expected = network(), network()
+    fleet = me.fleet()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        theirs.zero_grad()
+        loss_of(expected, 0, step).backward()
+        theirs.step()
+        if me.rank == 0:
+            optimizer.minimize(loss_of(model, 0, step))
+            assert fleet.all_reduce_worker(3.0) == 3.0 or step == 0, "one that has left is not waited for"
+    fleet.stop_worker()
+    close(values(model), values(expected))
+
+
+@check(2)
+def parameters_that_come_later(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].requires_grad_(False)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    torch.manual_seed(me.rank)
+    more = nn.Linear(8, 8)
+    optimizer.add_param_group({"params": more.parameters(), "lr": 0.01})
+    model.append(more)
+    optimizer.minimize(loss_of(model, me.rank, 1))
+    alike(me, fleet, values(model))
+    more.weight.requires_grad_(False)
+    optimizer.minimize(loss_of(model, me.rank, 2))
+    more.weight.requires_grad_(True)  # nobody says so to us
+    optimizer.minimize(loss_of(model, me.rank, 3))
+    more.weight.requires_grad_(False)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    model[1].requires_grad_(True)  # seen in the step, after a backward without it
+    optimizer.minimize(loss_of(model, me.rank, 4))
+    optimizer.minimize(loss_of(model, me.rank, 5))
+    alike(me, fleet, values(model))
+    assert len(optimizer.param_groups) == 3
+    fleet.stop_worker()
+
+
+@check(2)
+def optimizer_state_is_here(me: Rank) -> None:
+    fleet = me.fleet()
+    model = network()
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters()), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    state, weights = copy.deepcopy(optimizer.state_dict()), values(model)
+    optimizer.minimize(loss_of(model, me.rank, 1))
+    after = values(model)
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for value, before in zip((*model.parameters(), *model.buffers()), weights, strict=True):
+            value.copy_(before)
+    optimizer.minimize(loss_of(model, me.rank, 1))
+    close(values(model), after, 0)
+    fleet.stop_worker()
+
+
+# ---------------------------------------------------------------- options
+
+
+@check(2)
+def local_sgd(me: Rank) -> None:
+    """Averages after steps 1, 2 (begin_step), then 5, 8; and what was computed after the last one counts at the end."""
+    copies = [network() for _ in range(me.size)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in copies]
+
+    def average() -> None:
+        with torch.no_grad():
+            for same in zip(*(each.parameters() for each in copies), strict=True):
+                mean = torch.stack([value.detach() for value in same]).mean(0)
+                for value in same:
+                    value.copy_(mean)
+            for same in zip(*(each.buffers() for each in copies), strict=True):
+                for value in same:
+                    value.copy_(same[0])
+
+    fleet = me.fleet()
+    model = network()
+    strategy = DistributedStrategy(local_sgd=LocalSGD(k_steps=3, begin_step=2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = fleet.distributed_optimizer(inner, strategy, model=model)
+    fleet.init_worker()
+    for step in range(1, 10):
+        for rank, (each, its) in enumerate(zip(copies, optimizers, strict=True)):
+            its.zero_grad()
+            loss_of(each, rank, step).backward()
+            its.step()
+        if step in (1, 2, 5, 8):
+            average()
+        optimizer.minimize(loss_of(model, me.rank, step))
+        close(values(model), values(copies[me.rank]))
+    fleet.stop_worker()
+    average()
+    close(list(model.parameters()), list(copies[0].parameters()))
+
+
+@check(2)
+def local_sgd_with_a_grad_scaler_and_uneven_data(me: Rank) -> None:
+    """A rank that skips a step, or stops, comes to the same averages as the others."""
+    fleet = me.fleet()
+    model = network()
+    strategy = DistributedStrategy(local_sgd=LocalSGD(k_steps=2))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+    fleet.init_worker()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(6 + 3 * me.rank):
+        optimizer.zero_grad()
+        loss = loss_of(model, me.rank, step) * (float("inf") if (me.rank, step) == (1, 3) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    fleet.stop_worker()
+    assert all(bool(value.isfinite().all()) for value in values(model))
+    (me.scratch / f"local.{me.rank}").write_text(repr([value.tolist() for value in values(model)]))
+    fleet = me.fleet()
+    plain = nn.Linear(1, 1)
+    fleet.distributed_optimizer(torch.optim.SGD(plain.parameters(), lr=0.1))
+    fleet.init_worker()
+    fleet.barrier_worker()
+    assert len({(me.scratch / f"local.{rank}").read_text() for rank in range(me.size)}) == 1
+    fleet.stop_worker()
+
+
+@check(2)
+def gradient_merge(me: Rank) -> None:
+    for avg in (True, False):
+        expected, model = network(), network()
+        theirs = torch.optim.Adam(expected.parameters(), lr=0.01)
+        fleet = me.fleet()
+        strategy = DistributedStrategy(gradient_merge=GradientMerge(k_steps=3, avg=avg))
+        optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), strategy, model=model)
+        fleet.init_worker()
+        for update in range(3):
+            theirs.zero_grad()
+            for part in range(3):
+                before = values(model)[0]
+                for rank in range(me.size):
+                    scale = me.size * (3 if avg else 1)
+                    expected.eval()
+                    (loss_of(expected, rank, 10 * update + part) / scale).backward()
+                model.eval()
+                optimizer.minimize(loss_of(model, me.rank, 10 * update + part))
+                assert torch.equal(values(model)[0], before) == (part < 2), "an update with the third"
+            theirs.step()
+        close(list(model.parameters()), list(expected.parameters()))
+        assert fleet.summary()["rounds"] == 3
+        fleet.stop_worker()
+
+
+@check(2)
+def half_precision_on_the_way(me: Rank) -> None:
+    for name, dtype in (("fp16_allreduce", torch.float16), ("bf16_allreduce", torch.bfloat16)):
+        fleet = me.fleet()
+        model = nn.Linear(8, 4)
+        strategy = DistributedStrategy(**{name: True})
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+        mine = copy.deepcopy(model)
+        each = []
+        for rank in range(me.size):
+            mine.zero_grad()
+            loss_of(mine, rank, 0).backward()
+            each.append([param.grad.to(dtype) / me.size for param in mine.parameters()])
+        expected = [sum(same).float() for same in zip(*each, strict=True)]
+        optimizer.zero_grad()
+        loss_of(model, me.rank, 0).backward()
+        close([param.grad for param in model.parameters()], expected, 0)
+        numel = sum(param.numel() for param in model.parameters())
+        assert fleet.summary()["gradient_bytes"] < 4 * numel, "half of what float32 takes, and the census"
+        fleet.stop_worker()
+
+
+@check(2)
+def power_sgd_is_torchs(me: Rank) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def hook(ddp: DistributedDataParallel) -> None:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step, 64).backward()
+            optimizer.step()
+
+    summary = beside_ddp(
+        me,
+        train,
+        large,
+        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        DistributedStrategy(power_sgd=PowerSGD(rank=2, start_step=3)),
+        hook,
+        1e-5,
+    )
+    numel = sum(param.numel() for param in large().parameters())
+    whole = 4 * (numel + me.size + len(list(large().parameters())))
+    low_rank = summary["gradient_bytes"] - 3 * whole
+    factors = 2 * (64 + 256 + 256 + 128)
+    rest = numel - 64 * 256 - 256 * 128 + me.size + len(list(large().parameters()))
+    assert 0 < low_rank <= 9 * 4 * (factors + rest), (low_rank, factors, rest)
+
+
+@check(2)
+def dgc_by_its_formula(me: Rank) -> None:
+    """Beside a simulation of all ranks by the formulas of the paper, written anew here."""
+    for nesterov, clip in ((False, None), (True, 0.5)):
+        strategy = DistributedStrategy(
+            dgc=DGC(rampup_begin_step=2, rampup_step=2, sparsity=(0.75, 0.9), local_grad_clip_norm=clip)
+        )
+        fleet = me.fleet()
+        model = large()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+        optimizer = fleet.distributed_optimizer(inner, strategy, model=model)
+        fleet.init_worker()
+        expected = large()
+        params = list(expected.parameters())
+        velocity = [torch.zeros_like(param) for param in params]
+        u = [[torch.zeros_like(param) for param in params] for _ in range(me.size)]
+        v = [[torch.zeros_like(param) for param in params] for _ in range(me.size)]
+        for step in range(7):
+            sparsity = None if step < 2 else (0.75, 0.9, 0.9, 0.9, 0.9)[step - 2]
+            gradients = []
+            for rank in range(me.size):
+                expected.zero_grad()
+                loss_of(expected, rank, step, 64).backward()
+                gradients.append([param.grad.clone() for param in params])
+            with torch.no_grad():
+                for index, param in enumerate(params):
+                    if sparsity is None or param.numel() < 16384:
+                        g = sum(each[index] for each in gradients) / me.size + 0.01 * param
+                        velocity[index].mul_(0.9).add_(g)
+                        param -= 0.05 * (g + 0.9 * velocity[index] if nesterov else velocity[index])
+                        continue
+                    total = torch.zeros_like(param)
+                    for rank in range(me.size):
+                        g = gradients[rank][index] + 0.01 * param
+                        if clip is not None:
+                            g = g * min(1.0, clip * me.size**-0.5 / float(g.norm()))
+                        if step == 2:
+                            u[rank][index] = velocity[index].clone()
+                        if nesterov:
+                            u[rank][index] = 0.9 * (u[rank][index] + g)
+                            v[rank][index] += u[rank][index] + g
+                        else:
+                            u[rank][index] = 0.9 * u[rank][index] + g
+                            v[rank][index] += u[rank][index]
+                        count = round(param.numel() * (1 - sparsity))
+                        threshold = v[rank][index].abs().reshape(-1).sort(descending=True).values[count - 1]
+                        sent = v[rank][index].abs() >= threshold
+                        total += torch.where(sent, v[rank][index], torch.zeros(()))
+                        u[rank][index][sent] = 0
+                        v[rank][index][sent] = 0
+                    param -= 0.05 * total / me.size
+            optimizer.minimize(loss_of(model, me.rank, step, 64))
+            close(list(model.parameters()), params, 1e-5)
+        fleet.stop_worker()
+
+
+@check(2)
+def dgc_sends_what_it_promises(me: Rank) -> None:
+    fleet = me.fleet()
+    model = large()
+    strategy = DistributedStrategy(dgc=DGC(sparsity=(0.999,)))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.05), strategy, model=model)
+    fleet.init_worker()
+    for step in range(5):
+        optimizer.minimize(loss_of(model, me.rank, step, 64))
+    small = sum(param.numel() for param in model.parameters() if param.numel() < 16384)
+    chosen = sum(round(0.001 * param.numel()) for param in model.parameters() if param.numel() >= 16384)
+    census = me.size + len(list(model.parameters()))
+    assert fleet.summary()["gradient_bytes"] == 5 * (8 * chosen + 4 * (small + census))
+    fleet.stop_worker()
+
+
+@check(4)
+def hierarchies_and_communicators_change_no_number(me: Rank) -> None:
+    results = []
+    for strategy in (
+        None,
+        DistributedStrategy(nccl_comm_num=3),
+        DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2),
+        DistributedStrategy(
+            use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=2, nccl_comm_num=2, bf16_allreduce=True
+        ),
+    ):
+        fleet = me.fleet()
+        model = large()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.05), strategy, model=model)
+        fleet.init_worker()
+        for step in range(4):
+            optimizer.minimize(loss_of(model, me.rank, step, 64))
+        alike(me, fleet, values(model))
+        results.append(values(model))
+        fleet.stop_worker()
+    close(results[1], results[0])
+    close(results[2], results[0])
+    close(results[3], results[0], 1e-2)
+    fleet = me.fleet()
+    strategy = DistributedStrategy(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=3)
+    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.05), strategy)
+    raises(ConfigurationError, "expected a divisor of 4 between 1 and 4; got 3", fleet.init_worker)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv1d(3, 5, 2), nn.BatchNorm1d(5), nn.ReLU(), nn.Conv1d(5, 2, 2))
+        self.plain = nn.BatchNorm1d(2, affine=False, momentum=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(self.layers(x))
+
+
+@check(2)
+def batch_norms_of_all_ranks(me: Rank) -> None:
+    """As one process with the batches of all ranks."""
+    fleet = me.fleet()
+    model, expected = Normed(), Normed()
+    norm = model.layers[1]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fleet.distributed_optimizer(inner, DistributedStrategy(sync_batch_norm=True), model=model)
+    assert model.layers[1] is norm
+    assert isinstance(norm, nn.BatchNorm1d)
+    model(torch.randn(2, 3, 6))  # before the job it is the layer it was
+    expected.load_state_dict(model.state_dict())
+    fleet.init_worker()
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        inputs = torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(step))
+        weights = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(100 + step))
+        theirs.zero_grad()
+        (expected(inputs) * weights).mean().backward()
+        theirs.step()
+        mine = slice(4 * me.rank, 4 * me.rank + 4)
+        optimizer.minimize((model(inputs[mine]) * weights[mine]).mean())
+    close(values(model), values(expected), 1e-5)
+    model.eval()
+    expected.eval()
+    close([model(inputs)], [expected(inputs)], 1e-5)
+    fleet.stop_worker()
+
+
+@check(2)
+def batch_norms_need_every_rank(me: Rank) -> None:
+    fleet = me.fleet()
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fleet.distributed_optimizer(inner, DistributedStrategy(sync_batch_norm=True), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    if me.rank == 0:
+        words = raises(FleetError, "sync_batch_norm needs every worker", fleet.stop_worker)
+        assert "worker 1 failed" in words
+    else:
+        raises(StateError, "worker 0 has stopped", lambda: loss_of(model, 1, 1))
+        fleet.stop_worker()
+
+
+@check(2)
+def recomputation(me: Rank) -> None:
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, me.rank, step, 64).backward()
+            optimizer.step()
+
+    beside_ddp(me, train, large, strategy=DistributedStrategy(recompute_checkpoints=["0", "2"]))
+    model = large()
+    kept: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda x: x):
+        loss_of(model, 0, 0, 64)
+    plain = len(kept)
+    fleet = me.fleet()
+    fleet.distributed_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), DistributedStrategy(recompute_checkpoints=["2"]), model=model
+    )
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda x: x):
+        loss_of(model, 0, 0, 64)
+    assert len(kept) < plain
+
+
+@check(2)
+def automatic_mixed_precision(me: Rank) -> None:
+    """As DDP under autocast with a GradScaler; on the CPU it is bfloat16."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = large()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    seen = []
+
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        by_hand = isinstance(model, DistributedDataParallel)
+        for step in range(6):
+            with torch.autocast("cpu", torch.bfloat16, enabled=by_hand):
+                result = model(batch(me.rank, step, 64))
+            seen.append(result.dtype)
+            loss = result.float().square().mean()
+            if by_hand:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            else:
+                optimizer.minimize(loss)
+
+    beside_ddp(me, train, Cast, strategy=DistributedStrategy(use_amp=True, amp_loss_scaling=256.0), tolerance=1e-5)
+    assert set(seen) == {torch.bfloat16}
+
+
+@check(2)
+def gradients_that_are_not_finite(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Linear(8, 4)
+    strategy = DistributedStrategy(check_finite=True)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+    fleet.init_worker()
+    before = values(model)
+    loss = loss_of(model, me.rank, 0) * (float("nan") if me.rank == 1 else 1.0)
+    raises(NonFiniteGradientError, "the gradient of 'weight' holds NaN", lambda: optimizer.minimize(loss))
+    close(values(model), before, 0)
+    optimizer.minimize(loss_of(model, me.rank, 1))
+    fleet.stop_worker()
+
+
+@check(2)
+def what_cannot_be_honoured_is_refused(me: Rank) -> None:
+    def wrap(optimizer: Any, strategy: Any = None, model: Any = None) -> Any:
+        fleet = me.fleet()
+        fleet.distributed_optimizer(optimizer, strategy, model=model)
+        return fleet
+
+    linear = nn.Linear(8, 4)
+    table = nn.Embedding(10, 4, sparse=True)
+    raises(UnsupportedError, "LBFGS", lambda: wrap(torch.optim.LBFGS(linear.parameters())))
+    raises(
+        UnsupportedError,
+        "'0' is a sparse table",
+        lambda: wrap(torch.optim.SGD(table.parameters(), lr=0.1), None, nn.Sequential(table)),
+    )
+    for option in ({"sync_batch_norm": True}, {"recompute_checkpoints": ["0"]}, {"use_amp": True}):
+        raises(
+            ConfigurationError,
+            f"{next(iter(option))} acts on the model",
+            lambda given=option: wrap(torch.optim.SGD(linear.parameters(), lr=0.1), DistributedStrategy(**given)),
+        )
+    raises(
+        ConfigurationError,
+        "expected 0; got nowhere",
+        lambda: wrap(
+            torch.optim.SGD(linear.parameters(), lr=0.1),
+            DistributedStrategy(recompute_checkpoints=["nowhere"]),
+            nn.Sequential(nn.Linear(1, 1)),
+        ),
+    )
+    dgc = DistributedStrategy(dgc=DGC())
+    for optimizer, words in (
+        (torch.optim.Adam(linear.parameters()), "knows no other optimizer's; expected torch.optim.SGD; got Adam"),
+        (torch.optim.SGD(linear.parameters(), lr=0.1, momentum=0.5, dampening=0.5), "SGD's dampening=0.5"),
+        (torch.optim.SGD(linear.parameters(), lr=0.1, maximize=True), "SGD's maximize=True"),
+    ):
+        raises(UnsupportedError, words, wrap(optimizer, dgc).init_worker)
+    scalar = nn.Parameter(torch.zeros(()))
+    power = DistributedStrategy(power_sgd=PowerSGD())
+    raises(
+        UnsupportedError, "no parameter without a dimension", wrap(torch.optim.SGD([scalar], lr=0.1), power).init_worker
+    )
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    raises(
+        StateError,
+        "no parameter of the optimizer requires",
+        wrap(torch.optim.SGD(frozen.parameters(), lr=0.1)).init_worker,
+    )
+    fleet = me.fleet()
+    model = large()
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dgc)
+    fleet.init_worker()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, me.rank, 0, 64)).backward()
+    raises(UnsupportedError, "dgc and a GradScaler exclude each other", lambda: scaler.step(optimizer))
+    fleet.stop_worker()
+
+
+# ---------------------------------------------------------------- doors
+
+
+@check(2)
+def the_transpiler_in_nccl2_mode(me: Rank) -> None:
+    import fleet
+    from fleet.transpiler import DistributeTranspiler, DistributeTranspilerConfig
+
+    for mode, collective_mode in (("nccl2", None), ("collective", "grad_allreduce"), ("collective", "local_sgd")):
+        model, expected = network(me.rank), network(0)
+        program = fleet.Program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        config = DistributeTranspilerConfig()
+        config.mode, config.collective_mode = mode, collective_mode
+        t = DistributeTranspiler(config=config)
+        t.transpile(
+            me.rank,
+            program=program,
+            startup_program=program,
+            trainers=",".join(me.endpoints),
+            current_endpoint=me.endpoints[me.rank],
+        )
+        trainer = t.get_trainer_program()
+        theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for step in range(5):
+            trainer.minimize(loss_of(trainer.model, me.rank, step))
+            theirs.zero_grad()
+            (sum(loss_of(expected, rank, step) for rank in range(me.size)) / me.size).backward()
+            theirs.step()
+        close(list(model.parameters()), list(expected.parameters()))
+        assert trainer.fleet.worker_num() == me.size
+        raises(StateError, "which has no servers", lambda t=t: t.get_pserver_program("127.0.0.1:1"))
+        trainer.close()
+        trainer.close()
+
+
+@check(2)
+def calls_in_the_wrong_place(me: Rank) -> None:
+    fleet = me.fleet()
+    model = network()
+    raises(FleetError, "came before distributed_optimizer()", fleet.init_worker)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    raises(StateError, "called twice", lambda: fleet.distributed_optimizer(optimizer))
+    for call in (optimizer.step, fleet.barrier_worker, fleet.summary, lambda: fleet.save_persistables("x")):
+        raises(FleetError, "before fleet.init_worker()", call)
+    raises(FleetError, "before init_worker()", fleet.stop_worker)
+    for call in (fleet.init_server, fleet.run_server):
+        raises(StateError, "collective job, which has no servers", call)
+    assert not fleet.is_server()
+    assert fleet.server_num() == 0
+    fleet.init_worker()
+    raises(StateError, "init_worker() was called twice", fleet.init_worker)
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    fleet.stop_worker()
+    fleet.stop_worker()
+    for call in (optimizer.step, fleet.barrier_worker, lambda: fleet.metrics.sum(1.0)):
+        raises(StateError, "after the job ended for this worker", call)
+
+
+@check(2)
+def another_model_on_one_rank(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Linear(8, 4 + me.rank)
+    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    if me.rank == 1:
+        raises(PlanMismatchError, "worker 1 is about to train something else than worker 0", fleet.init_worker)
+    else:
+        raises(FleetError, "worker 1 failed and ended the job", fleet.init_worker)
+
+
+# ---------------------------------------------------------------- among workers
+
+
+@check(2, 4)
+def reductions_and_metrics(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Linear(1, 1)
+    fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    fleet.init_worker()
+    ranks = np.arange(me.size)
+    for op, expected in (("sum", ranks.sum()), ("mean", ranks.mean()), ("max", ranks.max()), ("min", 0)):
+        got = fleet.all_reduce_worker(np.full((2, 3), me.rank, np.float32), op=op)
+        assert got.dtype == np.float32
+        assert np.array_equal(got, np.full((2, 3), expected, np.float32))
+    output = torch.zeros(4, dtype=torch.int64)
+    assert fleet.all_reduce_worker(torch.tensor([True, False, True, bool(me.rank)]), output) is output
+    assert output.tolist() == [me.size, 0, me.size, me.size - 1]
+    wide = torch.arange(2_000_000, dtype=torch.float64) + me.rank  # more than one piece
+    assert torch.equal(
+        fleet.all_reduce_worker(wide), torch.arange(2_000_000, dtype=torch.float64) * me.size + ranks.sum()
+    )
+    assert fleet.all_reduce_worker(np.zeros((0, 3))).shape == (0, 3)
+    raises(ConfigurationError, "op is unknown", lambda: fleet.all_reduce_worker(1.0, op="product"))
+    assert fleet.metrics.max(float(me.rank)) == me.size - 1
+    labels = torch.arange(40) % 2
+    scores = (torch.arange(40) % (2 + me.rank)) / 8
+    assert 0 < fleet.metrics.auc(scores, labels) < 1
+    assert fleet.split_files([str(i) for i in range(2 * me.size + 1)])[0] == str(0 if me.rank == 0 else 2 * me.rank + 1)
+    error = raises(
+        PlanMismatchError,
+        "workers asked for different things",
+        fleet.barrier_worker if me.rank else lambda: fleet.all_reduce_worker(1.0),
+    )
+    assert "worker 0: all_reduce sum of float64 (); worker 1: barrier" in error
+    fleet.barrier_worker()  # those after it go on
+    if me.rank:
+        assert fleet.all_reduce_worker(1.0) == me.size - 1, "rank 0 has left"
+    fleet.stop_worker()
+
+
+@check(2)
+def nobody_waits_for_ever(me: Rank) -> None:
+    """Rank 0 at a barrier, rank 1 in a step: each for the other."""
+    fleet = me.fleet()
+    model = nn.Linear(8, 4)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    if me.rank == 0:
+        raises(StateError, "worker 0 waits in barrier 1 for worker 1, which waits in a step", fleet.barrier_worker)
+    else:
+        raises(
+            FleetError,
+            "worker 0 failed and ended the job; got worker 0 waits in barrier 1",
+            lambda: optimizer.minimize(loss_of(model, 1, 1)),
+        )
+    fleet.stop_worker()  # hides nothing
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise ValueError("a bad gradient")
+
+
+@check(2)
+def a_backward_that_fails_is_not_stepped_over(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    if me.rank == 1:
+        broken = model[1](_Broken.apply(model[0](batch(1, 1)))).mean()
+        raises(ValueError, "a bad gradient", lambda: optimizer.minimize(broken))
+        raises(StateError, "a backward ended in an exception", optimizer.step)
+        fleet._chosen.abort("a bad gradient")
+    else:
+        raises(FleetError, "worker 1 failed", lambda: optimizer.minimize(loss_of(model, 0, 1)))
+    fleet.stop_worker()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@check(2)
+def a_job_goes_on_where_it_was_saved(me: Rank) -> list[float]:
+    def job(seed: int) -> tuple[Any, nn.Module, Any]:
+        fleet = me.fleet()
+        model = network(seed)
+        optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+        fleet.init_worker()
+        return fleet, model, optimizer
+
+    fleet, model, optimizer = job(0)
+    assert fleet.resume_step() == 0
+    for step in range(3):
+        optimizer.minimize(loss_of(model, me.rank, step))
+    fleet.save_persistables(str(me.scratch / "by-all"))
+    if me.rank == 1:
+        fleet.save_persistables(str(me.scratch / "by-one"))
+    saved = values(model)
+    for step in range(3, 6):
+        optimizer.minimize(loss_of(model, me.rank, step))
+    expected = values(model)
+    fleet.stop_worker()
+    for where in ("by-all", "by-one"):
+        fleet, model, optimizer = job(7)
+        fleet.load_persistables(str(me.scratch / where))
+        assert fleet.resume_step() == 3
+        close(values(model), saved, 0)
+        for step in range(fleet.resume_step(), 6):
+            optimizer.minimize(loss_of(model, me.rank, step))
+        close(values(model), expected, 0)
+        fleet.stop_worker()
+    return [float(value) for value in saved[0].reshape(-1)]
+
+
+@check(2)
+def checkpoints_that_do_not_fit(me: Rank) -> None:
+    fleet = me.fleet()
+    model = nn.Linear(3, 2)
+    fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+    fleet.init_worker()
+    raises(CheckpointError, "there is no checkpoint here", lambda: fleet.load_persistables(str(me.scratch / "none")))
+    fleet.save_persistables(str(me.scratch / "linear"))
+    fleet.stop_worker()
+    fleet = me.fleet()
+    model = nn.Linear(3, 4)
+    fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+    fleet.init_worker()
+    words = "'weight': float32 (2, 3), Adam in the checkpoint, float32 (4, 3), Adam in the job"
+    raises(CheckpointError, words, lambda: fleet.load_persistables(str(me.scratch / "linear")))
+    fleet.stop_worker()
+
+
+@check(2)
+def a_checkpoint_of_servers(me: Rank) -> None:
+    """Written by the test, on two servers, in blocks."""
+    fleet = me.fleet()
+    model = nn.Sequential(nn.Linear(20, 10), nn.Linear(10, 3))
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+    fleet.init_worker()
+    fleet.load_persistables(str(me.scratch / "by-servers"))
+    expected = torch.load(me.scratch / "by-servers.pt", weights_only=True)
+    close(list(model.parameters()), expected["params"], 0)
+    states = [optimizer._wrapped[0].state[param] for param in model.parameters()]
+    assert [float(state["step"]) for state in states] == [4.0] * 4
+    close([state["exp_avg"] for state in states], expected["exp_avg"], 1e-6)
+    assert fleet.resume_step() == 4
+    optimizer.minimize(model(torch.ones(2, 20)).sum())
+    fleet.stop_worker()
+
+
+if __name__ == "__main__":
+    serve(CHECKS)

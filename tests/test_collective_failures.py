@@ -1,0 +1,111 @@
+"""Collective jobs of which one worker is lost: the others stop in time, with an error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "collective_failures.py"
+WORKERS = 3
+#: Of silence; what the workers are given to start and end comes on top.
+DEADLINE_S = 6.0
+PATIENCE_S = 100.0
+
+Start = Callable[[str, int], list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(free_endpoints: Callable[[int], list[str]]) -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(variant: str, who: int) -> list[subprocess.Popen[str]]:
+        strange = ("PADDLE_", "FLAGS_", "FLEET_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+        environ |= {
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(free_endpoints(WORKERS)),
+            "FLAGS_rpc_deadline": str(round(DEADLINE_S * 1000)),
+            "FLEET_STARTUP_DEADLINE": "12" if variant == "absent" else "60",
+            "OMP_NUM_THREADS": "1",
+        }
+        for rank in range(WORKERS):
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(SCRIPT), variant, str(who)],
+                    env={**environ, "PADDLE_TRAINER_ID": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return started
+
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+def ends(processes: list[subprocess.Popen[str]], without: int | None = None) -> dict[int, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each process but one."""
+    until = time.monotonic() + PATIENCE_S
+    found = {}
+    for rank, process in enumerate(processes):
+        if rank != without:
+            out, err = process.communicate(timeout=max(1.0, until - time.monotonic()))
+            found[rank] = process.returncode, out, err
+    return found
+
+
+@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["member", "host of the store"])
+@pytest.mark.parametrize("variant", ["kill", "freeze"])
+def test_a_worker_that_is_lost_is_named(start: Start, variant: str, who: int) -> None:
+    for code, out, err in ends(start(variant, who), without=who).values():
+        assert code == 1
+        assert "trained" not in out
+        told = re.findall(r"fleet\.errors\.DeadlineError: (.*)", err)
+        assert told, err
+        assert f"worker {who}" in told[-1]
+
+
+def test_an_exception_ends_the_job_for_all(start: Start) -> None:
+    ended = ends(start("raise", 2))
+    assert "ValueError: a bad batch" in ended.pop(2)[2]
+    for code, _, err in ended.values():
+        assert code == 1
+        assert "JobAbortedError: worker 2 failed and ended the job" in err
+        assert "ValueError: a bad batch" in err
+
+
+@pytest.mark.slow
+def test_a_script_that_just_ends(start: Start) -> None:
+    ended = ends(start("end", 1))
+    assert ended.pop(1)[0] == 0
+    for code, _, err in ended.values():
+        assert code == 1
+        assert "worker 1 failed and ended the job; got its script ended without fleet.stop_worker()" in err
+
+
+def test_a_long_step_is_no_silence(start: Start) -> None:
+    for code, out, err in ends(start("slow", 1)).values():
+        assert code == 0, err
+        assert out == "trained\n"
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_come(start: Start) -> None:
+    ended = ends(start("absent", 1))
+    assert ended.pop(1)[0] == 0
+    for code, _, err in ended.values():
+        assert code == 1
+        assert "workers 1 did not come within 12 s" in err

@@ -1,0 +1,76 @@
+"""Collective jobs by the launchers, with the examples: fleetrun, torchrun, and a restart by torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLEETRUN = ("-m", "fleet.launch")
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=localhost:0",
+    "--nproc-per-node",
+    "2",
+)
+
+
+def launch(cwd: Path, *command: str) -> str:
+    """What a whole launch printed; it must end well."""
+    strange = ("PADDLE_", "FLAGS_", "FLEET_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    started = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = started.communicate(timeout=110)
+    finally:
+        started.terminate()
+        started.wait(10)
+    assert started.returncode == 0, err
+    return out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        ((*FLEETRUN, "--worker_num", "2"), ()),
+        pytest.param(TORCHRUN, ("--local_sgd", "4"), marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, (), marks=pytest.mark.slow),
+    ],
+    ids=["fleetrun", "torchrun, local SGD", "torchrun"],
+)
+def test_digits_are_learned(tmp_path: Path, launcher: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+    pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
+    out = launch(tmp_path, *launcher, str(ROOT / "examples" / "collective.py"), *arguments)
+    found = re.findall(r"worker (\d) of 2: accuracy ([\d.]+)", out)
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    assert len({accuracy for _, accuracy in found}) == 1, "the same model"
+    assert float(found[0][1]) > 0.95
+
+
+@pytest.mark.slow
+def test_a_restarted_job_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "elastic.py")
+
+    def ends(*arguments: str) -> set[tuple[str, str]]:
+        out = launch(tmp_path, *TORCHRUN, "--max-restarts", "2", script, *arguments)
+        found = re.findall(r"worker \d of 2 began at step (\d+); parameters add up to (\S+)", out)
+        assert len(found) == 2
+        return set(found)
+
+    ((begun, total),) = ends("--checkpoint", "whole")
+    assert begun == "0"
+    assert ends("--checkpoint", "broken", "--fail_at", "35") == {("30", total)}
