@@ -368,6 +368,53 @@ def test_changed_rows_are_told_until_the_next_push() -> None:
     assert changes.take(0, 2) == {}
 
 
+def test_a_late_copy_of_an_older_push_takes_no_notice_away() -> None:
+    changes = Changes()
+    changes.hold(0, 0, np.array([1]))
+    assert changes.take(0, 1) == changes.take(0, 2) == {}
+    changes.mark(1, 0, np.array([1]))
+    assert changes.take(0, 1) == {}, "its sender has long been answered"
+    assert changes.take(0, 3)[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_rows_may_be_trained_in_evaluation_mode(every: int) -> None:
+    """As when batch norm and dropout are frozen. An unknown row reads the mean there, and exists after its step."""
+
+    def body(strategy: Any) -> Callable[[Fleet, int], list[float]]:
+        def run(fleet_: Fleet, worker: int) -> list[float]:
+            table = fleet.nn.Embedding(None, 1, initializer="uniform(1, 2)")
+            optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), strategy)
+            fleet_.init_worker()
+            table.eval()
+            for ids in ([3, 4], [4, 5]):
+                optimizer.minimize((table(torch.tensor(ids)) ** 2).sum() / 2)
+            table.train()
+            return table(torch.tensor([3, 4, 5]))[:, 0].tolist()
+
+        return run
+
+    (expected,) = run_job(body(None), 1, 1)
+    assert run_job(body(StrategyFactory.create_half_async_strategy()), 1, 2) == [expected]
+    assert run_job(body(geo(every)), 1, 2) == [expected]
+
+
+def test_a_batch_of_nothing_but_padding_is_a_step_of_the_table() -> None:
+    def body(strategy: Any) -> Callable[[Fleet, int], float]:
+        def run(fleet_: Fleet, worker: int) -> float:
+            table = fleet.nn.Embedding(9, 1, padding_idx=0, initializer="zeros")
+            optimizer = fleet_.distributed_optimizer(torch.optim.SparseAdam(list(table.parameters()), lr=0.1), strategy)
+            fleet_.init_worker()
+            for ids, scale in ((1, 1.0), (0, 1.0), (1, 5.0)):
+                optimizer.minimize(table(torch.tensor([ids])).sum() * scale)
+            return table(torch.tensor([1])).item()
+
+        return run
+
+    (expected,) = run_job(body(None), 1, 1)
+    assert run_job(body(geo(2)), 1, 1) == [expected]
+
+
 # --- As any other optimizer -------------------------------------------------------------------------------------------
 
 
@@ -526,6 +573,29 @@ def test_without_the_first_worker_there_is_no_checkpoint(tmp_path: Path) -> None
     assert "none in" in refused[0]
     assert "it has left" in refused[1]
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_saving_alone_before_saving_together(tmp_path: Path) -> None:
+    """The first worker saves more often than the others, and runs ahead of them."""
+    ahead = threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=0.1), geo(2))
+        fleet_.init_worker()
+        optimizer.minimize(weight.sum())
+        if worker == 0:
+            fleet_.save_persistables(str(tmp_path / "best"))
+        else:
+            assert ahead.wait(20)
+        fleet_.save_persistables(str(tmp_path / "a"))
+        if worker == 0:
+            fleet_.save_persistables(str(tmp_path / "b"))
+            ahead.set()
+        else:
+            fleet_.save_persistables(str(tmp_path / "b"))
+
+    Job(body, 2, 1, environ={**PATIENT, "FLAGS_rpc_deadline": "3000"}).run()
 
 
 # --- Choosing it ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +16,8 @@ from test_geo import Watched
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
+from fleet.ps.wire.grpc_client import GrpcCall
+from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.strategy import Strategy
 
 Batch = torch.Tensor
@@ -278,3 +282,113 @@ def test_a_group_says_what_is_wrong_with_its_ids() -> None:
         group(BATCH[0])
     with pytest.raises(NotInitializedError, match="before its job"):
         group({"a": BATCH[0]})
+
+
+# --- What must not hold anybody up ------------------------------------------------------------------------------------
+
+
+def over_grpc(body: Callable[[Fleet, int], Any], threads: int, workers: int = 1, servers: int = 1) -> list[Any]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(servers)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        endpoints = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    return run_job(body, workers, servers, network=GrpcNetwork(threads), endpoints=endpoints)
+
+
+@pytest.mark.parametrize("strategy", [None, StrategyFactory.create_half_async_strategy()], ids=["sync", "half-async"])
+def test_large_replies_that_nobody_reads_yet_hold_no_thread_of_the_server(strategy: Strategy | None) -> None:
+    """Each batch's rows are 8 MiB, which no window of the connection takes in, and the server has two threads."""
+
+    def body(fleet_: Fleet, worker: int) -> int:
+        table = fleet.nn.Embedding(None, 256, initializer="zeros")
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), strategy)
+        fleet_.init_worker()
+        data = [torch.arange(8192) + 8192 * number for number in range(5)]
+        for ids in fleet_.prefetch(data, lambda ids: {table: ids}, 2):
+            optimizer.minimize(table(ids).square().mean())
+        return fleet_.summary()["steps"]
+
+    assert over_grpc(body, threads=2) == [5]
+
+
+def test_evaluations_use_what_was_fetched_ahead_and_leave_nothing_at_the_server() -> None:
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(None, 1, initializer="constant(5)")
+        fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+        fleet_.init_worker()
+        table.eval()
+        for ids in fleet_.prefetch([torch.tensor([number]) for number in range(9)], lambda ids: {table: ids}):
+            assert table(ids).item() == 5
+
+    run_job(body, 1, 1, network=network)
+    assert len(pulls(network)) == 9, "one for each batch, and each was answered"
+
+
+def test_steps_that_are_interrupted_leave_no_reply_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the first server's answer is waited for; the second one's is large."""
+    result, interrupts = GrpcCall.result, []
+
+    def interrupted(call: GrpcCall) -> Any:
+        if threading.current_thread().name == "job-work-0" and interrupts:
+            raise interrupts.pop()
+        return result(call)
+
+    monkeypatch.setattr(GrpcCall, "result", interrupted)
+
+    def body(fleet_: Fleet, worker: int) -> list[int]:
+        weights = [torch.nn.Parameter(torch.zeros(2048, 1024)) for _ in range(2)]
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(weights, lr=0.1))
+        fleet_.init_worker()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        for _ in range(4):
+            interrupts.append(KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.step()  # finishes the interrupted step, which is still the first, and takes the second
+        assert fleet_._chosen is not None
+        assert all(weight[0, 0].item() == pytest.approx(-0.2) for weight in weights)
+        return [len(client._under_way) for client in fleet_._chosen._worker.clients]
+
+    assert over_grpc(body, threads=3, servers=2) == [[0, 0]]
+
+
+def test_two_modules_of_one_table_are_fetched_together() -> None:
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        one, other = fleet.nn.Embedding(None, 1), fleet.nn.Embedding(None, 1)
+        other.weight, other._handle = one.weight, one._handle
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
+        fleet_.init_worker()
+        for ids in fleet_.prefetch([torch.tensor([1, 2])] * 3, lambda ids: {one: ids, other: ids + 1}):
+            optimizer.minimize((one(ids) + other(ids + 1)).sum())
+
+    run_job(body, 1, 1, network=network)
+    assert pulls(network) == [1] * 3
+
+
+def test_a_table_of_another_job_is_refused() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        stranger = Fleet(environ={})
+        stranger.init()
+        theirs = fleet.nn.Embedding(9, 1)
+        stranger.distributed_optimizer(torch.optim.SGD(theirs.parameters(), lr=1.0))
+        stranger.init_worker()
+        table = fleet.nn.Embedding(9, 1)
+        fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+        fleet_.init_worker()
+        with pytest.raises(ConfigurationError, match="a table of another job"):
+            list(fleet_.prefetch(BATCH, lambda ids: {theirs: ids}))
+        stranger.stop_worker()
+
+    run_job(body, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["items", "type", "a.b", ""])
+def test_names_that_torch_cannot_have_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot have this name"):
+        fleet.nn.EmbeddingGroup({name: (None, 2)})

@@ -29,6 +29,12 @@ class EmbeddingGroup(torch.nn.ModuleDict):
             )
         made = {}
         for name, sizes in tables.items():
+            if not isinstance(name, str) or not name or "." in name or hasattr(torch.nn.ModuleDict, name):
+                raise ConfigurationError(
+                    "a table of a group cannot have this name",
+                    expected="text without a dot that is no attribute of torch.nn.ModuleDict",
+                    got=repr(name),
+                )
             if not isinstance(sizes, tuple | list) or len(sizes) != 2:
                 raise ArgumentTypeError(
                     f"table {name!r} is not described", expected="(num_embeddings, embedding_dim)", got=repr(sizes)

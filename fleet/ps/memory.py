@@ -25,14 +25,14 @@ KEPT = 4
 SLACK = 1.5
 
 # Blocks come back whenever Python finds them unused, on whatever thread: nothing here may need a lock.
-_free: deque[bytearray] = deque(maxlen=KEPT)
+_free: deque[memoryview] = deque(maxlen=KEPT)
 
 
 def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """So many bytes, holding anything."""
     if not SMALLEST <= nbytes <= LARGEST:
         return np.empty(nbytes, np.uint8)
-    block = _fitting(nbytes) or bytearray(nbytes)
+    block = _fitting(nbytes) or np.empty(nbytes, np.uint8).data
     array = np.frombuffer(block, np.uint8, nbytes)
     # Views of the array, and tensors made of them, keep the array itself alive: its memory is not numpy's own.
     weakref.finalize(array, _free.append, block).atexit = False
@@ -46,7 +46,7 @@ def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(take(numel * dtype.itemsize)).view(dtype)
 
 
-def _fitting(nbytes: int) -> bytearray | None:
+def _fitting(nbytes: int) -> memoryview | None:
     for _ in range(len(_free)):
         try:
             block = _free.popleft()

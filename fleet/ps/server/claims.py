@@ -32,13 +32,13 @@ class Claims:
         self._deadline_s = deadline_s
         self._only_first = only_first
         self._open: dict[str, _Claim] = {}
-        #: the newest finished checkpoint and who wrote it
-        self._written: tuple[str, int] | None = None
+        #: every finished checkpoint and who wrote it: others may come for it much later
+        self._written: dict[str, int] = {}
 
     def claim(self, name: str, waiting: Waiting, now: float, first_is_gone: bool, outbox: Outbox) -> None:
         """Grant the writing, or let the request wait until somebody else has done it."""
         worker = waiting.worker
-        if self._written is not None and self._written[0] == name and self._written[1] != worker:
+        if self._written.get(name, worker) != worker:
             outbox.append((waiting.respond, waiting.answer()))  # written already, by somebody quicker
             return
         if self._only_first and worker != 0 and first_is_gone:
@@ -60,7 +60,7 @@ class Claims:
             self._settle(name, FleetError(f"worker {worker} could not write the checkpoint", got=failure), outbox)
         else:
             self._settle(name, None, outbox)
-            self._written = (name, worker)
+            self._written[name] = worker
 
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:

@@ -51,6 +51,8 @@ class Changes:
 
     def take(self, worker: int, step: int) -> dict[int, Ids]:
         """The ids, by table, that ``worker`` is told with the answer to its push number ``step``."""
+        if step < self._told_at.get(worker, 0):
+            return {}  # a late copy of an older push, whose sender has gone on
         again = self._told_at.get(worker) == step
         self._told_at[worker] = step
         taken = {table: held.take(again) for table, held in sorted(self._held.get(worker, {}).items())}

@@ -235,5 +235,5 @@ def set_state(
     """Give a parameter state out of a checkpoint; ``elementwise`` names the keys that are of its size."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            value = value.reshape(param.shape if key in elementwise else value.shape).clone()
+            value = value.reshape(param.shape).to(param.device, copy=True) if key in elementwise else value.clone()
         owner.state[param][key] = value

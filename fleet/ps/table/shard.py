@@ -230,9 +230,13 @@ class Shard:
         row_bytes = max(1, table.nbytes // max(1, len(table)))
         stop = min(len(table), row + max(1, EXPORT_BYTES // row_bytes))
         ids, columns = table.export(row, stop)
-        about = {"table": table.spec.name, "step": table.step, "columns": list(columns)}
+        about = {"table": table.spec.name, "step": self._step_to_keep(table), "columns": list(columns)}
         following = self._table_cursor(index, stop) if stop < len(table) else self._table_cursor(index + 1, 0)
         return Piece(about, [ids, *columns.values()], following)
+
+    def _step_to_keep(self, table: Table) -> int:
+        """The step count goes with the rows' optimizer state; where workers have that, it starts afresh."""
+        return table.step if self.changes is None else 0
 
     def _table_cursor(self, index: int, row: int) -> str:
         return f"table:{index}:{row}" if index < len(self.tables) else ""

@@ -9,7 +9,7 @@ from fleet import errors
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame, read_frame
-from fleet.ps.wire.transport import Handler, Respond
+from fleet.ps.wire.transport import Handler, Respond, TransportError
 
 _log = logging.getLogger("fleet.wire")
 
@@ -55,6 +55,8 @@ def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond) -> None:
         handler(read_frame(pb.Request, pieces), respond)
     except FleetError as error:
         respond(error_reply(error))
+    except TransportError as error:  # there is nobody to answer
+        _log.debug("a request did not arrive whole: %s", error)
     except Exception as error:
         _log.exception("a request failed inside the server")
         respond(error_reply(FleetError("the server failed on this request", got=repr(error))))

@@ -24,7 +24,7 @@ from fleet.ports import holder_of, is_taken
 from fleet.ps.wire.errors import serve
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, UPLOAD, URGENT, GrpcChannel
-from fleet.ps.wire.transport import Handler
+from fleet.ps.wire.transport import Handler, TransportError
 
 _log = logging.getLogger("fleet.wire")
 
@@ -102,7 +102,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             _Exchange(context, send, lanes).serve(handler, (request,))
 
         def upload(requests: Iterator[bytes], context: Any, send: _Send) -> None:
-            _Exchange(context, send, lanes).serve(handler, requests)
+            _Exchange(context, send, lanes).serve(handler, _as_long_as_sent(requests))
 
         overtaking = _Lanes(urgent, 1)
 
@@ -121,6 +121,13 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: Any) -> Any:
         return self._methods.get(details.method)
+
+
+def _as_long_as_sent(requests: Iterator[bytes]) -> Iterator[bytes]:
+    try:
+        yield from requests
+    except grpc.RpcError:
+        raise TransportError("the peer hung up in the middle of its request") from None
 
 
 class _Lanes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from concurrent.futures import Future
 
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
@@ -55,9 +56,10 @@ class ServerClient:
         """A request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
         return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
 
-    def start(self, frame: Frame, what: str) -> Pending:
-        """Send a request; ``what`` names it in errors ("push of step 7")."""
-        return Pending(self, frame, what)
+    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> Pending:
+        """Send a request; ``what`` names it in errors ("push of step 7"). Nobody waits yet for the reply to one that is
+        ``ahead``."""
+        return Pending(self, frame, what, ahead)
 
     def call(self, frame: Frame, what: str) -> Frame:
         return self.start(frame, what).result()
@@ -155,10 +157,11 @@ class ServerClient:
 
     # ---------------------------------------------------------------- for Pending
 
-    def launch(self, frame: Frame) -> Call:
+    def launch(self, frame: Frame, ahead: bool) -> Call:
         with self._lock:
             call = None if self._failure else self._channel.start(frame)
             if call is not None:
+                call = _ReadAtOnce(call) if ahead else call
                 self._under_way.add(call)
                 return call
         raise self.report()
@@ -209,6 +212,28 @@ class ServerClient:
         )
 
 
+class _ReadAtOnce:
+    """A call whose reply is read as it comes, by a thread: a server's send waits for its reader, and a large reply that
+    nobody reads yet would hold a thread of the server, and in the end the reply that its worker waits for."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._reply: Future[Frame] = Future()
+        threading.Thread(target=self._read, name="fleet-ahead", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            self._reply.set_result(self._call.result())
+        except BaseException as error:
+            self._reply.set_exception(error)
+
+    def result(self) -> Frame:
+        return self._reply.result()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
 class Pending:
     """A request under way. Repeating it is safe: a server answers a step it already knows without applying it again.
 
@@ -216,11 +241,11 @@ class Pending:
     server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
     """
 
-    def __init__(self, client: ServerClient, frame: Frame, what: str) -> None:
+    def __init__(self, client: ServerClient, frame: Frame, what: str, ahead: bool) -> None:
         self._client = client
         self._frame = frame
         self._what = what
-        self._call = client.launch(frame)
+        self._call = client.launch(frame, ahead)
 
     def abandon(self) -> None:
         """Nobody wants the reply any more."""
@@ -247,7 +272,7 @@ class Pending:
                 if retries > client.retry_times:
                     raise client.broken(self._what, retries, error) from None
                 client.clock.sleep(RETRY_PAUSE_S)
-                self._call = client.launch(self._frame)
+                self._call = client.launch(self._frame, False)
             else:
                 return client.answered(reply)
             finally:

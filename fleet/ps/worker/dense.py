@@ -54,13 +54,13 @@ class ParameterWriter:
     def __init__(self, params: Sequence[torch.Tensor], layouts: Sequence[DenseLayout]) -> None:
         self._params = params
         self._layouts = layouts
-        self._memory: list[int] | None = None
+        self._memory: list[tuple[int, tuple[int, ...]]] | None = None
         self._places: list[dict[str, list[torch.Tensor]]] = []
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
     def write(self, flats: Sequence[Flat]) -> None:
-        memory_now = [param.data_ptr() for param in self._params]
+        memory_now = [(param.data_ptr(), param.stride()) for param in self._params]
         if memory_now != self._memory:
             self._memory = memory_now
             self._look_up()

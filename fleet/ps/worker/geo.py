@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,17 +52,20 @@ class HeldRows:
 
     def read(self, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
         """The rows of ids, which are distinct. What is not held is fetched, and held if it is to be trained."""
-        known = self._mine.known(ids)
-        missing = ids[~known]
-        if not len(missing):
-            return self._mine.read(ids, training)
-        fetched = fetch(missing)
         if training:
+            self.hold(ids, fetch)
+            return self._mine.read(ids, training)
+        known, rows = self._mine.known(ids), self._mine.read(ids, training)
+        if not known.all():
+            rows[~known] = fetch(ids[~known])
+        return rows
+
+    def hold(self, ids: Ids, fetch: Callable[[Ids], Array]) -> None:
+        missing = self.missing(ids)
+        if len(missing):
+            fetched = fetch(missing)
             self._agreed.load(missing, {WEIGHT: fetched})
             self._mine.load(missing, {WEIGHT: fetched})
-        rows = self._mine.read(ids, training)
-        rows[~known] = fetched
-        return rows
 
     def missing(self, ids: Ids) -> Ids:
         """The ids among these that are not held."""
@@ -69,8 +73,10 @@ class HeldRows:
         return missing
 
     def train(self, ids: Ids, grads: Array, options: Mapping[str, Any]) -> None:
-        self._touched.append(ids)
-        self._mine.apply(ids, grads, options, self._mine.step + 1)
+        self._mine.step += 1
+        if len(ids):
+            self._touched.append(ids)
+            self._mine.apply(ids, grads, options, self._mine.step)
 
     def change(self, divisor: int) -> Rows | None:
         if not self._touched:
@@ -124,14 +130,15 @@ class Replica:
     def missing(self, index: int, ids: Ids) -> Ids:
         return self._tables[index].missing(ids)
 
-    def train(self, update: Callable[[], None], rows: Mapping[int, Rows]) -> None:
-        """One step: ``update`` runs the user's optimizers."""
+    def train(self, update: Callable[[], None], rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
+        """One step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
+        for index, (ids, _) in rows.items():  # what was read in evaluation mode is not held yet
+            self._tables[index].hold(ids, partial(fetch, index))
         with self._tables_aside():
             update()
         for index, (ids, grads) in rows.items():
-            if len(ids):
-                options = self._described.option_values(self._described.spec.tables[index].group)
-                self._tables[index].train(ids, grads, options)
+            options = self._described.option_values(self._described.spec.tables[index].group)
+            self._tables[index].train(ids, grads, options)
 
     @contextmanager
     def _tables_aside(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from fleet.errors import ArgumentTypeError
+from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.nn import EmbeddingGroup, embedding
 from fleet.nn.embedding import is_remote
 from fleet.nn.handle import Asking, Wanted
@@ -27,7 +27,7 @@ def prefetch(
                     batch = next(coming)
                 except StopIteration:
                     break
-                queue.append((batch, worker.fetch_ahead(_wanted(lookup(batch)), len(queue))))
+                queue.append((batch, worker.fetch_ahead(_wanted(worker, lookup(batch)), len(queue))))
             if not queue:
                 return
             batch, ahead = queue.popleft()
@@ -40,7 +40,7 @@ def prefetch(
             worker.present({})
 
 
-def _wanted(asked: object) -> list[Wanted]:
+def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
     if not isinstance(asked, Mapping):
         raise ArgumentTypeError("lookup(batch) must return a dict of ids by embedding module", got=type(asked).__name__)
     asking: list[Asking] = []
@@ -56,5 +56,6 @@ def _wanted(asked: object) -> list[Wanted]:
                 got=type(module).__name__,
             )
     for each in asking:
-        each.handle.running()
+        if each.handle.running() is not worker:
+            raise ConfigurationError(f"lookup(batch) names {each.handle.name!r}, a table of another job")
     return [each.handle.wanted(each.ids, each.training) for each in asking]

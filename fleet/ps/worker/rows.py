@@ -42,15 +42,24 @@ class Fetch:
         self._specs = specs
         self._asked = asked
         self._rows: list[Array] = []
-        self._clocks: dict[tuple[int, int], int] = {}
+        self._clocks: dict[tuple[int, int], int] = {}  #: by server and query
         self._arrived = False
+        self.failed = False
 
     def rows(self, read_at: dict[tuple[int, int], int]) -> list[Array]:
         """The rows of every query; the tables' clocks go into ``read_at`` unless older ones stand there."""
         if not self._arrived:
-            self._arrive()
-        for key, clock in self._clocks.items():
-            read_at.setdefault(key, clock)
+            try:
+                self._arrive()
+            except BaseException:  # interrupted, perhaps: a reply that was read in part cannot be read again
+                self.failed = True
+                self.abandon()
+                raise
+            self._arrived = True
+        for (server, place), clock in self._clocks.items():
+            query = self._queries[place]
+            if query.training or torch.is_grad_enabled():  # else no gradient will come of it
+                read_at.setdefault((server, query.table), clock)
         return self._rows
 
     def _arrive(self) -> None:
@@ -62,9 +71,7 @@ class Fetch:
                 asked.parts, reply.tensors, reply.message.table_clocks, strict=True
             ):
                 self._rows[place][part] = tensor.numpy()
-                if self._queries[place].training:
-                    self._clocks[asked.server, self._queries[place].table] = clock
-        self._arrived = True
+                self._clocks[asked.server, place] = clock
 
     def abandon(self) -> None:
         if not self._arrived:
@@ -120,13 +127,13 @@ class RowReader:
     def lookup(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> list[Lookup]:
         found: dict[int, Lookup] = {}
         asking: list[tuple[int, Query, Ids]] = []
-        for place, (handle, ids, training) in enumerate(wanted):
-            index = self._tables[id(handle)]
+        for place, (handle, given, training) in enumerate(wanted):
+            index, ids = self._tables[id(handle)], given.detach().to("cpu", torch.int64)
             ahead = self._present.get(index)
             if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
                 distinct, inverse = ahead.distinct, ahead.inverse
             else:
-                distinct, inverse = unique(ids.detach().to("cpu", torch.int64).numpy())
+                distinct, inverse = unique(ids.numpy())
             if replica is None:
                 rows = self._fetched_ahead(ahead, distinct, training, completed)
             else:
@@ -150,12 +157,21 @@ class RowReader:
         rows = self._fetched_ahead(ahead, ids, training, completed)
         return self._now([Query(index, ids, training)], completed)[0] if rows is None else rows
 
+    def fetch(self, index: int, ids: Ids, completed: int) -> Array:
+        """Rows of one table, as they are trained."""
+        return self._now([Query(index, ids, True)], completed)[0]
+
     def _now(self, queries: Sequence[Query], completed: int) -> list[Array]:
         return self._start(queries, completed, self._version_after(0)).rows(self.read_at)
 
     def _fetched_ahead(self, ahead: Ahead | None, ids: Ids, training: bool, completed: int) -> Array | None:
         """Rows out of what was fetched ahead, if all are there and as new as they have to be."""
-        if ahead is None or ahead.training != training or not self._version_after(0) <= ahead.version <= completed:
+        if (
+            ahead is None
+            or ahead.fetch.failed
+            or ahead.training != training
+            or not self._version_after(0) <= ahead.version <= completed
+        ):
             return None
         if ids is ahead.distinct and ids is ahead.asked:
             return ahead.fetch.rows(self.read_at)[ahead.place].copy()
@@ -172,11 +188,14 @@ class RowReader:
         self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None
     ) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
-        version = self._version_after(steps)
+        # Between evaluations come no steps.
+        version = self._version_after(steps if any(each.training for each in wanted) else 0)
+        by_table: dict[int, list[Wanted]] = {}
+        for each in wanted:
+            by_table.setdefault(self._tables[id(each.handle)], []).append(each)
         prepared = []
-        for handle, ids, training in wanted:
-            index = self._tables[id(handle)]
-            ids = ids.detach().to("cpu", torch.int64)
+        for index, same in by_table.items():
+            ids, training = torch.cat([each.ids.detach().to("cpu", torch.int64) for each in same]), same[0].training
             distinct, inverse = unique(ids.numpy())
             asked = distinct if replica is None else replica.missing(index, distinct)
             prepared.append((index, ids, distinct, inverse, training, asked))
@@ -211,7 +230,11 @@ class RowReader:
                 names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
                 what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
                 asked.append(
-                    Asked(server, here, client.start(Frame(client.request(completed, pull=pull), tensors), what))
+                    Asked(
+                        server,
+                        here,
+                        client.start(Frame(client.request(completed, pull=pull), tensors), what, ahead=ahead),
+                    )
                 )
         return Fetch(queries, self._specs, asked)
 

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +85,9 @@ class WorkerRuntime:
         self.completed = 0
         #: how many of this worker's steps the servers have
         self.steps = 0
-        self.saves = 0
+        #: how many it has taken; the difference is on its way, or still to be sent
+        self._taken = 0
+        self.saves: Counter[str] = Counter()
         self._in_doubt: Push | None = None
         self._gathered = 0
         self._gathering_in_doubt: tuple[int, Frame] | None = None
@@ -133,6 +136,7 @@ class WorkerRuntime:
                     todo="Start the whole job again, from its last checkpoint if there is one.",
                 )
             self.completed, self.steps = replies[0].delivered, replies[0].steps
+            self._taken = self.steps
             if self.assignment.index == 0:
                 for server, reply in enumerate(replies):
                     if not reply.initialized:
@@ -304,6 +308,7 @@ class WorkerRuntime:
             self.extend()
         options = self._description.options()
         gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read(), options)
+        self._taken += 1
         if self._communicator is not None:
             self._communicator.put(gradients.copied())
             fresh = self._communicator.fresh()
@@ -326,7 +331,8 @@ class WorkerRuntime:
             self.extend()
         if self._check_finite:
             self._dense_gradients()
-        self.replica.train(update, self._row_gradients())
+        self.replica.train(update, self._row_gradients(), self._fetch_to_train)
+        self._taken += 1
         self._unsent += 1
         if self._unsent >= self._strategy.update_frequency:
             self._agree(self.replica)
@@ -370,8 +376,8 @@ class WorkerRuntime:
         what = Gradients((), change.rows, clocks, self._description.options(), self._unsent)
 
         def take(replies: Sequence[Frame]) -> None:
-            self._unsent = 0
             replica.agree(change, self._dense_values(replies), list(self._changed_rows(replies)))
+            self._unsent = 0
 
         self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense), take))
 
@@ -438,7 +444,7 @@ class WorkerRuntime:
             if self._check_finite and not bool(torch.isfinite(grad).all()):
                 raise NonFiniteGradientError(
                     f"the gradient of {spec.name!r} holds NaN or infinity",
-                    where=f"worker {self.assignment.index}, step {self.completed + 1}",
+                    where=f"worker {self.assignment.index}, step {self._taken + 1}",
                 )
             is_flat = grad.dim() == 1 and grad.is_cpu and not grad.requires_grad
             flat.append(grad if is_flat else grad.detach().reshape(-1).to("cpu"))
@@ -459,7 +465,7 @@ class WorkerRuntime:
             if self._check_finite and not np.isfinite(grads).all():
                 raise NonFiniteGradientError(
                     f"the gradient of a row of {handle.name!r} holds NaN or infinity",
-                    where=f"worker {self.assignment.index}, step {self.completed + 1}",
+                    where=f"worker {self.assignment.index}, step {self._taken + 1}",
                     got=f"id {ids[~np.isfinite(grads).all(axis=1)][0]}",
                 )
             rows[index] = (ids, grads)
@@ -494,6 +500,9 @@ class WorkerRuntime:
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         self.settle("a look-up")
         return self._rows.lookup(wanted, self.completed, self.replica)
+
+    def _fetch_to_train(self, index: int, ids: Array) -> Array:
+        return self._rows.fetch(index, ids, self.completed)
 
     def fetch_ahead(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
@@ -584,11 +593,16 @@ class WorkerRuntime:
         for start in range(0, len(numbered), at_once or len(numbered)):
             some = numbered[start : start + (at_once or len(numbered))]
             pendings = [client.start(make(server, client), what) for server, client in some]
-            for pending in pendings:
-                try:
-                    replies.append(pending.result())
-                except FleetError as error:  # the others still get their answer
-                    failure = failure or error
+            try:
+                for pending in pendings:
+                    try:
+                        replies.append(pending.result())
+                    except FleetError as error:  # the others still get their answer
+                        failure = failure or error
+            except BaseException:  # interrupted: what nobody reads any more must hold nothing up
+                for pending in pendings:
+                    pending.abandon()
+                raise
         if failure is not None:
             raise failure
         return replies

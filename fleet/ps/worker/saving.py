@@ -29,9 +29,9 @@ def save(worker: WorkerRuntime, dirname: str) -> None:
     worker.settle("save_persistables()")
     worker.flush()
     arbiter, step = worker.clients[0], worker.completed
-    worker.saves += 1
+    worker.saves[dirname] += 1
     # The same call on every worker: after the same step where steps are shared, else the one with the same number.
-    name = f"{dirname}@{step}" if worker.mode.lockstep else f"{dirname}#{worker.saves}"
+    name = f"{dirname}@{step}" if worker.mode.lockstep else f"{dirname}#{worker.saves[dirname]}"
     claim = arbiter.call(Frame(arbiter.request(step, claim=pb.Claim(name=name))), f"claim of checkpoint {dirname}")
     if not claim.message.granted:
         return
