@@ -52,11 +52,14 @@ def raise_if_error(reply: Frame) -> Frame:
 def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond) -> None:
     """Read a request and hand it to ``handler``; whatever goes wrong is told to this peer and to nobody else."""
     try:
-        handler(read_frame(pb.Request, pieces), respond)
+        try:
+            request = read_frame(pb.Request, pieces)
+        except TransportError as error:  # there is nobody to answer
+            _log.debug("a request did not arrive whole: %s", error)
+            return
+        handler(request, respond)
     except FleetError as error:
         respond(error_reply(error))
-    except TransportError as error:  # there is nobody to answer
-        _log.debug("a request did not arrive whole: %s", error)
     except Exception as error:
         _log.exception("a request failed inside the server")
         respond(error_reply(FleetError("the server failed on this request", got=repr(error))))
