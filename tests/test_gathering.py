@@ -827,7 +827,7 @@ def test_a_server_that_cannot_reduce_tells_everybody(monkeypatch: pytest.MonkeyP
     def reduce(*_: object) -> NoReturn:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(server_side, "_reduce", reduce)
+    monkeypatch.setattr(server_side, "reduced", reduce)
 
     def body(fleet: Fleet, worker: int) -> None:
         with pytest.raises(FleetError, match=r"could not reduce what the workers brought.*none left"):
