@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,13 +62,13 @@ class Reducer:
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], Finish]] = []
         self._engine = torch.autograd.Variable._execution_engine
         self._device = _one_device(params, names)
-        marks = torch.zeros(group.size + len(params))
-        self._census = torch.nn.Parameter(marks)
+        self._census = torch.nn.Parameter(torch.zeros(group.size + len(params)))
+        self._everything = torch.ones_like(self._census, requires_grad=False)
+        self._everything[: group.size] = 0
+        self._everything[group.rank] = 1
         travelling = [*self._params, self._census] if self._device.type == "cpu" else self._params
         self._nodes = [_accumulator(param) for param in self._params]
-        self._handles = [
-            node.register_prehook(lambda *_, index=index: self._arrive(index)) for index, node in enumerate(self._nodes)
-        ]
+        self._handles = [node.register_prehook(partial(self._arrive, index)) for index, node in enumerate(self._nodes)]
         self._reducer: Any = _make(travelling, [*names, "census"], group.everyone)
         _register_comm_hook(self._reducer, None, self._begin_bucket)
 
@@ -98,7 +99,7 @@ class Reducer:
 
     # ---------------------------------------------------------------- within a backward
 
-    def _arrive(self, index: int) -> None:
+    def _arrive(self, index: int, _: object) -> None:
         """A gradient is about to be accumulated."""
         if self.enabled:
             if not self._is_open:
@@ -124,48 +125,55 @@ class Reducer:
         self._mark()
         counting = None
         if self._device.type != "cpu":
-            counting = dist.all_reduce(self._marks, group=self._group.control, async_op=True)
-        for index in range(len(self._params)):
-            if index not in self._seen:
+            counting = dist.all_reduce(self._census.grad, group=self._group.control, async_op=True)
+        if len(self._seen) < len(self._params):
+            for index in set(range(len(self._params))) - self._seen:
                 self._reducer._autograd_hook(index)
         if counting is None:
             self._reducer._autograd_hook(len(self._params))
         for future, finish in self._pending:
             future.set_result(finish())
         if counting is not None:
-            self._group.finish(counting, self._marks.device)
+            self._group.finish(counting, self._census.device)
         self._engine.queue_callback(self._finish)  # after the reducer's own, which writes the gradients
 
     def _mark(self) -> None:
-        marks = torch.zeros_like(self._census)
-        if self._taking_part:
-            marks[self._group.rank] = 1
-            given = [self._group.size + index for index, param in enumerate(self._params) if param.grad is not None]
-            marks[given] = 1
-        self._census.grad = marks
-        self._marks = marks
+        """Fill in the census. The usual case, everything there, is a copy: it must cost nothing in a small model."""
+        if len(self._seen) == len(self._params):
+            marks = self._everything
+        else:
+            marks = torch.zeros_like(self._everything)
+            if self._taking_part:
+                given = [index for index, param in enumerate(self._params) if param.grad is not None]
+                marks[[self._group.rank, *(self._group.size + index for index in given)]] = 1
+        if self._census.grad is None:
+            self._census.grad = torch.empty_like(marks)
+        self._census.grad.copy_(marks)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        marks = self._census.grad if self._device.type == "cpu" else self._marks
-        assert marks is not None
-        counted = marks.tolist()
-        size = self._group.size
+        assert self._census.grad is not None
+        counted, size = self._census.grad.tolist(), self._group.size
         workers = tuple(rank for rank in range(size) if counted[rank] > 0)
-        present = []
-        for param, mark in zip(self._params, counted[size:], strict=True):
-            if mark > 0:
-                present.append(param.grad)
-            else:
-                param.grad = None
-        if workers and len(workers) < size:
-            torch._foreach_mul_([grad for grad in present if grad is not None], size / len(workers))
+        if min(counted) <= 0:
+            self._correct(counted[size:], len(workers))
         if not self._is_settled:
             # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
             self._group.at_once(self._reducer._rebuild_buckets)
             self._is_settled = True
         self._group.clerk.rounds += 1
         self._on_round(Round(workers))
+
+    def _correct(self, marks: Sequence[float], workers: int) -> None:
+        """What nobody has a gradient for has none, and the mean is over those who took part."""
+        present = []
+        for param, mark in zip(self._params, marks, strict=True):
+            if mark > 0 and param.grad is not None:
+                present.append(param.grad)
+            else:
+                param.grad = None
+        if present and workers < self._group.size:
+            torch._foreach_mul_(present, self._group.size / workers)
 
 
 def _accumulator(param: torch.nn.Parameter) -> Any:

@@ -128,6 +128,8 @@ class CollectiveWorker:
         if not trained:
             raise StateError("no parameter of the optimizer requires a gradient")
         self._merged = MergedGradients(self._trained)
+        modules = () if self.model is None else self.model.modules()
+        self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
         if self._exchange is not None:
             names = [member.name for member in trained]
             self._reducer = Reducer(self._trained, names, self.group, self._exchange, self._after_round)
@@ -159,7 +161,7 @@ class CollectiveWorker:
         """Buffers are those of the first worker that took part, as DistributedDataParallel has worker 0's."""
         self._last_round = done if done.workers else self._last_round
         self._is_over = not done.workers
-        buffers = [] if self.model is None else list(self.model.buffers())
+        buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
         if buffers and done.workers:
             self.group.broadcast(buffers, done.workers[0])
 
