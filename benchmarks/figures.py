@@ -1,0 +1,47 @@
+"""Line charts of results: one look for all, and files that are the same when the figures are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+#: x, y, and how far the error bar reaches to either side.
+Point = tuple[float, float, float]
+
+
+def draw_lines(
+    path: Path,
+    series: Mapping[str, Sequence[Point]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    limit: float | None = None,
+    logarithmic: str = "",
+) -> None:
+    """One line a name. ``limit`` is a promise, drawn as a dashed line; ``logarithmic`` names axes ("x", "y", "xy")."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fleet", "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for marker, (name, points) in zip("osD^vPX<>", series.items(), strict=False):
+        at, means, reaches = zip(*points, strict=True)
+        axes.errorbar(at, means, yerr=reaches, label=name, marker=marker, markersize=4, linewidth=1.2, capsize=2)
+    if limit is not None:
+        axes.axhline(limit, color="black", linewidth=0.8, linestyle="--")
+    axes.set(title=title, xlabel=x, ylabel=y)
+    for each in logarithmic:
+        getattr(axes, f"set_{each}scale")("log")
+    ticks = sorted({point[0] for points in series.values() for point in points})
+    axes.set_xticks(ticks)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

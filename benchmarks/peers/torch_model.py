@@ -1,0 +1,74 @@
+"""The models as PyTorch modules, for every program that trains them with PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from work import FEATURES, SLOTS, Work, clicks, vectors
+
+torch.set_num_threads(1)
+
+
+def batches(work: Work) -> list[tuple[torch.Tensor, ...]]:
+    made = clicks(work) if work.model == "ctr" else vectors(work)
+    return [tuple(map(torch.from_numpy, batch)) for batch in made]
+
+
+def layers(sizes: Iterable[int]) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    modules: list[torch.nn.Module] = []
+    for width_in, width_out in pairwise(sizes):
+        linear = torch.nn.Linear(width_in, width_out)
+        torch.nn.init.xavier_uniform_(linear.weight)
+        torch.nn.init.zeros_(linear.bias)
+        modules += [linear, torch.nn.ReLU()]
+    return torch.nn.Sequential(*modules[:-1])
+
+
+def top(work: Work) -> torch.nn.Sequential:
+    """What comes after the rows."""
+    return layers([SLOTS * work.dim + FEATURES, *[work.width] * 3, 2])
+
+
+class OneTable(torch.nn.Module):
+    """Rows of all slots side by side, from one table."""
+
+    def __init__(self, table: torch.nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).flatten(1)
+
+
+class TableEach(torch.nn.Module):
+    """The same from a table of each slot's own."""
+
+    def __init__(self, tables: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList(tables)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(slot) for table, slot in zip(self.tables, ids.unbind(1), strict=True)], 1)
+
+
+class ClickModel(torch.nn.Module):
+    def __init__(self, work: Work, rows: torch.nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+        self.top = top(work)
+
+    def loss(self, ids: torch.Tensor, numbers: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
+        scores = self.top(torch.cat([self.rows(ids), numbers], 1))
+        return torch.nn.functional.cross_entropy(scores, clicked)
+
+
+class DenseModel(torch.nn.Module):
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.layers = layers([work.width] * 5)
+
+    def loss(self, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layers(given), wanted)
