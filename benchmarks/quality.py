@@ -263,24 +263,24 @@ def draw(modes: Sequence[Row], frequencies: Sequence[Row], folder: Path) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, and half of the learning rates")
+    parser.add_argument("--quick", action="store_true", help="one seed, half of the learning rates, no long runs")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--figures", type=Path, help="also draw quality.svg and geo.svg in this folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     task = flights()
-    rates, seeds, long_seeds = (RATES[1:3], SEEDS[:1], LONG_SEEDS[:1]) if options.quick else (RATES, SEEDS, LONG_SEEDS)
-    short = Study(task, SHORT, rates, seeds)
-    modes = show(f"{SHORT.updates} updates on batches of {SHORT.batch}", all_modes(short))
-    frequencies = show(f"GEO by its frequency, {SHORT.updates} updates", all_frequencies(short))
-    long = show(
-        f"{LONG.updates} updates on batches of {LONG.batch}", long_runs(Study(task, LONG, LONG_RATES, long_seeds))
-    )
+    short = Study(task, SHORT, *((RATES[1:3], SEEDS[:1]) if options.quick else (RATES, SEEDS)))
+    tables = {
+        "modes": show(f"{SHORT.updates} updates on batches of {SHORT.batch}", all_modes(short)),
+        "frequencies": show(f"GEO by its frequency, {SHORT.updates} updates", all_frequencies(short)),
+    }
+    if not options.quick:
+        long = Study(task, LONG, LONG_RATES, LONG_SEEDS)
+        tables["long"] = show(f"{LONG.updates} updates on batches of {LONG.batch}", long_runs(long))
     if options.json:
-        rows = {"modes": modes, "frequencies": frequencies, "long": long}
-        options.json.write_text(json.dumps({"torch": torch.__version__, **rows}, indent=1))
+        options.json.write_text(json.dumps({"torch": torch.__version__, **tables}, indent=1))
     if options.figures:
-        draw(modes, frequencies, options.figures)
+        draw(tables["modes"], tables["frequencies"], options.figures)
 
 
 if __name__ == "__main__":
