@@ -146,8 +146,8 @@ def when_claimed(monkeypatch: pytest.MonkeyPatch, workers: int) -> threading.Eve
     """Set when so many workers have asked for the right to write."""
     claims, event, start = [], threading.Event(), ServerClient.start
 
-    def counting(client: ServerClient, frame: Any, what: str) -> Any:
-        pending = start(client, frame, what)
+    def counting(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
+        pending = start(client, frame, what, **options)
         if what.startswith("claim"):
             claims.append(what)
             if len(claims) == workers:

@@ -533,9 +533,9 @@ def test_bad_ids_are_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyP
     sent: list[str] = []
     start = ServerClient.start
 
-    def recording(client: ServerClient, frame: Any, what: str) -> Any:
+    def recording(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
         sent.append(what)
-        return start(client, frame, what)
+        return start(client, frame, what, **options)
 
     monkeypatch.setattr(ServerClient, "start", recording)
     wrong: list[tuple[Any, type[Exception], str]] = [

@@ -112,7 +112,7 @@ class Group:
             if launched:  # it outlives jobs
                 return PrefixStore(f"fleet/{self._assignment.attempt}/{next(_jobs)}", store), host, hosts
             prefixed = PrefixStore("fleet", store)
-            if hosts or not any(prefixed.check([key]) for key in ENDED):
+            if hosts or not _is_over(prefixed):
                 return prefixed, host, hosts
             # An earlier job's, whose host is about to go.
             del store, prefixed
@@ -249,6 +249,14 @@ class Group:
                 group.abort()
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         dist.destroy_process_group()
+
+
+def _is_over(store: Store) -> bool:
+    """Whether it is the store of a job that has ended, or goes while it is asked."""
+    try:
+        return any(store.check([key]) for key in ENDED)
+    except RuntimeError:
+        return True
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
