@@ -53,12 +53,15 @@ RELAXED: Mapping[str, Strategy] = {
 #: All of these divide the steps that each of four workers takes, so that no exchange is cut short.
 FREQUENCIES, GEO_WORKERS = (1, 2, 5, 10, 20, 50, 100), 4
 
-#: Long runs are fewer: the modes that lose most, at the number of workers where they do.
-LONG_RATES, LONG_SEEDS, LONG_WORKERS = (0.03, 0.045), (0, 1), 8
-LONG_STRATEGIES: Mapping[str, Strategy] = {
-    **{name: RELAXED[name] for name in ("async", "async, DC-ASGD", "GEO, k=10")},
-    "GEO, k=2": StrategyFactory.create_geo_strategy(2),
-}
+#: Long runs are fewer: what loses much in short ones, and settings with which it loses less.
+LONG_RATES, LONG_SEEDS = (0.03, 0.045), (0, 1)
+LONG_JOBS: Sequence[tuple[str, Strategy, int]] = (
+    ("async", RELAXED["async"], 8),
+    ("async, queue of 1", StrategyFactory.create_async_strategy(send_queue_size=1), 8),
+    *(("async, DC-ASGD", RELAXED["async, DC-ASGD"], workers) for workers in (4, 8)),
+    ("GEO, k=10", RELAXED["GEO, k=10"], 8),
+    *(("GEO, k=2", StrategyFactory.create_geo_strategy(2), workers) for workers in WORKERS),
+)
 
 #: No mode should lose more.
 AIM = 0.002
@@ -236,8 +239,8 @@ def all_frequencies(study: Study) -> Iterator[Row]:
 
 def long_runs(study: Study) -> Iterator[Row]:
     yield study.one_process()
-    for name, strategy in LONG_STRATEGIES.items():
-        yield study.mode(name, strategy, LONG_WORKERS)
+    for job in LONG_JOBS:
+        yield study.mode(*job)
 
 
 def draw(modes: Sequence[Row], frequencies: Sequence[Row], folder: Path) -> None:

@@ -81,7 +81,15 @@ def _save_on_servers(scratch: Path) -> None:
     torch.save(told, scratch / "by-servers.pt")
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in sorted(CHECKS.items()) for name in names])
+def _sized() -> list[Any]:
+    """Four processes take their time on fewer cores."""
+    marks = {4: pytest.mark.slow}
+    return [
+        pytest.param(size, name, marks=marks.get(size, ())) for size, names in sorted(CHECKS.items()) for name in names
+    ]
+
+
+@pytest.mark.parametrize(("size", "name"), _sized())
 def test_ranks(outcome: Callable[[int, str], list[Any]], size: int, name: str) -> None:
     failures = [
         f"rank {rank}: {each}" for rank, each in enumerate(outcome(size, name)) if isinstance(each, BaseException)

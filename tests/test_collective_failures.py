@@ -68,7 +68,7 @@ def ends(processes: list[subprocess.Popen[str]], without: int | None = None) -> 
 
 
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["member", "host of the store"])
-@pytest.mark.parametrize("variant", ["kill", "freeze"])
+@pytest.mark.parametrize("variant", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_a_worker_that_is_lost_is_named(start: Start, variant: str, who: int) -> None:
     for code, out, err in ends(start(variant, who), without=who).values():
         assert code == 1
@@ -96,6 +96,7 @@ def test_a_script_that_just_ends(start: Start) -> None:
         assert "worker 1 failed and ended the job; got its script ended without fleet.stop_worker()" in err
 
 
+@pytest.mark.slow
 def test_a_long_step_is_no_silence(start: Start) -> None:
     for code, out, err in ends(start("slow", 1)).values():
         assert code == 0, err
