@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.ps.consistency.gathering import CARRIED, MAX_BYTES, OPS
+from fleet.ps.consistency.gathering import CARRIED, MAX_BYTES, OPS, result_dtype
 from fleet.ps.wire.tensors import WireTensor, checked_size
 
 _COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
@@ -71,12 +71,22 @@ class UserValue:
         return array if isinstance(self._value, np.ndarray) else array[()]
 
 
-def check_op(call: str, op: object) -> None:
+def reduce_over_workers(
+    call: str, value: object, output: object, op: object, meet: Callable[[str, UserValue], WireTensor]
+) -> Any:
+    """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given. ``meet``
+    brings a worker's own to the others, and back what came of it."""
     if op not in OPS:
         raise ConfigurationError(f"{call}: op is unknown", expected=", ".join(OPS), got=repr(op))
+    mine = UserValue(call, value)
+    dtype = result_dtype(str(op), mine.dtype)
+    if output is not None:
+        _check_output(call, output, dtype, mine.shape)
+    result = meet(str(op), mine)
+    return mine.back(result, dtype) if output is None else _write_output(output, result)
 
 
-def check_output(call: str, output: object, dtype: str, shape: tuple[int, ...]) -> None:
+def _check_output(call: str, output: object, dtype: str, shape: tuple[int, ...]) -> None:
     """Refuse an ``output`` that a result of this element type and shape cannot be written into."""
     if not isinstance(output, torch.Tensor | np.ndarray):
         raise ArgumentTypeError(
@@ -93,7 +103,7 @@ def check_output(call: str, output: object, dtype: str, shape: tuple[int, ...]) 
         raise ConfigurationError(f"{call}: output is read-only")
 
 
-def write_output(output: Any, result: WireTensor) -> Any:
+def _write_output(output: Any, result: WireTensor) -> Any:
     if isinstance(output, torch.Tensor):
         output.detach().copy_(result.torch())
     else:

@@ -22,8 +22,8 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: From the bottom up. A unit is a module or a folder with all in it, the longest fitting name counts; it may import
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "clock"),
-    ("cluster", "environ", "transpiler", "ps.memory"),
+    ("errors", "clock", "spelling"),
+    ("cluster", "environ", "transpiler", "ps.memory", "members", "lifecycle"),
     ("ports", "rendezvous", "mpi", "metrics"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
     ("collective.pace", "collective.silence"),
@@ -41,7 +41,8 @@ LAYERS: list[tuple[str, ...]] = [
 
 #: Decisions: nothing but the standard library, and of that nothing that has effects or differs from run to run.
 PURE = (
-    *("errors", "cluster", "strategy", "role_maker", "transpiler", "ps.consistency", "ps.layout", "launch.job"),
+    *("errors", "spelling", "cluster", "strategy", "role_maker", "transpiler"),
+    *("ps.consistency", "ps.layout", "launch.job"),
     *("collective.options", "collective.pace", "collective.silence"),
 )
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.

@@ -89,7 +89,7 @@ def test_what_the_user_sets_later_comes_too_late() -> None:
     [("local_sdg", "Did you mean 'local_sgd'"), ("geo", "Known are amp_loss_scaling, .*, use_hierarchical_allreduce")],
 )
 def test_a_misspelt_option_is_an_error(name: str, hint: str) -> None:
-    with pytest.raises(AttributeError, match=f"no option '{name}'. {hint}"):
+    with pytest.raises(AttributeError, match=f"no setting '{name}'. {hint}"):
         setattr(DistributedStrategy(), name, 1)
     with pytest.raises(AttributeError, match=hint):
         DistributedStrategy(**{name: 1})

@@ -12,40 +12,33 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.collective import forward, saving
 from fleet.collective.batch_norm import Meeting, synchronize
-from fleet.collective.members import members, refuse_untrainable
 from fleet.collective.optimizer import CollectiveOptimizer
 from fleet.collective.options import DistributedStrategy, as_collective
+from fleet.collective.trainable import refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
 from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, NotInitializedError, StateError
+from fleet.lifecycle import Lifecycle
+from fleet.members import members
 
 
-class CollectiveBackend:
+class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     """Where CUDA is, a new backend chooses this worker's device by its local rank."""
 
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
+        super().__init__()
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
-        self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, DistributedStrategy] | None = None
         self._meeting = Meeting()
-        self._worker: CollectiveWorker | None = None
         self._device = _choose_device(assignment)
-
-    @property
-    def running(self) -> bool:
-        return self._worker is not None and not self._worker.stopped
 
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
         self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
     ) -> CollectiveOptimizer:
-        if self._parts is not None:
-            raise StateError(
-                "fleet.distributed_optimizer was called twice",
-                todo="Give it all optimizers as a list, or start anew with fleet.init().",
-            )
+        self._refuse_second_optimizer()
         strategy = as_collective(given)
         refuse_untrainable(optimizers, model)
         members(optimizers, model)  # refuses what has no name of its own, while the user's line is on the stack
@@ -94,14 +87,8 @@ class CollectiveBackend:
         raise StateError(f"{call} was called in a collective job, which has no servers", todo=todo)
 
     def init_worker(self) -> None:
-        if self._worker is not None:
-            raise StateError("init_worker() was called twice", todo="Call it once; fleet.init() starts anew.")
-        if self._parts is None:
-            raise NotInitializedError(
-                "init_worker() came before distributed_optimizer()",
-                todo="Wrap the optimizer with fleet.distributed_optimizer(optimizer, model=model) first.",
-            )
-        worker = CollectiveWorker(self._assignment, *self._parts, self._meeting, self._knobs, self._clock)
+        parts = self._parts_to_start()
+        worker = CollectiveWorker(self._assignment, *parts, self._meeting, self._knobs, self._clock)
         worker.start()
         self._worker = worker
         exit_guard.guard(worker)

@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from fleet.collective.exchange import Finish
 from fleet.collective.group import Group
-from fleet.collective.members import Member
 from fleet.collective.options import DGC
 from fleet.errors import UnsupportedError
+from fleet.members import Member
 
 #: Below it, what tells where the elements are would be more than is saved.
 LEAST_ELEMENTS = 16384

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from fleet.collective.group import Group
-from fleet.collective.members import Member
+from fleet.members import Member
 
 Finish = Callable[[], torch.Tensor]
 

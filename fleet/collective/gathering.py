@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import Store
 
 from fleet.collective.clerk import Clerk
 from fleet.errors import PlanMismatchError
-from fleet.ps.consistency.gathering import BARRIER, Asked, disagreement, result_dtype
+from fleet.ps.consistency.gathering import BARRIER, Asked, disagreement
 from fleet.ps.wire.tensors import WireTensor, view
-from fleet.values import UserValue, check_op, check_output, reduced, write_output
+from fleet.values import UserValue, reduce_over_workers, reduced
 
 #: A value of the store may have 8 MiB.
 _CHUNK = 4 << 20
@@ -36,14 +36,13 @@ class Gatherings:
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
-        check_op(call, op)
-        mine = UserValue(call, value)
-        dtype = result_dtype(str(op), mine.dtype)
-        if output is not None:
-            check_output(call, output, dtype, mine.shape)
-        result = self._meet(Asked(str(op), mine.dtype, mine.shape), mine.wire())
-        assert result is not None
-        return mine.back(result, dtype) if output is None else write_output(output, result)
+
+        def meet(op: str, mine: UserValue) -> WireTensor:
+            result = self._meet(Asked(op, mine.dtype, mine.shape), mine.wire())
+            assert result is not None
+            return result
+
+        return reduce_over_workers(call, value, output, op, meet)
 
     def _meet(self, asked: Asked, mine: WireTensor | None) -> WireTensor | None:
         self._number += 1

@@ -5,12 +5,12 @@ Nothing here needs torch. Which options exclude each other is one table, ``_EXCL
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.spelling import unknown_setting
 from fleet.transpiler.config import DistributeTranspilerConfig
 
 
@@ -147,9 +147,7 @@ class DistributedStrategy:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self._DEFAULTS:
-            close = difflib.get_close_matches(name, self._DEFAULTS, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(sorted(self._DEFAULTS))}."
-            raise AttributeError(f"DistributedStrategy has no option {name!r}. {hint}")
+            raise unknown_setting("DistributedStrategy", name, self._DEFAULTS)
         self.__dict__[name] = self._checked(name, value)
 
     def _checked(self, name: str, value: Any) -> object:

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from fleet.collective.exchange import Finish
 from fleet.collective.group import Group
-from fleet.collective.members import Member
 from fleet.collective.options import PowerSGD
 from fleet.errors import UnsupportedError
+from fleet.members import Member
 
 
 class LowRank:

@@ -15,9 +15,9 @@ import torch
 
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.collective.members import Member
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import CheckpointError, FleetError, UnsupportedError
+from fleet.members import Member
 from fleet.transpiler.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
 
 #: A piece is closed when it is this large.

@@ -20,13 +20,13 @@ from fleet.collective.dgc import DeepCompression
 from fleet.collective.exchange import Averaging, Exchange, Flat, Hierarchical, Route, neighbours
 from fleet.collective.gathering import Gatherings
 from fleet.collective.group import Group
-from fleet.collective.members import Member, members
 from fleet.collective.options import DistributedStrategy
 from fleet.collective.pace import Pace
 from fleet.collective.power_sgd import LowRank
 from fleet.collective.reducer import Reducer, Round
 from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
+from fleet.members import Member, members
 
 
 class CollectiveWorker:

@@ -14,6 +14,7 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
 from fleet.errors import FleetError, NotInitializedError, StateError, UnsupportedError
+from fleet.lifecycle import Lifecycle
 from fleet.optimizer import DistributedOptimizer
 from fleet.ps.describe import Description, describe, go_remote
 from fleet.ps.server.job import Restore
@@ -34,32 +35,23 @@ def real_network(knobs: Knobs) -> Network:
     return GrpcNetwork(knobs.rpc_get_thread_num)
 
 
-class ParameterServerBackend:
+class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock, network: Network | None) -> None:
+        super().__init__()
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
         self._network = network or (LoopbackNetwork() if assignment.embedded else real_network(knobs))
         self._restore: Restore | None = None
         self._server_prepared = False
-        self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, Strategy] | None = None
-        self._worker: WorkerRuntime | None = None
         self._embedded: threading.Thread | None = None
-
-    @property
-    def running(self) -> bool:
-        return self._worker is not None and not self._worker.stopped
 
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
         self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
     ) -> DistributedOptimizer:
-        if self._parts is not None:
-            raise StateError(
-                "fleet.distributed_optimizer was called twice",
-                todo="Give it all optimizers as a list, or start anew with fleet.init().",
-            )
+        self._refuse_second_optimizer()
         self._parts = (optimizers, model, as_strategy(given))
         try:
             described = self._describe()
@@ -102,20 +94,14 @@ class ParameterServerBackend:
     def init_worker(self) -> None:
         if not self._assignment.is_worker:
             raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
-        if self._worker is not None:
-            raise StateError("init_worker() was called twice", todo="Call it once; fleet.init() starts anew.")
-        if self._parts is None:
-            raise NotInitializedError(
-                "init_worker() came before distributed_optimizer()",
-                todo="Wrap the optimizer with fleet.distributed_optimizer(optimizer, model=model) first.",
-            )
+        _, _, strategy = self._parts_to_start()
         a = self._assignment
         if a.embedded:
             server = self._make_server(a.servers[0])
             self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
             self._embedded.start()
         try:
-            worker = WorkerRuntime(a, self._describe, self._parts[2], self._network, self._knobs, self._clock)
+            worker = WorkerRuntime(a, self._describe, strategy, self._network, self._knobs, self._clock)
             worker.start()
         except BaseException:
             self._join_embedded()

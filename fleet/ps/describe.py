@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.errors import ArgumentTypeError, UnsupportedError
+from fleet.members import groups, members
 from fleet.nn.embedding import check_remote, make_remote
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.kernels import HINTS, REFUSED, RULES, Rule
@@ -131,33 +132,26 @@ def describe(
     worker_num: int,
 ) -> Description:
     """Read the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
-    names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     params: list[ParamSpec] = []
     tables: list[TableSpec] = []
-    groups: list[GroupSpec] = []
+    specs: list[GroupSpec] = []
     objects: list[torch.nn.Parameter] = []
     handles: list[TableHandle] = []
-    seen: dict[int, str] = {}
-    for index, (position, number, optimizer, group) in enumerate(_groups(optimizers)):
-        rule = _rule(optimizer)
-        groups.append(_group_spec(rule, position, optimizer, group))
-        given = group.get("param_names")
-        for place, param in enumerate(group["params"]):
-            if id(param) in seen:
-                raise ConfigurationError(f"the parameter {seen[id(param)]!r} stands in two groups")
-            name = names.get(id(param), given[place] if given else f"group{number}.param{place}")
-            if id(param) not in names and (not given or len(optimizers) > 1):
-                name = f"optimizer{position}.{name}"  # each optimizer has names of its own
-            seen[id(param)] = name
-            handle = handle_of(param)
-            if handle is None:
-                params.append(_param_spec(name, param, index, rule))
-                objects.append(param)
-            else:
-                handle.name = name
-                options = {option: group[option] for option in optimizer.defaults}
-                tables.append(_table_spec(name, handle, index, rule, options))
-                handles.append(handle)
+    in_order = tuple(group for *_, group in groups(optimizers))
+    rules = []
+    for position, _, optimizer, group in groups(optimizers):
+        rules.append(_rule(optimizer))
+        specs.append(_group_spec(rules[-1], position, optimizer, group))
+    for member in members(optimizers, model):
+        rule, handle = rules[member.group], handle_of(member.param)
+        if handle is None:
+            params.append(_param_spec(member.name, member.param, member.group, rule))
+            objects.append(member.param)
+        else:
+            handle.name = member.name
+            options = {option: member.options[option] for option in member.optimizer.defaults}
+            tables.append(_table_spec(member.name, handle, member.group, rule, options))
+            handles.append(handle)
     settings = PlanSettings(
         server_num=server_num,
         worker_num=worker_num,
@@ -169,23 +163,10 @@ def describe(
         dc_lambda=strategy.dc_lambda,
         dc_adaptive=strategy.dc_adaptive,
     )
-    if len(set(seen.values())) < len(seen):
-        twice = sorted({name for name in seen.values() if list(seen.values()).count(name) > 1})
-        raise ConfigurationError(f"parameters share a name: {', '.join(twice)}")
-    spec = JobSpec(tuple(params), tuple(tables), tuple(groups), settings)
-    in_order = tuple(group for *_, group in _groups(optimizers))
+    spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
     described.options()  # refuses what cannot travel, while the user's line is still on the stack
     return described
-
-
-def _groups(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> Iterator[tuple[int, int, torch.optim.Optimizer, dict[str, Any]]]:
-    """Every group with the position of its optimizer and its own number there."""
-    for position, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            yield position, number, optimizer, group
 
 
 def _rule(optimizer: torch.optim.Optimizer) -> Rule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.spelling import unknown_setting
 from fleet.transpiler.dispatch import DISPATCHERS
 
 _MODES = ("pserver", "nccl2", "collective")
@@ -63,11 +64,7 @@ class DistributeTranspilerConfig:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self._DEFAULTS:
-            import difflib
-
-            close = difflib.get_close_matches(name, self._DEFAULTS, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(sorted(self._DEFAULTS))}."
-            raise AttributeError(f"DistributeTranspilerConfig has no setting {name!r}. {hint}")
+            raise unknown_setting("DistributeTranspilerConfig", name, self._DEFAULTS)
         self.__dict__[name] = self._checked(name, value)
 
     def _checked(self, name: str, value: object) -> object:

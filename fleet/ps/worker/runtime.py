@@ -31,7 +31,7 @@ from fleet.errors import (
 )
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gathering import BARRIER, result_dtype
+from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.describe import Description
 from fleet.ps.kernels.rows import partition
 from fleet.ps.layout import dense_layout
@@ -50,7 +50,7 @@ from fleet.ps.worker.rows import Ahead, RowReader
 from fleet.ps.worker.summary import summary
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
-from fleet.values import UserValue, check_op, check_output, write_output
+from fleet.values import UserValue, reduce_over_workers
 
 _log = logging.getLogger("fleet.worker")
 
@@ -544,14 +544,13 @@ class WorkerRuntime:
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
-        check_op(call, op)
-        mine = UserValue(call, value)
-        dtype = result_dtype(str(op), mine.dtype)
-        if output is not None:
-            check_output(call, output, dtype, mine.shape)
-        tensor = self._gather(call, str(op), mine.dtype, mine.wire())
-        assert tensor is not None
-        return mine.back(tensor, dtype) if output is None else write_output(output, tensor)
+
+        def meet(op: str, mine: UserValue) -> WireTensor:
+            tensor = self._gather(call, op, mine.dtype, mine.wire())
+            assert tensor is not None
+            return tensor
+
+        return reduce_over_workers(call, value, output, op, meet)
 
     def _gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
         self.settle(call)

@@ -1,0 +1,22 @@
+"""What cannot train the same on every worker of a collective job, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fleet.errors import UnsupportedError
+
+
+def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError("LBFGS cannot be honoured: it decides by the loss, which differs between workers")
+    for name, module in [] if model is None else model.named_modules():
+        is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        if is_table or "_handle" in module.__dict__:
+            raise UnsupportedError(
+                f"{name!r} is a sparse table, and a collective job has no servers to hold it",
+                todo="Use torch.nn.Embedding(sparse=False), or a parameter-server job.",
+            )
