@@ -38,8 +38,10 @@ class _MeteredChannel:
         self._inner = inner
         self._network = network
 
-    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
-        call = self._inner.start(request, timeout_s, urgent=urgent)
+    def start(
+        self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
+    ) -> Call:
+        call = self._inner.start(request, timeout_s, urgent=urgent, ahead=ahead)
         if request.message.WhichOneof("kind") not in OF_STEPS:
             return call
         self._network.count(request)
@@ -53,6 +55,9 @@ class _MeteredCall:
     def __init__(self, inner: Call, network: MeteredNetwork) -> None:
         self._inner = inner
         self._network = network
+
+    def send(self) -> None:
+        self._inner.send()
 
     def result(self) -> Frame:
         reply = self._inner.result()

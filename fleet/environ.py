@@ -32,7 +32,7 @@ _ACTING = (
     *("FLAGS_communicator_send_wait_times", "FLAGS_communicator_thread_pool_size"),
     "FLAGS_communicator_is_sgd_optimizer",
 )
-_KNOWN = {*_REFUSED, *_IDLE, *_ACTING, "FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID"}
+_KNOWN = {*_REFUSED, *_IDLE, *_ACTING, "FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class Knobs:
     beat_s: float = 1.0
     check_finite: bool = False
     job_id: str = ""
+    #: where a server takes direct connections, 0: at any free port; None: no direct connections
+    direct_port: int | None = 0
     communicator: CommunicatorKnobs = CommunicatorKnobs()
 
     @classmethod
@@ -106,6 +108,7 @@ class Knobs:
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
+            direct_port=_port_or_off(environ, "FLEET_DIRECT_PORT"),
             communicator=CommunicatorKnobs.read(environ),
         )
 
@@ -125,6 +128,15 @@ def _number(
         bound = f"of at least {least}" if whole else "above zero"
         raise ConfigurationError(f"{name} is not usable", expected=f"{kind} {bound}", got=repr(text))
     return value * unit
+
+
+def _port_or_off(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip().lower()
+    if text == "off":
+        return None
+    if not text.isascii() or not (text or "0").isdigit() or int(text or "0") > 65535:
+        raise ConfigurationError(f"{name} is not usable", expected="a port, 0 for any, or off", got=repr(text))
+    return int(text or "0")
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

@@ -131,32 +131,36 @@ class _FaultyChannel:
         self._calls: set[_FaultyCall] = set()
         self._timers: set[threading.Timer] = set()
 
-    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
+    def start(
+        self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
+    ) -> Call:
         fault = self._network.strike(self._endpoint, request)
         action = None if fault is None else fault.action
         if action is Action.CUT:
             self._network.cut(self._endpoint)
         if action is Action.DROP_REQUEST:
             return BrokenCall("the request was dropped")
+
+        def begin() -> Call:
+            return self._inner.start(request, timeout_s, urgent=urgent, ahead=ahead)
+
         call = _FaultyCall(timeout_s, action is Action.DROP_REPLY, self._settle)
         if not self._network.admit(self._endpoint, call):
             return BrokenCall(f"{self._endpoint} is cut off")
         with self._lock:
             self._calls.add(call)
         if fault is not None and action is Action.DELAY:
-            timer = threading.Timer(
-                fault.delay_s, lambda: call.send(lambda: self._inner.start(request, timeout_s, urgent=urgent))
-            )
+            timer = threading.Timer(fault.delay_s, lambda: call.begin(begin))
             timer.daemon = True
             with self._lock:
                 self._timers.add(timer)
             timer.start()
         elif action is Action.DUPLICATE:
-            first = self._inner.start(request, timeout_s, urgent=urgent)
-            call.send(lambda: self._inner.start(request, timeout_s, urgent=urgent))
+            first = begin()
+            call.begin(begin)
             call.twin = first
         elif action is not Action.SILENCE:
-            call.send(lambda: self._inner.start(request, timeout_s, urgent=urgent))
+            call.begin(begin)
         return call
 
     def _settle(self, call: _FaultyCall) -> None:
@@ -188,7 +192,7 @@ class _FaultyCall:
         self._cancelled = False
         self.twin: Call | None = None
 
-    def send(self, start: Callable[[], Call]) -> None:
+    def begin(self, start: Callable[[], Call]) -> None:
         with self._changed:
             if self._cancelled:
                 return
@@ -199,6 +203,12 @@ class _FaultyCall:
             cancelled = self._cancelled
         if cancelled:
             sent.cancel()
+
+    def send(self) -> None:
+        with self._changed:
+            sent = self._sent
+        if sent is not None:
+            sent.send()
 
     def result(self) -> Frame:
         try:

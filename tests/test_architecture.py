@@ -72,6 +72,9 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/kernels/jit.py": "lock",
         "ps/server/runtime.py": "lifetime",
         "ps/server/service.py": "lock",
+        "ps/wire/direct_client.py": "lock",
+        "ps/wire/direct_server.py": "connections",
+        "ps/wire/grpc_client.py": "readers",
         "ps/wire/grpc_server.py": "pool",
         "ps/wire/loopback.py": "replies",
         "ps/worker/client.py": "heartbeat",
@@ -86,6 +89,7 @@ ONLY: dict[str, dict[str, str]] = {
     "secrets uuid": {
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",
+        "ps/wire/direct_server.py": "keys",
         "ps/worker/runtime.py": "incarnation",
         "rendezvous.py": "token",
     },
@@ -95,6 +99,9 @@ ONLY: dict[str, dict[str, str]] = {
         "collective/group.py": "store",
         "launch/network.py": "ports",
         "ports.py": "ports",
+        "ps/wire/direct_client.py": "connections",
+        "ps/wire/direct_server.py": "connections",
+        "ps/wire/stream.py": "frames",
         "ps/worker/runtime.py": "hostname",
         "rendezvous.py": "addresses",
     },
@@ -104,6 +111,7 @@ ONLY: dict[str, dict[str, str]] = {
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
     # The network is chosen where a backend is put together; nobody else names a concrete one.
     "fleet.ps.wire.loopback": {"ps/backend.py": "choice"},
+    "fleet.ps.wire.direct": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_server": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_client": {"ps/wire/grpc_server.py": "connect"},
     "fleet.ps.table.memory": {

@@ -543,8 +543,8 @@ class Telling(LoopbackNetwork):
         channel = super().connect(endpoint)
         start = channel.start
 
-        def telling(request: Any, timeout_s: float | None = None) -> Any:
-            call = start(request, timeout_s)
+        def telling(request: Any, timeout_s: float | None = None, **how: bool) -> Any:
+            call = start(request, timeout_s, **how)
             if request.message.WhichOneof("kind") == "hello" and request.message.worker == 1:
                 self.worker_1_came.set()
             return call

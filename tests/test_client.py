@@ -344,7 +344,7 @@ def test_a_reply_that_is_garbage(line: Line) -> None:
             pass
 
     client = line.client()
-    client._channel.start = lambda *_: Garbage()  # type: ignore[method-assign]
+    client._channel.start = lambda *_, **__: Garbage()  # type: ignore[method-assign]
     with pytest.raises(ProtocolError, match="not a frame"):
         push(client, 7).result()
     assert not client._under_way

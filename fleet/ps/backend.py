@@ -29,10 +29,12 @@ from fleet.strategy import Strategy, as_strategy
 
 
 def real_network(knobs: Knobs) -> Network:
-    """gRPC, imported when it is first needed."""
+    """gRPC and direct connections beside it, imported when they are first needed."""
+    from fleet.ps.wire.direct import DirectNetwork
     from fleet.ps.wire.grpc_server import GrpcNetwork
 
-    return GrpcNetwork(knobs.rpc_get_thread_num)
+    network = GrpcNetwork(knobs.rpc_get_thread_num)
+    return network if knobs.direct_port is None else DirectNetwork(network, knobs.direct_port)
 
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):

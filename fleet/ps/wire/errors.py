@@ -50,13 +50,20 @@ def raise_if_error(reply: Frame) -> Frame:
 
 
 def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond) -> None:
-    """Read a request and hand it to ``handler``; whatever goes wrong is told to this peer and to nobody else."""
+    """Read a request and let ``handler`` answer it."""
     try:
-        try:
-            request = read_frame(pb.Request, pieces)
-        except TransportError as error:  # there is nobody to answer
-            _log.debug("a request did not arrive whole: %s", error)
-            return
+        request = read_frame(pb.Request, pieces)
+    except TransportError as error:  # there is nobody to answer
+        _log.debug("a request did not arrive whole: %s", error)
+    except FleetError as error:
+        respond(error_reply(error))
+    else:
+        handle(handler, request, respond)
+
+
+def handle(handler: Handler, request: Frame, respond: Respond) -> None:
+    """Let ``handler`` answer; whatever goes wrong is told to this peer and to nobody else."""
+    try:
         handler(request, respond)
     except FleetError as error:
         respond(error_reply(error))

@@ -9,11 +9,10 @@ the header was checked against what was announced and against the limits below.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from fleet.errors import ProtocolError
@@ -27,6 +26,7 @@ _MAGIC = b"FLT1"
 #: Pieces of this size move fastest through Python's gRPC (measured: docs/design.md).
 PIECE_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20
+_HEADER_PART_BYTES = 64 << 10
 MAX_PAYLOAD_BYTES = 8 << 30
 MAX_TENSORS = 1 << 20
 
@@ -42,7 +42,7 @@ class Frame:
 
     def pieces(self) -> Iterator[bytes]:
         """The frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
-        buffers = self._buffers()
+        buffers = self.buffers()
         total = sum(len(buffer) for buffer in buffers)
         if total <= PIECE_BYTES:
             yield b"".join(buffers)
@@ -61,7 +61,8 @@ class Frame:
         if pending:
             yield b"".join(pending)
 
-    def _buffers(self) -> list[bytes | memoryview]:
+    def buffers(self) -> list[bytes | memoryview]:
+        """The frame's bytes where they are; tensors are not copied."""
         message: Message = self.message
         del message.tensors[:]  # type: ignore[attr-defined]
         payload: list[bytes | memoryview] = []
@@ -69,40 +70,44 @@ class Frame:
         for tensor in self.tensors:
             message.tensors.add(dtype=tensor.dtype, shape=tensor.shape)  # type: ignore[attr-defined]
             nbytes = tensor.array.nbytes
-            payload += [tensor.bytes, bytes(padded(nbytes) - nbytes)]
             size += padded(nbytes)
+            if nbytes:
+                payload.append(tensor.bytes)
+            if padded(nbytes) > nbytes:
+                payload.append(bytes(padded(nbytes) - nbytes))
         header = message.SerializeToString()
-        prefix = _PREFIX.pack(_MAGIC, len(header), size)
-        gap = bytes(padded(len(prefix) + len(header)) - len(prefix) - len(header))
-        return [prefix, header, gap, *payload]
+        gap = bytes(padded(_PREFIX.size + len(header)) - _PREFIX.size - len(header))
+        return [_PREFIX.pack(_MAGIC, len(header), size) + header + gap, *payload]
+
+
+#: Writes the next bytes that arrive over all of the memory it is given.
+Fill = Callable[[memoryview], None]
 
 
 def read_frame(kind: type[M], pieces: Iterable[bytes]) -> Frame:
-    """Read one frame whose header is of ``kind``; anything else is a ``ProtocolError``."""
-    arriving = iter(pieces)
-    head = bytearray()
+    """Read the one frame that some pieces hold, its header of ``kind``; anything else is a ``ProtocolError``."""
+    arriving = _Pieces(pieces)
+    frame = receive_frame(kind, arriving.fill)
+    arriving.end()
+    return frame
 
-    def need(nbytes: int) -> None:
-        while len(head) < nbytes:
-            piece = next(arriving, None)
-            if piece is None:
-                raise ProtocolError("a frame is cut short", expected=f"{nbytes} bytes", got=f"{len(head)} bytes")
-            head.extend(piece)
 
-    need(_PREFIX.size)
-    magic, header_size, payload_size = _PREFIX.unpack_from(head)
+def receive_frame(kind: type[M], fill: Fill) -> Frame:
+    """Read the next frame of a stream of bytes."""
+    prefix = memoryview(bytearray(_PREFIX.size))
+    fill(prefix)
+    magic, header_size, payload_size = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
-        raise ProtocolError("a message is not a frame of this protocol", expected=_MAGIC, got=bytes(head[:4]))
+        raise ProtocolError("a message is not a frame of this protocol", expected=_MAGIC, got=bytes(prefix[:4]))
     if header_size > MAX_HEADER_BYTES or payload_size > MAX_PAYLOAD_BYTES:
         raise ProtocolError(
             "a frame is too large",
             expected=f"header up to {MAX_HEADER_BYTES} and payload up to {MAX_PAYLOAD_BYTES} bytes",
             got=f"{header_size} and {payload_size}",
         )
-    start = padded(_PREFIX.size + header_size)
-    need(start)
+    header = _header(padded(_PREFIX.size + header_size) - _PREFIX.size, fill)
     try:
-        message = kind.FromString(bytes(head[_PREFIX.size : _PREFIX.size + header_size]))
+        message = kind.FromString(bytes(memoryview(header)[:header_size]))
     except (DecodeError, ValueError) as error:  # protobuf in pure Python lets bad UTF-8 through as it is
         raise ProtocolError("a frame's header cannot be read", got=str(error)) from None
     offsets = _layout(message, payload_size)
@@ -110,19 +115,43 @@ def read_frame(kind: type[M], pieces: Iterable[bytes]) -> Frame:
         payload = memory.take(payload_size)
     except MemoryError:
         raise ProtocolError("there is no memory for a frame", got=f"{payload_size} bytes of payload") from None
-    filled = 0
-    rest: bytes | bytearray | memoryview | None = memoryview(head)[start:]
-    while rest is not None:
-        part = np.frombuffer(rest, dtype=np.uint8)
-        if filled + len(part) > payload_size:
-            raise ProtocolError("a frame is longer than it says", expected=f"{payload_size} bytes of payload")
-        payload[filled : filled + len(part)] = part
-        filled += len(part)
-        rest = next(arriving, None)
-    if filled != payload_size:
-        raise ProtocolError("a frame is cut short", expected=f"{payload_size} bytes of payload", got=filled)
+    fill(payload.data)
     tensors = [view(payload, at, t.dtype, t.shape) for at, t in zip(offsets, message.tensors, strict=True)]
     return Frame(message, tensors)
+
+
+def _header(nbytes: int, fill: Fill) -> bytearray:
+    """So many bytes, which take memory as they come: nothing has confirmed their number yet."""
+    header = bytearray()
+    while len(header) < nbytes:
+        part = bytearray(min(nbytes - len(header), _HEADER_PART_BYTES))
+        fill(memoryview(part))
+        header += part
+    return header
+
+
+class _Pieces:
+    """A stream that arrives in pieces."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._arriving = iter(pieces)
+        self._piece = memoryview(b"")
+
+    def fill(self, target: memoryview) -> None:
+        filled = 0
+        while filled < len(target):
+            if not self._piece:
+                piece = next(self._arriving, None)
+                if piece is None:
+                    raise ProtocolError("a frame is cut short", expected=f"{len(target)} more bytes", got=filled)
+                self._piece = memoryview(piece)
+            part, self._piece = self._piece[: len(target) - filled], self._piece[len(target) - filled :]
+            target[filled : filled + len(part)] = part
+            filled += len(part)
+
+    def end(self) -> None:
+        if self._piece or any(self._arriving):
+            raise ProtocolError("a frame is longer than it says")
 
 
 def _layout(message: Any, payload_size: int) -> list[int]:

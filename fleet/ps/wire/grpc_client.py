@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -43,7 +45,13 @@ class GrpcChannel:
         self._upload = self._channel.stream_stream(UPLOAD)
         self._urgent = self._channel.unary_stream(URGENT)
 
-    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
+    def start(
+        self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
+    ) -> Call:
+        call = self._begin(request, timeout_s, urgent)
+        return _ReadAtOnce(call) if ahead else call
+
+    def _begin(self, request: Frame, timeout_s: float | None, urgent: bool) -> Call:
         pieces = request.pieces()
         first = next(pieces)
         second = next(pieces, None)
@@ -64,6 +72,9 @@ class GrpcCall:
         self._call = call
         self._timeout_s = timeout_s
 
+    def send(self) -> None:
+        pass
+
     def result(self) -> Frame:
         try:
             return read_frame(pb.Reply, self._call)
@@ -72,6 +83,31 @@ class GrpcCall:
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TransportError(f"no reply within {self._timeout_s:g} s") from None
             raise TransportError(f"{code.name.lower()}: {error.details()}") from None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class _ReadAtOnce:
+    """A call whose reply is read as it comes, by a thread: a server's send waits for its reader, and a large reply that
+    nobody reads yet would hold a thread of the server, and in the end the reply that its worker waits for."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._reply: Future[Frame] = Future()
+        threading.Thread(target=self._read, name="fleet-ahead", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            self._reply.set_result(self._call.result())
+        except BaseException as error:
+            self._reply.set_exception(error)
+
+    def send(self) -> None:
+        pass
+
+    def result(self) -> Frame:
+        return self._reply.result()
 
     def cancel(self) -> None:
         self._call.cancel()

@@ -61,7 +61,14 @@ class _Channel:
         self._endpoint = endpoint
         self._calls = _Calls()
 
-    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:  # noqa: ARG002
+    def start(
+        self,
+        request: Frame,
+        timeout_s: float | None = None,
+        *,
+        urgent: bool = False,  # noqa: ARG002
+        ahead: bool = False,  # noqa: ARG002
+    ) -> Call:
         listener = self._network.listener(self._endpoint)
         call = _Call(timeout_s)
         if listener is None or not listener.calls.add(call):
@@ -88,6 +95,9 @@ class _Call:
     def fail(self, error: TransportError) -> None:
         with contextlib.suppress(InvalidStateError):
             self.future.set_exception(error)
+
+    def send(self) -> None:
+        pass
 
     def result(self) -> Frame:
         try:

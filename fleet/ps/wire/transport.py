@@ -23,6 +23,10 @@ class TransportError(Exception):
 class Call(Protocol):
     """A request under way."""
 
+    def send(self) -> None:
+        """Hand over what the network did not take at once, waiting for the peer to read; ``result`` does it as well."""
+        ...
+
     def result(self) -> Frame:
         """Wait for the reply; ``TransportError`` if none will come."""
         ...
@@ -38,6 +42,9 @@ class BrokenCall:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
+    def send(self) -> None:
+        pass
+
     def result(self) -> Frame:
         raise TransportError(self._reason)
 
@@ -48,8 +55,11 @@ class BrokenCall:
 class Channel(Protocol):
     """A line to one endpoint. Made without a connection; that comes with the first request."""
 
-    def start(self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
-        """Send a request. An ``urgent`` one is small, and never waits behind others at the server."""
+    def start(
+        self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
+    ) -> Call:
+        """Send a request. An ``urgent`` one is small, and never waits behind others at the server; nobody reads the
+        reply soon to one that is ``ahead``, and that must hold up no other."""
         ...
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from concurrent.futures import Future
 
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
@@ -158,12 +157,13 @@ class ServerClient:
     # ---------------------------------------------------------------- for Pending
 
     def launch(self, frame: Frame, ahead: bool) -> Call:
-        with self._lock:
-            call = None if self._failure else self._channel.start(frame)
-            if call is not None:
-                call = _ReadAtOnce(call) if ahead else call
-                self._under_way.add(call)
-                return call
+        if self.failure is None:
+            call = self._channel.start(frame, ahead=ahead)
+            with self._lock:
+                if self._failure is None:
+                    self._under_way.add(call)
+                    return call
+            _give_up(call)
         raise self.report()
 
     def settle(self, call: Call) -> None:
@@ -212,26 +212,11 @@ class ServerClient:
         )
 
 
-class _ReadAtOnce:
-    """A call whose reply is read as it comes, by a thread: a server's send waits for its reader, and a large reply that
-    nobody reads yet would hold a thread of the server, and in the end the reply that its worker waits for."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._reply: Future[Frame] = Future()
-        threading.Thread(target=self._read, name="fleet-ahead", daemon=True).start()
-
-    def _read(self) -> None:
-        try:
-            self._reply.set_result(self._call.result())
-        except BaseException as error:
-            self._reply.set_exception(error)
-
-    def result(self) -> Frame:
-        return self._reply.result()
-
-    def cancel(self) -> None:
-        self._call.cancel()
+def _give_up(call: Call) -> None:
+    """Nobody wants the reply any more."""
+    call.cancel()
+    with contextlib.suppress(TransportError, FleetError):
+        call.result()  # what the network keeps for the call goes with its end
 
 
 class Pending:
@@ -248,11 +233,12 @@ class Pending:
         self._call = client.launch(frame, ahead)
 
     def abandon(self) -> None:
-        """Nobody wants the reply any more."""
-        self._call.cancel()
-        with contextlib.suppress(TransportError, FleetError):
-            self._call.result()  # what the network keeps for the call goes with its end
+        _give_up(self._call)
         self._client.settle(self._call)
+
+    def send(self) -> None:
+        """Let the request leave; ``result`` does it as well, but with several under way all should leave first."""
+        self._call.send()
 
     def result(self) -> Frame:
         """The reply. Errors the server sent are raised, as is whatever ended the line."""

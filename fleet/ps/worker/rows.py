@@ -236,6 +236,8 @@ class RowReader:
                         client.start(Frame(client.request(completed, pull=pull), tensors), what, ahead=ahead),
                     )
                 )
+        for request in asked:
+            request.pending.send()
         return Fetch(queries, self._specs, asked)
 
 

@@ -594,6 +594,8 @@ class WorkerRuntime:
             pendings = [client.start(make(server, client), what) for server, client in some]
             try:
                 for pending in pendings:
+                    pending.send()
+                for pending in pendings:
                     try:
                         replies.append(pending.result())
                     except FleetError as error:  # the others still get their answer

@@ -1,0 +1,51 @@
+"""Direct connections: what is not urgent goes over plain sockets, beside a network that carries the rest.
+
+Through Python's gRPC a request of 400 KiB costs about half a millisecond of computing on either side, whatever its
+options, over a socket a tenth of it (docs/design.md has the figures). A client asks the server over the network where
+it takes direct connections, and is given a key; where it cannot reach them, everything goes over the network.
+"""
+
+from __future__ import annotations
+
+from fleet.cluster import Endpoint
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.direct_client import DirectChannel
+from fleet.ps.wire.direct_server import DirectListener
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Handler, Listener, Network, Respond
+
+
+class DirectNetwork:
+    def __init__(self, control: Network, port: int = 0) -> None:
+        """Servers listen at ``port``, or at any that is free."""
+        self._control = control
+        self._port = port
+
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
+        direct = DirectListener(endpoint, self._port, handler)
+
+        def receive(frame: Frame, respond: Respond) -> None:
+            if frame.message.WhichOneof("kind") == "direct":
+                respond(Frame(pb.Reply(direct=direct.address)))
+            else:
+                handler(frame, respond)
+
+        try:
+            return _Listener(direct, self._control.listen(endpoint, receive))
+        except BaseException:
+            direct.close()
+            raise
+
+    def connect(self, endpoint: Endpoint) -> DirectChannel:
+        return DirectChannel(endpoint, self._control.connect(endpoint))
+
+
+class _Listener:
+    def __init__(self, direct: DirectListener, control: Listener) -> None:
+        self._direct = direct
+        self._control = control
+
+    def close(self, grace_s: float = 0.0) -> None:
+        self._direct.refuse()
+        self._control.close(grace_s)
+        self._direct.close(grace_s)

@@ -1,0 +1,225 @@
+"""The client half of direct connections.
+
+A connection carries one request and then its reply, nothing else meanwhile: requests under way together have one
+each, so none waits for another, and one that is given up takes its connection with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+
+from fleet.cluster import Endpoint
+from fleet.errors import FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import raise_if_error
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.stream import Outgoing, fill, receive, tune
+from fleet.ps.wire.transport import BrokenCall, Call, Channel, TransportError
+
+_log = logging.getLogger("fleet.wire")
+
+WELCOME = b"FLT1 welcome"
+
+#: To ask where connections are taken, and to make one.
+CONNECT_S = 5.0
+
+#: So many connections are kept that carry nothing at the moment.
+KEPT = 4
+
+
+class DirectChannel:
+    """Sends requests over direct connections where the server takes any, and whatever is urgent over ``control``."""
+
+    def __init__(self, endpoint: Endpoint, control: Channel) -> None:
+        self._endpoint = endpoint
+        self._control = control
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._busy: set[DirectCall] = set()
+        self._address: pb.DirectAddress | None = None
+        self._refused = False
+        self._closed = False
+
+    def start(
+        self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
+    ) -> Call:
+        if not urgent and not self._refused:
+            try:
+                connection = self._take(min(timeout_s or CONNECT_S, CONNECT_S))
+            except TransportError as error:
+                return BrokenCall(str(error))
+            if connection is not None:
+                call = DirectCall(self, connection, request, timeout_s)
+                with self._lock:
+                    if not self._closed:
+                        self._busy.add(call)
+                        return call
+                connection.close()
+                return BrokenCall("the channel is closed")
+        return self._control.start(request, timeout_s, urgent=urgent, ahead=ahead)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for call in self._busy:
+                call.hang_up()
+        for connection in idle:
+            connection.close()
+        self._control.close()
+
+    # ---------------------------------------------------------------- for calls
+
+    def settle(self, call: DirectCall, connection: socket.socket, *, whole: bool) -> None:
+        """A call has ended; after a ``whole`` reply its connection can carry the next."""
+        with self._lock:
+            if call not in self._busy:
+                return
+            self._busy.remove(call)
+            if whole and not self._closed and len(self._idle) < KEPT:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def cancel(self, call: DirectCall) -> None:
+        with self._lock:
+            if call in self._busy:
+                call.hang_up()
+
+    # ---------------------------------------------------------------- connections
+
+    def _take(self, timeout_s: float) -> socket.socket | None:
+        """A connection that carries nothing; None if there can be none."""
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                connection = self._idle.pop()
+            if _is_quiet(connection):
+                return connection
+            connection.close()
+            self._address = None  # the server has gone, and its successor is somewhere else
+        address = self._address
+        if address is None:
+            address = self._ask(timeout_s)
+            if address is None:
+                return None
+        try:
+            connection = _connect(self._endpoint, address, timeout_s)
+        except OSError as error:
+            if self._address is None:
+                self._refused = True
+                _log.warning(
+                    "no direct connection to the server at %s, port %d (%s): requests go through gRPC, which is slower",
+                    self._endpoint,
+                    address.port,
+                    error,
+                )
+                return None
+            self._address = None
+            raise TransportError(f"{self._endpoint} takes no connection: {error}") from None
+        self._address = address
+        return connection
+
+    def _ask(self, timeout_s: float) -> pb.DirectAddress | None:
+        try:
+            reply = raise_if_error(self._control.start(Frame(pb.Request(direct=pb.Direct())), timeout_s).result())
+        except FleetError:  # a server that takes none knows no such request
+            self._refused = True
+            return None
+        address: pb.DirectAddress = reply.message.direct
+        return address
+
+
+class DirectCall:
+    def __init__(self, channel: DirectChannel, connection: socket.socket, request: Frame, timeout_s: float | None):
+        self._channel = channel
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._request = Outgoing(request)
+        self._broken: OSError | None = None
+        self._send(wait=False)
+
+    def _send(self, *, wait: bool) -> None:
+        try:
+            self._request.send(self._connection, wait=wait)
+        except OSError as error:
+            self._broken = error
+
+    def send(self) -> None:
+        if self._broken is None:
+            self._send(wait=True)
+
+    def result(self) -> Frame:
+        whole = False
+        connection = self._connection
+        try:
+            if self._timeout_s is not None:
+                connection.settimeout(self._timeout_s)
+            self.send()
+            if self._broken is not None:
+                raise self._broken
+            reply = receive(pb.Reply, connection)
+            if self._timeout_s is not None:
+                connection.settimeout(None)
+            whole = True
+            return reply
+        except TimeoutError:
+            raise TransportError(f"no reply within {self._timeout_s:g} s") from None
+        except OSError as error:
+            raise TransportError(str(error)) from None
+        finally:
+            self._channel.settle(self, connection, whole=whole)
+
+    def cancel(self) -> None:
+        self._channel.cancel(self)
+
+    def hang_up(self) -> None:
+        """Wake who waits on the connection."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_quiet(connection: socket.socket) -> bool:
+    """Whether nothing has come, not even the end: a server that went away is noticed before it is sent anything."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _connect(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:
+    connection = _reach(endpoint, address, timeout_s)
+    try:
+        connection.settimeout(timeout_s)
+        tune(connection)
+        connection.sendall(address.key)
+        welcome = bytearray(len(WELCOME))
+        fill(memoryview(welcome), connection)
+        if welcome != WELCOME:
+            raise ConnectionRefusedError("somebody else listens there")
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:
+    if address.local and hasattr(socket, "AF_UNIX"):
+        # An abstract name: no file, and to be found only by who shares the server's network.
+        near = socket.socket(socket.AF_UNIX)
+        try:
+            near.settimeout(timeout_s)
+            near.connect("\0" + address.local)
+        except OSError:
+            near.close()
+        else:
+            return near
+    return socket.create_connection((endpoint.host.strip("[]"), address.port), timeout_s)

@@ -1,0 +1,204 @@
+"""The server half of direct connections: a thread for each, which reads a request, waits for its answer and sends it.
+
+A request that is parked holds the thread of its connection and no other, so a pool is never full of them; a peer that
+does not read its reply holds up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import logging
+import queue
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+
+from fleet.cluster import Endpoint
+from fleet.errors import ConfigurationError, FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.direct_client import WELCOME
+from fleet.ps.wire.errors import error_reply, handle
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.stream import Outgoing, fill, receive, tune
+from fleet.ps.wire.transport import Handler
+
+_log = logging.getLogger("fleet.wire")
+
+KEY_BYTES = 16
+
+#: For so long a peer may take to say who it is, and to go on with a request that it has begun.
+HANDSHAKE_S, STALL_S = 5, 60
+
+MAX_CONNECTIONS = 4096
+
+_numbers = itertools.count()
+
+
+class DirectListener:
+    """Takes connections at any free port of the endpoint's address, and from its own machine under a name."""
+
+    def __init__(self, endpoint: Endpoint, port: int, handler: Handler) -> None:
+        self._handler = handler
+        self._lock = threading.Condition()
+        self._connections: dict[_Connection, threading.Thread] = {}
+        self._closing = False
+        self._doors = [_tcp_door(endpoint, port)]
+        key, local = secrets.token_bytes(KEY_BYTES), ""
+        if sys.platform == "linux":
+            local = f"fleet-{secrets.token_hex(16)}"
+            self._doors.append(_local_door(local))
+        self.address = pb.DirectAddress(port=self._doors[0].getsockname()[1], local=local, key=key)
+        self._wake, self._woken = socket.socketpair()
+        self._porter = threading.Thread(target=self._let_in, name="fleet-direct", daemon=True)
+        self._porter.start()
+
+    def _let_in(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for door in [*self._doors, self._woken]:
+                selector.register(door, selectors.EVENT_READ)
+            while True:
+                for ready, _ in selector.select():
+                    if ready.fileobj is self._woken:
+                        return
+                    with contextlib.suppress(OSError):
+                        sock, _ = ready.fileobj.accept()  # type: ignore[union-attr]
+                        self._take(sock)
+
+    def _take(self, sock: socket.socket) -> None:
+        connection = _Connection(sock)
+        name = f"fleet-direct-{next(_numbers)}"
+        thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
+        with self._lock:
+            if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+                sock.close()
+                return
+            self._connections[connection] = thread
+        thread.start()
+
+    def refuse(self) -> None:
+        """Take no further connection and no further request."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            for connection in self._connections:
+                if not connection.busy:
+                    connection.end()
+        self._wake.close()
+        self._porter.join()
+        for door in [*self._doors, self._woken]:
+            door.close()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        self.refuse()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._connections, grace_s)
+            left = list(self._connections.items())
+            for connection, _ in left:
+                connection.end()
+        for _, thread in left:
+            thread.join()
+
+    # ---------------------------------------------------------------- on the threads of the connections
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            connection.greet(self.address.key)
+            while connection.await_request() and self._begin(connection):
+                connection.exchange(self._handler)
+                if not self._end(connection):
+                    break
+        except OSError as error:
+            _log.debug("a direct connection ended: %s", error)
+        finally:
+            with self._lock:
+                connection.sock.close()
+                del self._connections[connection]
+                self._lock.notify_all()
+
+    def _begin(self, connection: _Connection) -> bool:
+        with self._lock:
+            connection.busy = not self._closing
+            return connection.busy
+
+    def _end(self, connection: _Connection) -> bool:
+        with self._lock:
+            connection.busy = False
+            return not self._closing
+
+
+class _Connection:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.busy = False
+        self._ended = False
+        self._reply: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+
+    def end(self) -> None:
+        """Wake the thread, whatever it waits for."""
+        self._ended = True
+        self._reply.put(None)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def greet(self, key: bytes) -> None:
+        tune(self.sock)
+        self._limit(HANDSHAKE_S)
+        told = bytearray(len(key))
+        fill(memoryview(told), self.sock)
+        if not hmac.compare_digest(told, key):
+            raise ConnectionRefusedError("a peer does not have the key")
+        self.sock.sendall(WELCOME)
+        self._limit(STALL_S)
+
+    def _limit(self, seconds: int) -> None:
+        """For so long a read may wait; unlike a socket's timeout in Python this costs nothing."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
+
+    def await_request(self) -> bool:
+        """Wait for one as long as it takes; False when the peer hangs up."""
+        while True:
+            try:
+                return bool(self.sock.recv(1, socket.MSG_PEEK))
+            except BlockingIOError:
+                continue
+
+    def exchange(self, handler: Handler) -> None:
+        try:
+            request = receive(pb.Request, self.sock)
+        except FleetError as error:
+            # What follows cannot be made out any more.
+            Outgoing(error_reply(error)).send(self.sock, wait=True)
+            raise ConnectionAbortedError(str(error)) from None
+        self._reply = queue.SimpleQueue()  # of its own, as a handler may answer twice
+        handle(handler, request, self._reply.put)
+        reply = None if self._ended else self._reply.get()
+        if reply is None:
+            raise ConnectionAbortedError("the server closes")
+        Outgoing(reply).send(self.sock, wait=True)
+
+
+def _tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
+    host = endpoint.host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except OSError as error:
+        raise ConfigurationError(
+            "cannot take direct connections here",
+            where=f"{endpoint.host}:{port}",
+            got=str(error),
+            todo="Give the server an address of this machine, and FLEET_DIRECT_PORT a free port.",
+        ) from None
+
+
+def _local_door(name: str) -> socket.socket:
+    door = socket.socket(socket.AF_UNIX)
+    door.bind("\0" + name)
+    door.listen(128)
+    return door
