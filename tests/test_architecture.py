@@ -27,8 +27,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("ports", "rendezvous", "mpi", "metrics"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
     ("collective.pace", "collective.silence"),
-    ("nn", "optimizer", "exit_guard", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
-    ("checkpoint", "values", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
+    ("checkpoint", "nn", "optimizer", "exit_guard", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
+    ("values", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
     ("launch.server",),

@@ -794,6 +794,7 @@ def test_a_model_that_no_longer_fits(broken: Path) -> None:
         params["bias"]["dtype"] = "float64"
         params["scale"]["name"] = "gain"
         tables["own.weight"]["dim"] = 8
+        raw["tables"].remove(tables["open.weight"])
 
     with pytest.raises(CheckpointError, match="does not fit the model") as caught:
         load(broken, shard_for(broken, change))
@@ -805,6 +806,7 @@ def test_a_model_that_no_longer_fits(broken: Path) -> None:
         "'scale': float32 (), Adam in the checkpoint, absent in the job",
         "'gain': absent in the checkpoint, float32 (), Adam in the job",
         "'own.weight': table of float32 x 4, Adam in the checkpoint, table of float32 x 8, Adam in the job",
+        "'open.weight': table of float32 x 4, Adam in the checkpoint, absent in the job",
     ):
         assert problem in text
     assert "'idle'" not in text, "what fits is not mentioned"

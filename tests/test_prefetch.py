@@ -192,6 +192,8 @@ def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
             for ids in fleet_.prefetch([torch.tensor([4])] * 9, lambda ids: {table: ids}, 3):
                 optimizer.minimize(table(ids).sum())
                 break
+            assert fleet_._chosen is not None
+            assert not any(client._under_way for client in fleet_._chosen._worker.clients)
         return table(torch.tensor([4])).item()
 
     assert run_job(body, 2, 2) == [-2.0, -2.0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fleet.checkpoint.entries import joined
 from fleet.errors import CheckpointError
 
 
@@ -19,11 +20,9 @@ class Assembly:
         self._pieces: dict[str, dict[str, Any]] = {name: {} for name in numel}
         self._come: dict[str, dict[str, int]] = {name: {} for name in numel}
 
-    def add(self, entries: Sequence[Mapping[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
+    def add(self, entries: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
         """Take what one export says of dense blocks: entries, and a tensor for each that is not plain."""
-        arriving = iter(tensors)
-        for entry in entries:
-            tensor = None if "plain" in entry else next(arriving)
+        for entry, tensor in joined(entries, tensors):
             name, key = entry["param"], entry["key"]
             if name not in self._numel:
                 continue

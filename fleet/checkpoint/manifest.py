@@ -111,8 +111,23 @@ class Checkpoint:
             raise CheckpointError("the manifest cannot be read", where=str(path), got=repr(error)) from None
         return cls(directory, manifest)
 
+    def check_fits(self, spec: JobSpec) -> None:
+        """Refuse a job with other parameters, tables or optimizers than the one this was saved from."""
+        saved, wanted = _outline(self.manifest.spec), _outline(spec)
+        problems = [
+            f"{name!r}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the job"
+            for name in sorted(saved.keys() | wanted.keys())
+            if saved.get(name) != wanted.get(name)
+        ]
+        if problems:
+            raise CheckpointError(
+                "the checkpoint does not fit the model and its optimizer",
+                where=str(self.directory),
+                got="; ".join(problems),
+            )
+
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The pieces whose ``about`` has the key ``kind`` ("dense" or "table"), each read and verified."""
+        """The pieces whose ``about`` has the key ``kind`` ("dense", "table" or "buffers"), each read and verified."""
         for piece in self.manifest.pieces:
             if kind in piece.about:
                 yield piece.about, self._read(piece)
@@ -138,3 +153,10 @@ class Checkpoint:
             raise CheckpointError(
                 "a piece of the checkpoint cannot be read", where=str(path), got=repr(error)
             ) from None
+
+
+def _outline(spec: JobSpec) -> dict[str, str]:
+    """By name, what must be the same for a state to be taken over."""
+    rules = [group.rule for group in spec.groups]
+    params = {p.name: f"{p.dtype} {p.shape}, {rules[p.group]}" for p in spec.params}
+    return params | {t.name: f"table of {t.dtype} x {t.dim}, {rules[t.group]}" for t in spec.tables}

@@ -8,16 +8,16 @@ others, so that only its machine needs the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from fleet.checkpoint.assembly import Assembly
+from fleet.checkpoint.entries import VALUE, entries_of, set_state, split
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import CheckpointError, FleetError, UnsupportedError
-from fleet.members import Member
 from fleet.transpiler.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
 
 #: A piece is closed when it is this large.
@@ -68,29 +68,15 @@ def _write(worker: CollectiveWorker, files: CheckpointWriter) -> None:
     entries: list[dict[str, Any]] = []
     tensors: list[torch.Tensor] = []
     for member in worker.members:
-        for entry, tensor in _entries(member):
-            entries.append(entry)
-            tensors += [] if tensor is None else [tensor.detach().cpu()]
+        told, copies = split(entries_of(member.name, 0, member.param, member.optimizer.state.get(member.param, {})))
+        entries += told
+        tensors += copies
         if sum(tensor.nbytes for tensor in tensors) >= _PIECE_BYTES:
             files.add({"dense": entries}, tensors)
             entries, tensors = [], []
     files.add({"dense": entries}, tensors)
     buffers = {} if worker.model is None else dict(worker.model.named_buffers())
     files.add({"buffers": list(buffers)}, [buffer.detach().cpu().clone() for buffer in buffers.values()])
-
-
-def _entries(member: Member) -> list[tuple[dict[str, Any], torch.Tensor | None]]:
-    place = {"param": member.name, "offset": 0, "numel": member.param.numel()}
-    made: list[tuple[dict[str, Any], torch.Tensor | None]] = [
-        ({**place, "key": "value", "elementwise": True}, member.param.reshape(-1).clone())
-    ]
-    for key, value in member.optimizer.state.get(member.param, {}).items():
-        if isinstance(value, torch.Tensor):
-            whole = value.shape == member.param.shape
-            made.append(({**place, "key": f"state.{key}", "elementwise": whole}, value.clone()))
-        else:
-            made.append(({**place, "key": f"state.{key}", "plain": value}, None))
-    return made
 
 
 def load(worker: CollectiveWorker, dirname: str) -> None:
@@ -121,77 +107,35 @@ def load(worker: CollectiveWorker, dirname: str) -> None:
 
 def _read(worker: CollectiveWorker, checkpoint: Checkpoint) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What there is, and the tensors of it in that order."""
-    manifest = checkpoint.manifest
-    _check_fit(checkpoint, worker)
-    told: list[dict[str, Any]] = []
-    values: list[torch.Tensor] = []
-    spread: dict[tuple[str, str], int] = {}
+    checkpoint.check_fits(_spec(worker))
+    assembly = Assembly({each.name: each.param.numel() for each in worker.members}, str(checkpoint.directory))
     for about, tensors in checkpoint.pieces("dense"):
-        arriving = iter(tensors)
-        for entry in about["dense"]:
-            name, key = entry["param"], entry["key"]
-            if "plain" in entry:
-                told.append({"param": name, "key": key, "plain": entry["plain"]})
-                continue
-            tensor = next(arriving)
-            if not entry["elementwise"]:
-                told.append({"param": name, "key": key, "tensor": len(values)})
-                values.append(tensor)
-                continue
-            # Blocks of servers come in any order; together they are the parameter's elements.
-            place = spread.setdefault((name, key), len(values))
-            if place == len(values):
-                spec = next(param for param in manifest.spec.params if param.name == name)
-                told.append({"param": name, "key": key, "tensor": place})
-                values.append(torch.empty(spec.shape, dtype=tensor.dtype))
-            values[place].view(-1)[entry["offset"] : entry["offset"] + entry["numel"]] = tensor.reshape(-1)
+        assembly.add(about["dense"], tensors)
+    params: list[dict[str, Any]] = []
+    values: list[torch.Tensor] = []
+    for member in worker.members:
+        pieces, flat = assembly.whole(member.name)
+        plain = {key: piece for key, piece in pieces.items() if not isinstance(piece, torch.Tensor)}
+        keys = [key for key in pieces if key not in plain]
+        params.append({"tensors": keys, "flat": sorted(flat), "plain": plain})
+        values += [pieces[key] for key in keys]
+    buffers: list[str] = []
     for about, tensors in checkpoint.pieces("buffers"):
-        told += [{"buffer": name, "tensor": len(values) + index} for index, name in enumerate(about["buffers"])]
+        buffers += about["buffers"]
         values += tensors
     kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
-    return {"step": manifest.version, "entries": told, "tensors": kinds}, values
-
-
-def _check_fit(checkpoint: Checkpoint, worker: CollectiveWorker) -> None:
-    def outline(spec: JobSpec) -> dict[str, str]:
-        return {p.name: f"{p.dtype} {p.shape}, {spec.groups[p.group].rule}" for p in spec.params} | {
-            table.name: "a sparse table" for table in spec.tables
-        }
-
-    saved, wanted = outline(checkpoint.manifest.spec), outline(_spec(worker))
-    problems = [
-        f"{name!r}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the job"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
-    if problems:
-        raise CheckpointError(
-            "the checkpoint does not fit the model and its optimizer",
-            where=str(checkpoint.directory),
-            got="; ".join(problems),
-        )
+    return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values
 
 
 @torch.no_grad()
-def _fill(worker: CollectiveWorker, found: dict[str, Any], values: Sequence[torch.Tensor]) -> None:
-    by_name = {member.name: member for member in worker.members}
+def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Tensor]) -> None:
+    """``values`` are used up one by one: a device may have no room for all of them twice."""
+    values.reverse()
+    for member, told in zip(worker.members, found["params"], strict=True):
+        pieces = {**told["plain"], **{key: values.pop() for key in told["tensors"]}}
+        member.param.copy_(pieces[VALUE].view(member.param.shape))
+        set_state(member.optimizer, member.param, pieces, set(told["flat"]))
     buffers = {} if worker.model is None else dict(worker.model.named_buffers())
-    states: dict[str, dict[str, Any]] = {}
-    for entry in found["entries"]:
-        value = entry["plain"] if "plain" in entry else values[entry["tensor"]]
-        if "buffer" in entry:
-            buffers[entry["buffer"]].copy_(value)
-        elif entry["key"] == "value":
-            by_name[entry["param"]].param.detach().copy_(value)
-        else:
-            states.setdefault(entry["param"], {})[entry["key"].removeprefix("state.")] = value
-    for name, state in states.items():
-        member = by_name[name]
-        kept = member.optimizer.state[member.param]
-        for key, value in state.items():
-            # Step counts stay where torch has them, which is the CPU unless the optimizer is capturable.
-            there = kept.get(key)
-            is_count = isinstance(value, torch.Tensor) and value.dim() == 0
-            device = there.device if isinstance(there, torch.Tensor) else torch.device("cpu") if is_count else None
-            kept[key] = value.to(device or member.param.device) if isinstance(value, torch.Tensor) else value
+    for name in found["buffers"]:
+        buffers[name].copy_(values.pop())
     worker.steps = found["step"]

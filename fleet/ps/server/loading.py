@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleet.checkpoint.assembly import Assembly
+from fleet.checkpoint.entries import VALUE
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
-from fleet.ps.table.dense import STATE, VALUE
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT
-from fleet.transpiler.specs import JobSpec
 
 
 def restore_from(dirname: str) -> Restore:
@@ -21,7 +20,7 @@ def restore_from(dirname: str) -> Restore:
     checkpoint = Checkpoint.open(dirname)
 
     def fill(shard: Shard, server: int) -> None:
-        _check_model(checkpoint, shard.plan.spec)
+        checkpoint.check_fits(shard.plan.spec)
         try:
             _restore_dense(checkpoint, shard)
             _restore_rows(checkpoint, shard, server)
@@ -33,26 +32,6 @@ def restore_from(dirname: str) -> Restore:
             ) from error
 
     return Restore(checkpoint.manifest.seed, checkpoint.manifest.version, fill)
-
-
-def _check_model(checkpoint: Checkpoint, spec: JobSpec) -> None:
-    def outline(of: JobSpec) -> dict[str, str]:
-        rules = [group.rule for group in of.groups]
-        params = {p.name: f"{p.dtype} {p.shape}, {rules[p.group]}" for p in of.params}
-        return params | {t.name: f"table of {t.dtype} x {t.dim}, {rules[t.group]}" for t in of.tables}
-
-    saved, wanted = outline(checkpoint.manifest.spec), outline(spec)
-    problems = [
-        f"{name!r}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the job"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
-    if problems:
-        raise CheckpointError(
-            "the checkpoint does not fit the model and its optimizer",
-            where=str(checkpoint.directory),
-            got="; ".join(problems),
-        )
 
 
 def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
@@ -69,10 +48,8 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
             key: value[block.offset : block.offset + block.numel] if key in flat else value
             for key, value in whole.items()
         }
-        shard.dense.write(slot.position, mine.pop(VALUE))
-        state = {key.removeprefix(STATE): value for key, value in mine.items()}
-        if state:
-            shard.dense.restore(slot.position, state, {key.removeprefix(STATE) for key in flat})
+        shard.dense.write(slot.position, mine[VALUE])
+        shard.dense.restore(slot.position, mine, flat)
 
 
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:

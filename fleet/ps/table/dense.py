@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fleet.checkpoint.entries import Entry, entries_of, set_state
 from fleet.errors import ProtocolError
 from fleet.ps import memory
 from fleet.ps.kernels import RULES
@@ -20,9 +21,6 @@ from fleet.ps.table.compensation import Compensation
 from fleet.transpiler.plan import Plan
 
 Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
-
-#: How the pieces of a block are called in a checkpoint: its values, and before the names of its optimizer's state.
-VALUE, STATE = "value", "state."
 
 
 class DenseShard:
@@ -192,16 +190,10 @@ class DenseShard:
         flats = [self._flat[name] for name in self.layout.dtypes]
         return [memory.take_flat(len(flat), flat.dtype).copy_(flat) for flat in flats]
 
-    def export(self, position: int) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-        """The values and optimizer state of one block: what each piece is, and its tensor if it is one."""
-        slot, param = self.layout.slots[position], self._params[position]
-        place = {
-            "param": self._plan.param_of(slot.block).name,
-            "offset": slot.block.offset,
-            "numel": slot.block.numel,
-        }
-        yield {**place, "key": VALUE, "elementwise": True}, param.data.view(-1)
-        yield from state_entries(place, param, self._state_of(param))
+    def export(self, position: int) -> Iterator[Entry]:
+        """The values and optimizer state of one block."""
+        block, param = self.layout.slots[position].block, self._params[position]
+        return entries_of(self._plan.param_of(block).name, block.offset, param, self._state_of(param))
 
     def _state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
         for optimizer in self._optimizers.values():
@@ -209,31 +201,9 @@ class DenseShard:
                 return dict(optimizer.state[param])
         return {}
 
-    def restore(self, position: int, state: Mapping[str, Any], elementwise: set[str]) -> None:
-        """Set the optimizer state of one block; ``elementwise`` names the keys that are flat and of its size."""
+    def restore(self, position: int, pieces: Mapping[str, Any], flat: set[str]) -> None:
+        """Set the optimizer state of one block, as a checkpoint says."""
         param = self._params[position]
         group = self._groups[self._plan.param_of(self.layout.slots[position].block).group]
         owner = next(o for o in self._optimizers.values() if any(own is group for own in o.param_groups))
-        set_state(owner, param, state, elementwise)
-
-
-def state_entries(
-    place: Mapping[str, Any], param: torch.Tensor, state: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
-    """The optimizer state of one parameter or block, as it stands in a checkpoint."""
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            # State of the parameter's own shape is cut with it; anything else belongs to the whole.
-            yield {**place, "key": f"{STATE}{key}", "elementwise": value.shape == param.shape}, value
-        else:
-            yield {**place, "key": f"{STATE}{key}", "plain": value}, None
-
-
-def set_state(
-    owner: torch.optim.Optimizer, param: torch.nn.Parameter, state: Mapping[str, Any], elementwise: set[str]
-) -> None:
-    """Give a parameter state out of a checkpoint; ``elementwise`` names the keys that are of its size."""
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            value = value.reshape(param.shape).to(param.device, copy=True) if key in elementwise else value.clone()
-        owner.state[param][key] = value
+        set_state(owner, param, pieces, flat)

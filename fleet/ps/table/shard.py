@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.checkpoint.entries import split
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.staleness import DENSE, Staleness
@@ -214,11 +215,10 @@ class Shard:
         tensors: list[torch.Tensor | Array] = []
         size = 0
         while position < len(self.dense.layout.slots) and size < EXPORT_BYTES:
-            for entry, tensor in self.dense.export(position):
-                about.append(entry)
-                if tensor is not None:
-                    tensors.append(tensor.clone())
-                    size += tensor.nbytes
+            entries, copies = split(self.dense.export(position))
+            about += entries
+            tensors += copies
+            size += sum(tensor.nbytes for tensor in copies)
             position += 1
         more = position < len(self.dense.layout.slots)
         return Piece(

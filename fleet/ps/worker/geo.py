@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.checkpoint.entries import Entry, set_state, state_entries
 from fleet.ps.describe import Description
 from fleet.ps.kernels import RULES
 from fleet.ps.kernels.jit import Array, Ids
 from fleet.ps.kernels.rows import unique
 from fleet.ps.layout import DenseLayout
-from fleet.ps.table.dense import STATE, set_state, state_entries
 from fleet.ps.table.table import WEIGHT, Table
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack
 from fleet.transpiler.specs import TableSpec
@@ -182,18 +182,16 @@ class Replica:
 
     # ---------------------------------------------------------------- checkpoints
 
-    def state(self) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+    def state(self) -> Iterator[Entry]:
         """The state of the user's optimizers for the dense parameters, as it stands in a checkpoint."""
         for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
-            place = {"param": spec.name, "offset": 0, "numel": spec.numel}
-            yield from state_entries(place, param, self._owner(spec.group).state.get(param, {}))
+            yield from state_entries(spec.name, 0, param, self._owner(spec.group).state.get(param, {}))
 
     def restore(self, name: str, pieces: Mapping[str, Any], flat: set[str]) -> None:
         """Give one parameter's optimizer the state that a checkpoint has for it."""
         (position,) = [index for index, spec in enumerate(self._described.spec.params) if spec.name == name]
         owner = self._owner(self._described.spec.params[position].group)
-        state = {key.removeprefix(STATE): value for key, value in pieces.items() if key.startswith(STATE)}
-        set_state(owner, self._described.params[position], state, {key.removeprefix(STATE) for key in flat})
+        set_state(owner, self._described.params[position], pieces, flat)
 
     def _owner(self, group: int) -> torch.optim.Optimizer:
         return self._described.optimizers[self._described.spec.groups[group].optimizer]

@@ -36,8 +36,7 @@ def prefetch(
     finally:
         worker.present({})
         for _, ahead in queue:
-            worker.present(ahead)
-            worker.present({})
+            worker.give_up(ahead)
 
 
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:

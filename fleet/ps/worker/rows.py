@@ -110,7 +110,7 @@ class RowReader:
         self._version_after = version_after
         self.read_at: dict[tuple[int, int], int] = {}
         self._read_before: dict[tuple[int, int], int] = {}
-        self._present: dict[int, Ahead] = {}
+        self._present: Mapping[int, Ahead] = {}
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
         self._specs = specs
@@ -208,9 +208,13 @@ class RowReader:
 
     def present(self, ahead: Mapping[int, Ahead]) -> None:
         """From now on forwards may use this; what was there before is given up."""
-        for old in self._present.values():
-            old.fetch.abandon()
-        self._present = dict(ahead)
+        self.give_up(self._present)
+        self._present = ahead
+
+    def give_up(self, ahead: Mapping[int, Ahead]) -> None:
+        """No forward will use this."""
+        for each in ahead.values():
+            each.fetch.abandon()
 
     # ---------------------------------------------------------------- asking
 

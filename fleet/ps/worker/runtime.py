@@ -513,6 +513,10 @@ class WorkerRuntime:
         """From now on forwards may use what was fetched ahead."""
         self._rows.present(ahead)
 
+    def give_up(self, ahead: Mapping[int, Ahead]) -> None:
+        """Nobody will use what was fetched ahead."""
+        self._rows.give_up(ahead)
+
     def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
         """Table, ids and values of the rows that the servers say others have changed."""
         for server, (layout, reply) in enumerate(zip(self._layouts, replies, strict=True)):

@@ -9,14 +9,10 @@ and row is saved as it is when its turn comes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import torch
-
+from fleet.checkpoint.entries import VALUE, joined, split
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import FleetError
-from fleet.ps.table.dense import VALUE
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.exporting import exported
@@ -59,30 +55,12 @@ def _write(worker: WorkerRuntime, dirname: str) -> None:
             for about, tensors in exported(client, worker.completed):
                 seed = about.pop("seed", seed)
                 if "dense" in about and worker.replica is not None:
-                    about, tensors = _values_only(about, tensors)
+                    # Without the state that a server was given to start from: the worker's own is newer.
+                    told = joined(about["dense"], tensors)
+                    entries, tensors = split(pair for pair in told if pair[0]["key"] == VALUE)
+                    about = {"dense": entries}
                 writer.add(about, tensors)
         if worker.replica is not None:
-            entries, state = _split(worker.replica.state())
+            entries, state = split(worker.replica.state())
             writer.add({"dense": entries}, state)
         writer.commit(worker.steps, seed, worker.plan.spec)
-
-
-def _values_only(
-    about: Mapping[str, Any], tensors: Sequence[torch.Tensor]
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Without the state that a server was given to start from: the worker's own is newer."""
-    arriving = iter(tensors)
-    pairs = [(entry, None if "plain" in entry else next(arriving)) for entry in about["dense"]]
-    entries, values = _split(pair for pair in pairs if pair[0]["key"] == VALUE)
-    return {"dense": entries}, values
-
-
-def _split(
-    pairs: Iterable[tuple[dict[str, Any], torch.Tensor | None]],
-) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
-    entries, tensors = [], []
-    for entry, tensor in pairs:
-        entries.append(entry)
-        if tensor is not None:
-            tensors.append(tensor.detach().cpu())
-    return entries, tensors

@@ -1,0 +1,71 @@
+"""What a checkpoint says of one parameter, or of one block of it: its values, and the state of its optimizer.
+
+An entry tells which parameter, which of its elements, which key ("value", or "state." and torch's name), and whether
+the tensor has one number for each of these elements; what is no tensor stands in the entry itself, as "plain".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+VALUE, STATE = "value", "state."
+
+#: An entry, and its tensor if it has one.
+Entry = tuple[dict[str, Any], torch.Tensor | None]
+
+
+def entries_of(name: str, offset: int, param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Entry]:
+    """``param`` is the whole parameter, or the block of it that begins at ``offset``; ``state`` is its optimizer's."""
+    yield {**_place(name, offset, param), "key": VALUE, "elementwise": True}, param.detach().reshape(-1)
+    yield from state_entries(name, offset, param, state)
+
+
+def state_entries(name: str, offset: int, param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Entry]:
+    for key, value in state.items():
+        entry = {**_place(name, offset, param), "key": f"{STATE}{key}"}
+        if isinstance(value, torch.Tensor):
+            # State of the parameter's own shape is cut with it; anything else belongs to the whole.
+            yield {**entry, "elementwise": value.shape == param.shape}, value
+        else:
+            yield {**entry, "plain": value}, None
+
+
+def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
+    return {"param": name, "offset": offset, "numel": param.numel()}
+
+
+def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    """Entries and tensors apart, as they are sent and written: copies, since training goes on and a file's tensors may
+    share no memory."""
+    told, tensors = [], []
+    for entry, tensor in entries:
+        told.append(entry)
+        if tensor is not None:
+            tensors.append(tensor.detach().to("cpu", copy=True))
+    return told, tensors
+
+
+def joined(told: Iterable[dict[str, Any]], tensors: Iterable[torch.Tensor]) -> list[Entry]:
+    """The other way round: each entry with its tensor."""
+    arriving = iter(tensors)
+    return [(entry, None if "plain" in entry else next(arriving)) for entry in told]
+
+
+def set_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, pieces: Mapping[str, Any], flat: set[str]) -> None:
+    """Give a parameter the optimizer state among ``pieces``, by key; ``flat`` names the keys that have a number for
+    each of its elements. Tensors are copied: blocks of one parameter get the same ones, and torch alters its own."""
+    state = optimizer.state[param]
+    for key, value in pieces.items():
+        if not key.startswith(STATE):
+            continue
+        name = key.removeprefix(STATE)
+        if isinstance(value, torch.Tensor):
+            present = state.get(name)
+            # A step count that torch has not placed itself is on the CPU: only capturable optimizers want it elsewhere.
+            default = torch.device("cpu") if name == "step" else param.device
+            device = present.device if isinstance(present, torch.Tensor) else default
+            value = (value.reshape(param.shape) if key in flat else value).to(device, copy=True)
+        state[name] = value
