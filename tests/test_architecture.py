@@ -24,10 +24,10 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling"),
     ("cluster", "environ", "transpiler", "ps.memory", "members", "lifecycle"),
-    ("ports", "rendezvous", "mpi", "metrics"),
+    ("ports", "rendezvous", "mpi", "metrics", "ps.kernels"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
     ("collective.pace", "collective.silence"),
-    ("checkpoint", "nn", "optimizer", "exit_guard", "ps.kernels", "ps.wire", "launch.guard", "launch.watch"),
+    ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
     ("values", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),

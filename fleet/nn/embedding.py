@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.nn.expand import expand
 from fleet.nn.handle import Asking, Found, TableHandle, handle_of, look_up, padding_index
 from fleet.transpiler.specs import Initializer
 
@@ -77,8 +78,8 @@ class Embedding(torch.nn.Module):
         self.padding_idx = _handle(self).padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows, inverse, padding = _rows(self, ids)
-        return F.embedding(inverse, rows, padding_idx=padding)
+        found = _rows(self, ids)
+        return expand(found.rows, found.inverse)
 
     def extra_repr(self) -> str:
         return _sizes(self)
@@ -143,8 +144,8 @@ class _RemoteEmbedding(torch.nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if _handle(self).source is None:
             return super().forward(ids)
-        rows, inverse, padding = _rows(self, ids)
-        return F.embedding(inverse, rows, padding_idx=padding)
+        found = _rows(self, ids)
+        return expand(found.rows, found.inverse)
 
 
 class _RemoteEmbeddingBag(torch.nn.EmbeddingBag):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.nn.embedding import Embedding, asking
+from fleet.nn.expand import expand
 from fleet.nn.handle import Asking, look_up
 
 
@@ -45,10 +45,7 @@ class EmbeddingGroup(torch.nn.ModuleDict):
     def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         asked = self.asking(ids)
         found = look_up(list(asked.values()))
-        return {
-            name: F.embedding(inverse, rows, padding_idx=padding)
-            for name, (rows, inverse, padding) in zip(asked, found, strict=True)
-        }
+        return {name: expand(each.rows, each.inverse) for name, each in zip(asked, found, strict=True)}
 
     def asking(self, ids: Mapping[str, torch.Tensor]) -> dict[str, Asking]:
         if not isinstance(ids, Mapping):
