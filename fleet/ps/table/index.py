@@ -14,8 +14,6 @@ to move it twice: those that lie at the beginning because the end was full are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -55,29 +53,21 @@ class Index:
     def find(self, keys: Rows, ids: Ids) -> Ids:
         """The slot of every id, -1 where there is none."""
         slots = np.empty(ids.size, np.int64)
-        for entries, which in self._tables(ids):
-            found = np.empty(ids[which].size, np.int64)
-            _find(entries, _shift(entries), keys, ids[which], found)
-            slots[which] = found
+        _find(*self._tables(), keys, ids, slots)
         return slots
 
     def put(self, keys: Rows, ids: Ids) -> None:
         """Give ids, which are distinct and new, the next slots in their order."""
-        slots = np.arange(self._count, self._count + ids.size)
         self._reserve(keys, self._count + ids.size)
         self._move(keys, MOVED_PER_ID * ids.size)
-        for entries, which in self._tables(ids):
-            _put(entries, _shift(entries), ids[which], slots[which])
+        _put(*self._tables(), ids, self._count)
         self._count += ids.size
 
-    def _tables(self, ids: Ids) -> Iterator[tuple[Entries, slice | Ids]]:
-        """The tables, and of which ids each has the homes."""
+    def _tables(self) -> tuple[Entries, int, Entries, int, int]:
+        """The table that stays, the one that is left, and how many of that one's homes have moved."""
         if self._old is None:
-            yield self._now, slice(None)
-        else:
-            moved = _homes(ids, _shift(self._old)) < self._moved
-            yield self._old, np.flatnonzero(~moved)
-            yield self._now, np.flatnonzero(moved)
+            return self._now, _shift(self._now), self._now, _shift(self._now), 0
+        return self._now, _shift(self._now), self._old, _shift(self._old), self._moved
 
     def _reserve(self, keys: Rows, count: int) -> None:
         size = self._now.size
@@ -115,21 +105,33 @@ def _likely(entries: Entries, at: np.int64, hashed: np.uint64) -> np.int64:
 
 
 @compiled
-def _find(entries: Entries, shift: int, keys: Rows, ids: Ids, slots: Ids) -> None:
+def _find(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, keys: Rows, ids: Ids, slots: Ids) -> None:
     # Every id goes through three stages, with others between them, so that nothing waits for memory: its home is asked
     # for; the entry there gives a slot, and the id at that is asked for; the two ids are compared.
     for k in range(ids.size):
         slots[k] = np.int64(mix(np.uint64(ids[k])))  # until the slot is known
     for k in range(-_APART, ids.size + _APART):
         if k + _APART < ids.size:
-            prefetch(entries, np.int64(np.uint64(slots[k + _APART]) >> np.uint64(shift)))
+            hashed = np.uint64(slots[k + _APART])
+            home = np.int64(hashed >> np.uint64(old_shift))
+            if home < moved:
+                prefetch(now, np.int64(hashed >> np.uint64(shift)))
+            else:
+                prefetch(old, home)
         if 0 <= k < ids.size:
             hashed = np.uint64(slots[k])
-            slots[k] = _slot(entries[_likely(entries, np.int64(hashed >> np.uint64(shift)), hashed)])
+            home = np.int64(hashed >> np.uint64(old_shift))
+            if home < moved:
+                slots[k] = _slot(now[_likely(now, np.int64(hashed >> np.uint64(shift)), hashed)])
+            else:
+                slots[k] = _slot(old[_likely(old, home, hashed)])
             prefetch(keys, slots[k])
         known = k - _APART
         if known >= 0 and slots[known] >= 0 and row(keys, slots[known])[0] != ids[known]:
-            slots[known] = _searched(entries, shift, keys, ids[known])
+            if np.int64(mix(np.uint64(ids[known])) >> np.uint64(old_shift)) < moved:
+                slots[known] = _searched(now, shift, keys, ids[known])
+            else:
+                slots[known] = _searched(old, old_shift, keys, ids[known])
 
 
 @compiled
@@ -143,24 +145,30 @@ def _searched(entries: Entries, shift: int, keys: Rows, id: np.int64) -> np.int6
 
 
 @compiled
-def _put(entries: Entries, shift: int, ids: Ids, slots: Ids) -> None:
+def _put(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, ids: Ids, start: int) -> None:
     for k in range(-_APART, ids.size):
         if k + _APART < ids.size:
-            prefetch(entries, np.int64(mix(np.uint64(ids[k + _APART])) >> np.uint64(shift)))
+            hashed = mix(np.uint64(ids[k + _APART]))
+            home = np.int64(hashed >> np.uint64(old_shift))
+            if home < moved:
+                prefetch(now, np.int64(hashed >> np.uint64(shift)))
+            else:
+                prefetch(old, home)
         if k >= 0:
             hashed = mix(np.uint64(ids[k]))
-            at = np.int64(hashed >> np.uint64(shift))
-            while entries[at] != 0:
-                at = (at + 1) & (entries.size - 1)
-            entries[at] = (hashed << _TAG_SHIFT) | np.uint64(slots[k] + 1)
+            entry = (hashed << _TAG_SHIFT) | np.uint64(start + k + 1)
+            home = np.int64(hashed >> np.uint64(old_shift))
+            if home < moved:
+                _enter(now, np.int64(hashed >> np.uint64(shift)), entry)
+            else:
+                _enter(old, home, entry)
 
 
 @compiled
-def _homes(ids: Ids, shift: int) -> Ids:
-    homes = np.empty(ids.size, np.int64)
-    for k in range(ids.size):
-        homes[k] = np.int64(mix(np.uint64(ids[k])) >> np.uint64(shift))
-    return homes
+def _enter(entries: Entries, at: np.int64, entry: np.uint64) -> None:
+    while entries[at] != 0:
+        at = (at + 1) & (entries.size - 1)
+    entries[at] = entry
 
 
 @compiled

@@ -142,7 +142,7 @@ class Shard:
             table.step += 1
             rows = [c.rows[index] for c in contributions if index in c.rows]
             if rows:
-                ids, grads = merge(rows, count)
+                ids, grads = merge(rows, count) if count > 1 else rows[0]
                 table.apply(ids, grads, self._options[table.spec.group], table.step)
 
     def _add(self, contribution: Contribution, changes: Changes) -> None:

@@ -63,20 +63,33 @@ class Fetch:
         return self._rows
 
     def _arrive(self) -> None:
-        specs = [self._specs[query.table] for query in self._queries]
-        self._rows = [np.empty((q.ids.size, s.dim), s.dtype) for q, s in zip(self._queries, specs, strict=True)]
+        parts: list[list[tuple[Ids, Array]]] = [[] for _ in self._queries]
         for asked in self._asked:
             reply = asked.pending.result()
             for (place, part), tensor, clock in zip(
                 asked.parts, reply.tensors, reply.message.table_clocks, strict=True
             ):
-                self._rows[place][part] = tensor.numpy()
+                parts[place].append((part, tensor.numpy()))
                 self._clocks[asked.server, place] = clock
+        self._rows = [
+            _joined(query.ids.size, self._specs[query.table], each)
+            for query, each in zip(self._queries, parts, strict=True)
+        ]
 
     def abandon(self) -> None:
         if not self._arrived:
             for asked in self._asked:
                 asked.pending.abandon()
+
+
+def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Ids, Array]]) -> Array:
+    """All rows of a query, each in its place."""
+    if len(parts) == 1:
+        return parts[0][1]
+    rows = np.empty((count, spec.dim), spec.dtype)
+    for part, here in parts:
+        rows[part] = here
+    return rows
 
 
 @dataclass(frozen=True)

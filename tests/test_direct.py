@@ -1,0 +1,353 @@
+"""Direct connections: what goes over them and what does not, who is let in, and what happens when they fail.
+
+That they keep the promises of every network is tested in test_transport.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fleet.cluster import Endpoint
+from fleet.environ import Knobs
+from fleet.errors import ConfigurationError
+from fleet.ps.backend import real_network
+from fleet.ps.wire import direct_client, direct_server
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.direct import DirectNetwork
+from fleet.ps.wire.direct_client import WELCOME, DirectChannel
+from fleet.ps.wire.direct_server import DirectListener
+from fleet.ps.wire.errors import raise_if_error
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.stream import Outgoing, receive
+from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
+
+PATIENCE_S = 30.0
+LARGE = torch.arange(4 << 20)
+ENDPOINT = Endpoint("127.0.0.1", 0)
+
+
+class Counting:
+    """A network that counts the kinds of requests that are started on it."""
+
+    def __init__(self, inner: Network) -> None:
+        self._inner = inner
+        self.kinds: list[str] = []
+
+    def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
+        return self._inner.listen(endpoint, handler)
+
+    def connect(self, endpoint: Endpoint) -> Channel:
+        channel = self._inner.connect(endpoint)
+        start = channel.start
+
+        def counted(request: Frame, timeout_s: float | None = None, **how: bool) -> Call:
+            self.kinds.append(request.message.WhichOneof("kind"))
+            return start(request, timeout_s, **how)
+
+        channel.start = counted  # type: ignore[method-assign]
+        return channel
+
+
+def echo(frame: Frame, respond: Respond) -> None:
+    respond(Frame(pb.Reply(version=frame.message.step), frame.tensors))
+
+
+def ask(step: int, *tensors: torch.Tensor) -> Frame:
+    return Frame(pb.Request(step=step, pull=pb.Pull()), [WireTensor.of(tensor) for tensor in tensors])
+
+
+def beat() -> Frame:
+    return Frame(pb.Request(beat=pb.Beat()))
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    until(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def control() -> Counting:
+    return Counting(LoopbackNetwork())
+
+
+def line(control: Network, stack: contextlib.ExitStack, handler: Handler = echo) -> DirectChannel:
+    network = DirectNetwork(control)
+    stack.callback(network.listen(ENDPOINT, handler).close)
+    channel = network.connect(ENDPOINT)
+    stack.callback(channel.close)
+    return channel
+
+
+@pytest.fixture
+def listener(stack: contextlib.ExitStack) -> DirectListener:
+    made = DirectListener(ENDPOINT, 0, echo)
+    stack.callback(made.close)
+    return made
+
+
+def connected(listener: DirectListener, stack: contextlib.ExitStack, key: bytes | None = None) -> socket.socket:
+    sock = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), PATIENCE_S))
+    sock.sendall(listener.address.key if key is None else key)
+    return sock
+
+
+def hung_up(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionError:  # it left without having read all
+        return True
+
+
+def welcomed(listener: DirectListener, stack: contextlib.ExitStack) -> socket.socket:
+    sock = connected(listener, stack)
+    assert sock.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
+    return sock
+
+
+# ---------------------------------------------------------------------------------------------- what goes where
+
+
+def test_only_urgent_requests_and_the_question_go_over_the_network(
+    control: Counting, stack: contextlib.ExitStack
+) -> None:
+    channel = line(control, stack)
+    for step in range(3):
+        assert channel.start(ask(step, LARGE)).result().message.version == step
+    channel.start(beat(), urgent=True).result()
+    assert control.kinds == ["direct", "beat"]
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["one machine", "over TCP"])
+def test_large_frames_both_ways(
+    near: bool, control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not near:
+
+        def far(endpoint: Endpoint, address: Any, timeout_s: float) -> socket.socket:
+            return socket.create_connection((endpoint.host, address.port), timeout_s)
+
+        monkeypatch.setattr(direct_client, "_reach", far)
+    channel = line(control, stack)
+    many = [torch.full((size,), float(size)) for size in range(3000)]
+    for sent in ([LARGE, LARGE * 2], many):
+        calls = [channel.start(ask(step, *sent)) for step in range(3)]
+        for call in calls:
+            call.send()
+        for step, call in enumerate(calls):
+            reply = call.result()
+            assert reply.message.version == step
+            assert all(torch.equal(got.torch(), want) for got, want in zip(reply.tensors, sent, strict=True))
+
+
+def test_connections_are_used_again(control: Counting, stack: contextlib.ExitStack) -> None:
+    threads = set()
+
+    def handler(frame: Frame, respond: Respond) -> None:
+        threads.add(threading.current_thread().name)
+        echo(frame, respond)
+
+    channel = line(control, stack, handler)
+    for step in range(20):
+        assert channel.start(ask(step), PATIENCE_S if step % 2 else None).result().message.version == step
+    assert len(threads) == 1
+
+
+# ---------------------------------------------------------------------------------------------- when they fail
+
+
+def test_without_a_way_there_everything_goes_over_the_network(
+    control: Counting,
+    stack: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def nowhere(*_: Any) -> socket.socket:
+        raise ConnectionRefusedError("a firewall")
+
+    monkeypatch.setattr(direct_client, "_reach", nowhere)
+    channel = line(control, stack)
+    for step in range(3):
+        assert channel.start(ask(step)).result().message.version == step
+    assert control.kinds == ["direct", "pull", "pull", "pull"]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "a firewall" in told
+    assert str(ENDPOINT) in told
+
+
+def test_a_server_that_takes_none(control: Counting, stack: contextlib.ExitStack) -> None:
+    def handler(frame: Frame, respond: Respond) -> None:
+        if frame.message.WhichOneof("kind") == "direct":
+            raise ConfigurationError("a request of an unknown kind")
+        echo(frame, respond)
+
+    stack.callback(control.listen(ENDPOINT, handler).close)
+    channel = DirectNetwork(control).connect(ENDPOINT)
+    stack.callback(channel.close)
+    assert [channel.start(ask(step)).result().message.version for step in (1, 2)] == [1, 2]
+    assert control.kinds == ["direct", "pull", "pull"]
+
+
+def test_the_successor_of_a_server_is_found(control: Counting, stack: contextlib.ExitStack) -> None:
+    network = DirectNetwork(control)
+    channel = network.connect(ENDPOINT)
+    stack.callback(channel.close)
+    for step in range(3):
+        listener = network.listen(ENDPOINT, echo)
+        assert channel.start(ask(step)).result().message.version == step
+        listener.close()
+        with pytest.raises(TransportError):
+            channel.start(ask(step)).result()
+    assert "pull" not in control.kinds
+
+
+def test_somebody_else_at_the_port(
+    control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    stack.enter_context(theirs)
+    theirs.sendall(b"220 mail.example.org ESMTP")
+    monkeypatch.setattr(direct_client, "_reach", lambda *_: ours)
+    assert line(control, stack).start(ask(1)).result().message.version == 1
+    assert control.kinds == ["direct", "pull"]
+
+
+# ---------------------------------------------------------------------------------------------- who is let in
+
+
+def test_who_has_no_key_is_shown_the_door(listener: DirectListener, stack: contextlib.ExitStack) -> None:
+    wrong = bytes(len(listener.address.key))
+    assert hung_up(connected(listener, stack, wrong))
+    welcomed(listener, stack)
+
+
+def test_who_says_nothing_is_not_waited_for(
+    listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_server, "HANDSHAKE_S", 1)
+    assert hung_up(connected(listener, stack, b""))
+
+
+def test_who_stops_in_the_middle_of_a_request_is_not_waited_for(
+    listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_server, "STALL_S", 1)
+    slow = welcomed(listener, stack)
+    time.sleep(1.2)  # before it begins it may take its time
+    slow.sendall(b"FLT1")
+    assert hung_up(slow)
+
+
+def test_garbage_is_answered_and_disturbs_nobody(listener: DirectListener, stack: contextlib.ExitStack) -> None:
+    bad, good = welcomed(listener, stack), welcomed(listener, stack)
+    bad.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    told = receive(pb.Reply, bad).message.error
+    assert (told.kind, told.what) == ("ProtocolError", "a message is not a frame of this protocol")
+    assert hung_up(bad)
+    Outgoing(ask(3)).send(good, wait=True)
+    assert receive(pb.Reply, good).message.version == 3
+
+
+def test_a_lying_size_takes_no_memory(listener: DirectListener, stack: contextlib.ExitStack) -> None:
+    sock = welcomed(listener, stack)
+    sock.sendall(struct.pack("<4sIQ", b"FLT1", 0, 2**64 - 1))
+    assert receive(pb.Reply, sock).message.error.what == "a frame is too large"
+
+
+def test_no_more_connections_than_there_is_room_for(
+    listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_server, "MAX_CONNECTIONS", 1)
+    first = welcomed(listener, stack)
+    assert hung_up(connected(listener, stack))
+    first.close()
+    until(lambda: not listener._connections)
+    welcomed(listener, stack)
+
+
+# ---------------------------------------------------------------------------------------------- who does not read
+
+
+def test_a_peer_that_does_not_read_blocks_nobody(listener: DirectListener, stack: contextlib.ExitStack) -> None:
+    unread = [welcomed(listener, stack) for _ in range(8)]
+    senders = []
+    for sock in unread:
+        senders.append(threading.Thread(target=Outgoing(ask(0, LARGE)).send, args=(sock,), kwargs={"wait": True}))
+        senders[-1].start()
+    for sender in senders:
+        sender.join(PATIENCE_S)
+    other = welcomed(listener, stack)
+    Outgoing(ask(5)).send(other, wait=True)
+    assert receive(pb.Reply, other).message.version == 5
+    for sock in unread:
+        assert torch.equal(receive(pb.Reply, sock).tensors[0].torch(), LARGE)
+
+
+def test_closing_does_not_wait_for_a_peer_that_does_not_read(
+    listener: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    stalled = welcomed(listener, stack)
+    Outgoing(ask(0, LARGE)).send(stalled, wait=True)
+    listener.close(0.1)
+    with pytest.raises(OSError):
+        receive(pb.Reply, stalled)
+
+
+# ---------------------------------------------------------------------------------------------- the setting
+
+
+def test_off() -> None:
+    assert isinstance(real_network(Knobs.read({"FLEET_DIRECT_PORT": "off"})), GrpcNetwork)
+    assert isinstance(real_network(Knobs.read({})), DirectNetwork)
+
+
+def test_a_port_of_choice(stack: contextlib.ExitStack) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=str(port)):
+            DirectListener(ENDPOINT, port, echo)
+    network = real_network(Knobs.read({"FLEET_DIRECT_PORT": str(port)}))
+    endpoint = Endpoint("127.0.0.1", _free_port())
+    stack.callback(network.listen(endpoint, echo).close)
+    plain = GrpcNetwork(2).connect(endpoint)
+    stack.callback(plain.close)
+    told = raise_if_error(plain.start(Frame(pb.Request(direct=pb.Direct())), PATIENCE_S).result()).message.direct
+    assert told.port == port
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("text", ["on", "-1", "65536", "6174,6175"])
+def test_a_port_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="FLEET_DIRECT_PORT"):
+        Knobs.read({"FLEET_DIRECT_PORT": text})
