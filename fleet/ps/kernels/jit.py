@@ -183,4 +183,4 @@ def prefetch(rows: Rows, number: Any) -> None:
 
 
 #: Rows between the one a loop works on and the one it asks for.
-AHEAD = 8
+AHEAD = 16
