@@ -41,7 +41,7 @@ class Lookup:
 
 
 class Wanted(NamedTuple):
-    """Flat ids of one table that a forward asks for."""
+    """Ids of one table that a forward asks for."""
 
     handle: TableHandle
     ids: torch.Tensor
@@ -131,7 +131,7 @@ class TableHandle:
 
     def wanted(self, ids: torch.Tensor, training: bool) -> Wanted:
         self.check_ids(ids)
-        return Wanted(self, ids.reshape(-1), training)
+        return Wanted(self, ids, training)
 
     def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None, weight: torch.Tensor) -> Found:
         """A lookup as the asking module needs it, with its gradient collected here.

@@ -96,7 +96,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def init_worker(self) -> None:
         if not self._assignment.is_worker:
             raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
-        _, _, strategy = self._parts_to_start()
+        _, model, strategy = self._parts_to_start()
         a = self._assignment
         if a.embedded:
             server = self._make_server(a.servers[0])
@@ -108,6 +108,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         except BaseException:
             self._join_embedded()
             raise
+        if model is not None:
+            worker.watch(model)
         self._worker = worker
         exit_guard.guard(worker)
 

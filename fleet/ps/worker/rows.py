@@ -124,6 +124,7 @@ class RowReader:
         self.read_at: dict[tuple[int, int], int] = {}
         self._read_before: dict[tuple[int, int], int] = {}
         self._present: Mapping[int, Ahead] = {}
+        self._foreseen: Mapping[int, Ahead] = {}
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
         self._specs = specs
@@ -141,8 +142,8 @@ class RowReader:
         found: dict[int, Lookup] = {}
         asking: list[tuple[int, Query, Ids]] = []
         for place, (handle, given, training) in enumerate(wanted):
-            index, ids = self._tables[id(handle)], given.detach().to("cpu", torch.int64)
-            ahead = self._present.get(index)
+            index, ids = self._tables[id(handle)], _flat(given)
+            ahead = self._present.get(index) or self._foreseen.get(index)
             if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
                 distinct, inverse = ahead.distinct, ahead.inverse
             else:
@@ -201,6 +202,11 @@ class RowReader:
         self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None
     ) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
+        return self._begin(wanted, completed, steps, replica, ahead=True)
+
+    def _begin(
+        self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None, *, ahead: bool
+    ) -> dict[int, Ahead]:
         # Between evaluations come no steps.
         version = self._version_after(steps if any(each.training for each in wanted) else 0)
         by_table: dict[int, list[Wanted]] = {}
@@ -208,12 +214,12 @@ class RowReader:
             by_table.setdefault(self._tables[id(each.handle)], []).append(each)
         prepared = []
         for index, same in by_table.items():
-            ids, training = torch.cat([each.ids.detach().to("cpu", torch.int64) for each in same]), same[0].training
+            ids, training = torch.cat([_flat(each.ids) for each in same]), same[0].training
             distinct, inverse = unique(ids.numpy())
             asked = distinct if replica is None else replica.missing(index, distinct)
             prepared.append((index, ids, distinct, inverse, training, asked))
         queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
-        fetch = self._start(queries, completed, version, ahead=True)
+        fetch = self._start(queries, completed, version, ahead=ahead)
         return {
             index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed)
             for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
@@ -226,8 +232,18 @@ class RowReader:
 
     def give_up(self, ahead: Mapping[int, Ahead]) -> None:
         """No forward will use this."""
-        for each in ahead.values():
-            each.fetch.abandon()
+        for fetch in {each.fetch for each in ahead.values()}:
+            fetch.abandon()
+
+    def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> None:
+        """Ask for what the look-ups that come now will ask for, except where it was fetched ahead."""
+        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._present]
+        self._foreseen = self._begin(rest, completed, 0, replica, ahead=False) if rest else {}
+
+    def forget(self) -> None:
+        """The look-ups that were foreseen are over."""
+        self.give_up(self._foreseen)
+        self._foreseen = {}
 
     # ---------------------------------------------------------------- asking
 
@@ -256,6 +272,10 @@ class RowReader:
         for request in asked:
             request.pending.send()
         return Fetch(queries, self._specs, asked)
+
+
+def _flat(ids: torch.Tensor) -> torch.Tensor:
+    return ids.detach().to("cpu", torch.int64).reshape(-1)
 
 
 def _lookup(distinct: Ids, rows: Array, inverse: Ids) -> Lookup:

@@ -44,6 +44,7 @@ from fleet.ps.worker.client import ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
 from fleet.ps.worker.exporting import exported
+from fleet.ps.worker.foresight import Foresight
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
 from fleet.ps.worker.rows import Ahead, RowReader
@@ -108,6 +109,7 @@ class WorkerRuntime:
         self.replica: Replica | None = None
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._dense_read: dict[int, int] = {}
+        self._foresight: Foresight | None = None
         self.stopped = False
 
     def _adopt(self, description: Description) -> None:
@@ -239,6 +241,8 @@ class WorkerRuntime:
 
     def close(self) -> None:
         self.stopped = True
+        if self._foresight is not None:
+            self._foresight.remove()
         if self._communicator is not None:
             self._communicator.end()
         for client in self.clients:
@@ -497,8 +501,20 @@ class WorkerRuntime:
 
     # ---------------------------------------------------------------- rows
 
+    def watch(self, model: torch.nn.Module) -> None:
+        """Learn what the model looks up, so that it can be asked for at once."""
+
+        def fetch(wanted: Sequence[Wanted]) -> None:
+            self.settle("a look-up")
+            self._rows.foresee(wanted, self.completed, self.replica)
+
+        if len(self._description.handles) > 1:
+            self._foresight = Foresight(model, fetch, self._rows.forget)
+
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         self.settle("a look-up")
+        if self._foresight is not None:
+            self._foresight.saw(wanted)
         return self._rows.lookup(wanted, self.completed, self.replica)
 
     def _fetch_to_train(self, index: int, ids: Array) -> Array:

@@ -1,0 +1,246 @@
+"""A model that asks table by table: one request for all of them once its look-ups are known, and the same results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_job, values
+from test_geo import Watched
+
+import fleet.nn
+from fleet import Fleet, StrategyFactory
+from fleet.errors import IdOutOfRangeError
+from fleet.ps.worker.foresight import PATIENCE, View, _tensors, _view
+from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.strategy import Strategy
+
+Inputs = dict[str, Any]
+
+
+class Net(torch.nn.Module):
+    """Four tables, whose ids are a column, a range of columns, a whole tensor, and an entry of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.column = fleet.nn.Embedding(None, 2)
+        self.range = fleet.nn.EmbeddingBag(40, 3, mode="sum")
+        self.whole = fleet.nn.Embedding(50, 1)
+        self.entry = fleet.nn.Embedding(None, 2)
+        self.dense = torch.nn.Linear(8, 1)
+        with torch.no_grad():  # no random numbers: workers are threads, and would draw from one generator
+            self.dense.weight.copy_(torch.linspace(-1, 1, 8))
+            self.dense.bias.zero_()
+
+    def forward(self, ids: torch.Tensor, others: Inputs) -> torch.Tensor:
+        parts = [
+            self.column(ids[:, 0]),
+            self.range(ids[:, 1:3]),
+            self.whole(others["whole"]),
+            self.entry(others["entries"][1].long()),
+        ]
+        return self.dense(torch.cat(parts, 1)).square().mean()
+
+
+def batches(worker: int, count: int = 6) -> list[tuple[torch.Tensor, Inputs]]:
+    random = torch.Generator().manual_seed(worker)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 9, shape, generator=random)
+
+    sizes = [5] * (count - 1) + [2]  # the last one is smaller
+    return [(some(size, 3), {"whole": some(size), "entries": [some(size), some(size)]}) for size in sizes]
+
+
+def train(
+    strategy: Strategy | None, monkeypatch: pytest.MonkeyPatch, *, foresee: bool, workers: int = 2
+) -> list[list[torch.Tensor]]:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        net = Net()
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(net.parameters(), lr=0.1), strategy, model=net)
+        fleet_.init_worker()
+        losses = []
+        for number, batch in enumerate(batches(worker)):
+            optimizer.minimize(net(*batch))
+            if number % 2:
+                with torch.no_grad():
+                    losses.append(net.eval()(*batch))
+                net.train()
+        fleet_.barrier_worker()
+        return [*values(net.dense), *losses, net.column(torch.arange(9)).detach()]
+
+    with monkeypatch.context() as patch:
+        if not foresee:
+            patch.setattr(WorkerRuntime, "watch", lambda *_: None)
+        return run_job(body, workers, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [(None, 2), (StrategyFactory.create_half_async_strategy(), 1), (StrategyFactory.create_geo_strategy(2), 1)],
+    ids=["sync", "half_async", "geo"],
+)
+def test_the_same_to_the_bit(strategy: Strategy | None, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = train(strategy, monkeypatch, foresee=True, workers=workers)
+    expected = train(strategy, monkeypatch, foresee=False, workers=workers)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def requests(forwards: Callable[[Fleet, Net, Any], None], wrap: Callable[[Net], Any] = lambda net: net) -> list[int]:
+    """How many tables each request for rows named."""
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        net = Net()
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+        fleet_.init_worker()
+        forwards(fleet_, net, wrap(net))
+        optimizer.zero_grad()
+        fleet_.stop_worker()
+        assert not net._forward_pre_hooks
+        assert not net._forward_hooks
+
+    run_job(body, 1, 1, network=network)
+    return [len(frame.message.pull.tables) for frame, _ in network.seen if frame.message.pull.tables]
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, copy.deepcopy], ids=["itself", "a copy"])
+def test_one_request_from_the_second_forward_on(wrap: Callable[[Net], Any]) -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        for batch in batches(0, 4):
+            model(*batch)
+
+    assert requests(forwards, wrap) == [1, 1, 1, 1, 4, 4, 4]
+
+
+def test_a_compiled_model() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        for batch in batches(0, 3)[:-1]:
+            model(*batch)
+
+    assert requests(forwards, lambda net: torch.compile(net, backend="eager")) == [1, 1, 1, 1, 4]
+
+
+def test_evaluation_is_learnt_apart() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        for number, batch in enumerate(batches(0, 4)):
+            net.train(number % 2 == 0)
+            model(*batch)
+
+    assert requests(forwards) == [1, 1, 1, 1, 1, 1, 1, 1, 4, 4]
+
+
+def test_what_was_prefetched_is_not_asked_for_again() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        net.eval()  # there are no steps between these batches
+        for batch in fleet_.prefetch(batches(0, 4), lambda batch: {net.column: batch[0][:, 0]}, 1):
+            model(*batch)
+
+    # Column by column at first, with those fetched ahead in between; then what is left.
+    assert sorted(requests(forwards)) == [1, 1, 1, 1, 1, 1, 1, 3, 3, 3]
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        ids, others = batches(0, 2)[0]
+        model(ids, others)
+        for _ in range(2 * PATIENCE):
+            with pytest.raises(RuntimeError):
+                model(ids, {**others, "whole": torch.zeros(3, dtype=torch.int64)})  # rows that cannot be put together
+        model(ids, others)
+
+    assert requests(forwards)[-2:] == [4, 4]
+
+
+def test_ids_that_are_no_part_of_the_input_are_not_guessed() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        net.forward = lambda ids: net.column(ids[:, 0] + 1).sum() + net.whole(ids[:, 1] % 7).sum()  # type: ignore
+        for _ in range(4):
+            model(torch.arange(6).view(2, 3))
+
+    assert requests(forwards) == [1] * 8
+
+
+def test_a_model_that_surprises_is_left_alone() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        def forward(ids: torch.Tensor, at: int) -> torch.Tensor:
+            return net.column(ids[:, at]).sum() + net.whole(ids[:, at]).sum()
+
+        net.forward = forward  # type: ignore[method-assign,assignment]
+        for number in range(PATIENCE + 4):
+            ids = torch.arange(40).view(4, 10)
+            model(ids, number)
+
+    expected: list[int] = [1, 1]
+    for _ in range(PATIENCE):
+        expected += [2, 1, 1]  # the guess, and what was looked up instead
+    assert requests(forwards) == expected + [1, 1] * 3
+
+
+def test_a_guess_out_of_range_is_no_error() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        net = Net()
+        fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+        fleet_.init_worker()
+
+        def forward(ids: torch.Tensor, careful: bool) -> torch.Tensor:
+            return net.column(ids[:, 0]).sum() + (0 if careful else net.whole(ids[:, 1]).sum())
+
+        net.forward = forward  # type: ignore[method-assign,assignment]
+        for careful in (False, False, True):
+            net(torch.tensor([[1, 1000 if careful else 1]]), careful)
+        with pytest.raises(IdOutOfRangeError, match="whole"):
+            net(torch.tensor([[1, 1000]]), False)
+
+    run_job(body, 1, 1)
+
+
+IDS = torch.arange(24).view(4, 6)
+OTHER = torch.arange(60, 120).view(4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda ids: ids,
+        lambda ids: ids[:, 0],
+        lambda ids: ids[:, -1],
+        lambda ids: ids[:, 2:5],
+        lambda ids: ids[:, :1],
+        lambda ids: ids[0],
+        lambda ids: ids[1:3],
+        lambda ids: ids.unbind(1)[3],
+        lambda ids: ids.split(2, 1)[2],
+    ],
+)
+@pytest.mark.parametrize("size", [4, 3, 1])
+def test_a_part_is_found_again_in_other_inputs(part: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    view = _view(part(IDS), {("other",): OTHER, ("ids",): IDS})
+    assert view is not None
+    later = {("ids",): IDS[:size] + 100}
+    found = view.of(later)
+    try:
+        expected = part(later["ids",])
+    except IndexError:
+        expected = None
+    if expected is not None and expected.shape == part(IDS)[:size].shape:
+        assert torch.equal(found, expected)
+
+
+def test_what_is_no_part() -> None:
+    inputs = {("ids",): IDS}
+    for ids in (IDS.t(), IDS[:, ::2], IDS[::2], IDS.clone(), IDS + 1, IDS.flatten()[3:9], IDS[:, 0].int()):
+        assert _view(ids, inputs) is None, ids
+    assert View(("ids",), 1, 6).of(inputs) is None
+    assert View(("ids",), 1, 5, 2).of(inputs) is None
+    assert View(("ids",), 2, 0).of(inputs) is None
+    assert View(("other",)).of(inputs) is None
+
+
+def test_the_tensors_of_ids_among_arguments() -> None:
+    found = dict(_tensors(((IDS, torch.ones(2), 3), {"a": [{"b": OTHER.int()}], "c": None})))
+    assert list(found) == [(0, 0), (1, "a", 0, "b")]
