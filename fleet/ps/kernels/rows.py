@@ -27,6 +27,8 @@ CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 
 def packed(array: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
     """Contiguous, aligned and writable, copied only when it is not: read-only is another type to the compiler."""
+    if isinstance(array, np.ndarray) and array.flags.carray and array.dtype == dtype:
+        return array
     return np.require(array, np.dtype(dtype), ["C", "A", "W"])
 
 
@@ -104,6 +106,8 @@ def _owner(ids: Ids, servers: int) -> Ids:
 
 def partition(ids: npt.ArrayLike, servers: int) -> list[Ids]:
     """For every server, the places of its ids, in their order."""
+    if servers == 1:
+        return [np.arange(np.size(ids))]
     order, ends = _partition(packed_ids(ids), servers)
     return [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 

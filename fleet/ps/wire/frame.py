@@ -110,14 +110,13 @@ def receive_frame(kind: type[M], fill: Fill) -> Frame:
         message = kind.FromString(bytes(memoryview(header)[:header_size]))
     except (DecodeError, ValueError) as error:  # protobuf in pure Python lets bad UTF-8 through as it is
         raise ProtocolError("a frame's header cannot be read", got=str(error)) from None
-    offsets = _layout(message, payload_size)
+    announced = _layout(message, payload_size)
     try:
         payload = memory.take(payload_size)
     except MemoryError:
         raise ProtocolError("there is no memory for a frame", got=f"{payload_size} bytes of payload") from None
     fill(payload.data)
-    tensors = [view(payload, at, t.dtype, t.shape) for at, t in zip(offsets, message.tensors, strict=True)]
-    return Frame(message, tensors)
+    return Frame(message, [view(payload, *each) for each in announced])
 
 
 def _header(nbytes: int, fill: Fill) -> bytearray:
@@ -154,16 +153,18 @@ class _Pieces:
             raise ProtocolError("a frame is longer than it says")
 
 
-def _layout(message: Any, payload_size: int) -> list[int]:
-    """Where each tensor starts; the announced tensors must fill the announced payload exactly."""
+def _layout(message: Any, payload_size: int) -> list[tuple[int, int, str, tuple[int, ...]]]:
+    """Offset, bytes, element type and shape of each tensor; together they must fill the announced payload exactly."""
     if len(message.tensors) > MAX_TENSORS:
         raise ProtocolError("a frame has too many tensors", expected=MAX_TENSORS, got=len(message.tensors))
-    offsets, offset = [], 0
+    announced, offset = [], 0
     for tensor in message.tensors:
-        offsets.append(offset)
-        offset += padded(checked_size(tensor.dtype, tensor.shape))
+        dtype, shape = tensor.dtype, tuple(tensor.shape)
+        nbytes = checked_size(dtype, shape)
+        announced.append((offset, nbytes, dtype, shape))
+        offset += padded(nbytes)
         if offset > payload_size:
             break
     if offset != payload_size:
         raise ProtocolError("a frame's tensors do not fill its payload", expected=offset, got=payload_size)
-    return offsets
+    return announced

@@ -27,6 +27,8 @@ _NUMPY: dict[str, Any] = {
     "int64": np.int64,
     "uint8": np.uint8,
 }
+_ITEM_BYTES: dict[str, int] = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
+_NUMPY_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name != "bfloat16"}
 _TORCH = {name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8")}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
@@ -44,7 +46,7 @@ class WireTensor:
             value = value.detach().cpu().contiguous()
             name = _NAMES[value.dtype]
             return cls(name, value.view(torch.uint16).numpy() if name == "bfloat16" else value.numpy())
-        return cls(value.dtype.name, np.asarray(value, order="C"))
+        return cls(_NUMPY_NAMES[value.dtype], np.asarray(value, order="C"))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,12 +74,13 @@ def checked_size(dtype: str, shape: Sequence[int]) -> int:
         raise ProtocolError("a tensor has an unknown element type", expected=", ".join(_NUMPY), got=repr(dtype)[:40])
     if len(shape) > 16:
         raise ProtocolError("a tensor has too many dimensions", expected="at most 16", got=len(shape))
-    if math.prod(dim or 1 for dim in shape) > _MAX_NUMEL:
+    numel = math.prod(shape)
+    if numel > _MAX_NUMEL or (not numel and math.prod(dim or 1 for dim in shape) > _MAX_NUMEL):
         raise ProtocolError("a tensor's shape is impossible", got=tuple(shape))
-    return math.prod(shape) * int(np.dtype(_NUMPY[dtype]).itemsize)
+    return numel * _ITEM_BYTES[dtype]
 
 
-def view(buffer: np.ndarray[Any, Any], offset: int, dtype: str, shape: Sequence[int]) -> WireTensor:
-    """A tensor inside a received payload; nothing is copied."""
-    nbytes = checked_size(dtype, shape)
-    return WireTensor(dtype, buffer[offset : offset + nbytes].view(_NUMPY[dtype]).reshape(tuple(shape)))
+def view(buffer: np.ndarray[Any, Any], offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> WireTensor:
+    """A tensor inside a received payload; nothing is copied. ``nbytes`` is its checked size."""
+    flat = buffer[offset : offset + nbytes].view(_NUMPY[dtype])
+    return WireTensor(dtype, flat if len(shape) == 1 else flat.reshape(shape))

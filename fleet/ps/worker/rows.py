@@ -42,12 +42,12 @@ class Fetch:
         self._specs = specs
         self._asked = asked
         self._rows: list[Array] = []
-        self._clocks: dict[tuple[int, int], int] = {}  #: by server and query
+        self._clocks: list[list[tuple[int, int]]] = [[] for _ in queries]  #: (server, clock) of each query
         self._arrived = False
         self.failed = False
 
-    def rows(self, read_at: dict[tuple[int, int], int]) -> list[Array]:
-        """The rows of every query; the tables' clocks go into ``read_at`` unless older ones stand there."""
+    def rows(self, place: int, read_at: dict[tuple[int, int], int]) -> Array:
+        """The rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
         if not self._arrived:
             try:
                 self._arrive()
@@ -56,11 +56,11 @@ class Fetch:
                 self.abandon()
                 raise
             self._arrived = True
-        for (server, place), clock in self._clocks.items():
-            query = self._queries[place]
-            if query.training or torch.is_grad_enabled():  # else no gradient will come of it
+        query = self._queries[place]
+        if query.training or torch.is_grad_enabled():  # else no gradient will come of it
+            for server, clock in self._clocks[place]:
                 read_at.setdefault((server, query.table), clock)
-        return self._rows
+        return self._rows[place]
 
     def _arrive(self) -> None:
         parts: list[list[tuple[Ids, Array]]] = [[] for _ in self._queries]
@@ -70,7 +70,7 @@ class Fetch:
                 asked.parts, reply.tensors, reply.message.table_clocks, strict=True
             ):
                 parts[place].append((part, tensor.numpy()))
-                self._clocks[asked.server, place] = clock
+                self._clocks[place].append((asked.server, clock))
         self._rows = [
             _joined(query.ids.size, self._specs[query.table], each)
             for query, each in zip(self._queries, parts, strict=True)
@@ -169,14 +169,15 @@ class RowReader:
     def _missing(self, index: int, ahead: Ahead | None, training: bool, completed: int, ids: Ids) -> Array:
         """Rows that a replica does not hold."""
         rows = self._fetched_ahead(ahead, ids, training, completed)
-        return self._now([Query(index, ids, training)], completed)[0] if rows is None else rows
+        return self.fetch(index, ids, completed, training=training) if rows is None else rows
 
-    def fetch(self, index: int, ids: Ids, completed: int) -> Array:
-        """Rows of one table, as they are trained."""
-        return self._now([Query(index, ids, True)], completed)[0]
+    def fetch(self, index: int, ids: Ids, completed: int, *, training: bool) -> Array:
+        """Rows of one table."""
+        return self._now([Query(index, ids, training)], completed)[0]
 
     def _now(self, queries: Sequence[Query], completed: int) -> list[Array]:
-        return self._start(queries, completed, self._version_after(0)).rows(self.read_at)
+        fetch = self._start(queries, completed, self._version_after(0))
+        return [fetch.rows(place, self.read_at) for place in range(len(queries))]
 
     def _fetched_ahead(self, ahead: Ahead | None, ids: Ids, training: bool, completed: int) -> Array | None:
         """Rows out of what was fetched ahead, if all are there and as new as they have to be."""
@@ -188,13 +189,13 @@ class RowReader:
         ):
             return None
         if ids is ahead.distinct and ids is ahead.asked:
-            return ahead.fetch.rows(self.read_at)[ahead.place].copy()
+            return ahead.fetch.rows(ahead.place, self.read_at).copy()
         # What was asked for comes first and is distinct, so its places are its positions.
         _, places = unique(np.concatenate([ahead.asked, ids]))
         places = places[len(ahead.asked) :]
         if (places >= len(ahead.asked)).any():
             return None
-        return ahead.fetch.rows(self.read_at)[ahead.place][places]
+        return ahead.fetch.rows(ahead.place, self.read_at)[places]
 
     # ---------------------------------------------------------------- ahead of it
 

@@ -518,7 +518,7 @@ class WorkerRuntime:
         return self._rows.lookup(wanted, self.completed, self.replica)
 
     def _fetch_to_train(self, index: int, ids: Array) -> Array:
-        return self._rows.fetch(index, ids, self.completed)
+        return self._rows.fetch(index, ids, self.completed, training=True)
 
     def fetch_ahead(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
