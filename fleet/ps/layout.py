@@ -42,6 +42,18 @@ class DenseLayout:
             for dtype in self.sizes
         }
 
+    @cached_property
+    def cuts(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """For each element type, its blocks in their order: position, parameter, and where in it they start and stop."""
+        return {
+            dtype: [
+                (slot.position, slot.block.param, slot.block.offset, slot.block.offset + slot.block.numel)
+                for slot in self.slots
+                if slot.dtype == dtype
+            ]
+            for dtype in self.sizes
+        }
+
     @property
     def dtypes(self) -> list[str]:
         """Element types in the order their tensors travel."""

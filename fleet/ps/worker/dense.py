@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fleet.ps import memory
-from fleet.ps.layout import DenseLayout, Slot
+from fleet.ps.layout import DenseLayout
 
 #: By element type.
 Flat = Mapping[str, torch.Tensor]
@@ -15,17 +15,18 @@ Flat = Mapping[str, torch.Tensor]
 
 def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, Flat]:
     """Which blocks of a server are there, and these end to end. ``tensors`` has a flat one, or None, a parameter."""
-    pieces: dict[str, list[torch.Tensor]] = {}
     present = bytearray(len(layout.slots))
-    for slot in layout.slots:
-        tensor, block = tensors[slot.block.param], slot.block
-        if tensor is not None:
-            present[slot.position] = 1
-            whole = block.numel == tensor.numel()
-            pieces.setdefault(slot.dtype, []).append(
-                tensor if whole else tensor[block.offset : block.offset + block.numel]
-            )
-    return bytes(present), {dtype: _joined(pieces[dtype]) for dtype in sorted(pieces)}
+    packed: dict[str, torch.Tensor] = {}
+    for dtype, cuts in layout.cuts.items():
+        pieces = []
+        for position, param, start, stop in cuts:
+            tensor = tensors[param]
+            if tensor is not None:
+                present[position] = 1
+                pieces.append(tensor if stop - start == tensor.numel() else tensor[start:stop])
+        if pieces:
+            packed[dtype] = _joined(pieces)
+    return bytes(present), packed
 
 
 def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
@@ -55,7 +56,8 @@ class ParameterWriter:
         self._params = params
         self._layouts = layouts
         self._memory: list[tuple[int, tuple[int, ...]]] | None = None
-        self._places: list[dict[str, list[torch.Tensor]]] = []
+        #: for each server and element type, where its blocks go, and how long they are
+        self._places: list[dict[str, tuple[list[torch.Tensor], list[int]]]] = []
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
@@ -65,10 +67,8 @@ class ParameterWriter:
             self._memory = memory_now
             self._look_up()
         for places, flat in zip(self._places, flats, strict=True):
-            for dtype, targets in places.items():
-                torch._foreach_copy_(
-                    targets, torch.split_with_sizes(flat[dtype], [target.numel() for target in targets])
-                )
+            for dtype, (targets, sizes) in places.items():
+                torch._foreach_copy_(targets, torch.split_with_sizes(flat[dtype], sizes))
         for param, detour in self._detours:
             param.copy_(detour)
 
@@ -80,10 +80,8 @@ class ParameterWriter:
         self._detours = [pair for pair in zip(detached, dense, strict=True) if not pair[0].is_contiguous()]
         flat = [data.view(-1) for data in dense]
 
-        def place(slot: Slot) -> torch.Tensor:
-            return flat[slot.block.param][slot.block.offset : slot.block.offset + slot.block.numel]
+        def places(cuts: Sequence[tuple[int, int, int, int]]) -> tuple[list[torch.Tensor], list[int]]:
+            targets = [flat[param][start:stop] for _, param, start, stop in cuts]
+            return targets, [target.numel() for target in targets]
 
-        self._places = [
-            {dtype: [place(slot) for slot in layout.slots if slot.dtype == dtype] for dtype in layout.dtypes}
-            for layout in self._layouts
-        ]
+        self._places = [{dtype: places(cuts) for dtype, cuts in layout.cuts.items()} for layout in self._layouts]

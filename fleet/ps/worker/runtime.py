@@ -435,19 +435,20 @@ class WorkerRuntime:
     def _dense_gradients(self) -> list[torch.Tensor | None]:
         """The flat gradient of every parameter, on the CPU."""
         flat: list[torch.Tensor | None] = []
-        for spec, param in zip(self.plan.spec.params, self._description.params, strict=True):
+        check_finite = self._check_finite
+        for index, param in enumerate(self._description.params):
             grad = param.grad
             if grad is None:
                 flat.append(None)
                 continue
             if grad.is_sparse:
                 raise UnsupportedError(
-                    f"the gradient of {spec.name!r} is sparse",
+                    f"the gradient of {self.plan.spec.params[index].name!r} is sparse",
                     todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
                 )
-            if self._check_finite and not bool(torch.isfinite(grad).all()):
+            if check_finite and not bool(torch.isfinite(grad).all()):
                 raise NonFiniteGradientError(
-                    f"the gradient of {spec.name!r} holds NaN or infinity",
+                    f"the gradient of {self.plan.spec.params[index].name!r} holds NaN or infinity",
                     where=f"worker {self.assignment.index}, step {self._taken + 1}",
                 )
             is_flat = grad.dim() == 1 and grad.is_cpu and not grad.requires_grad
