@@ -43,5 +43,5 @@ def draw_lines(
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

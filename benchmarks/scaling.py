@@ -129,7 +129,7 @@ def report_jobs(name: str, costs: Costs, figures: Path | None) -> None:
     )
     if figures:
         draw_lines(
-            figures / f"scaling-{name}.svg",
+            figures / f"scaling-{name}.png",
             lines(costs, thousands_a_second),
             title=f"Throughput by number of {name}",
             x=name,
@@ -156,12 +156,22 @@ def report_ids(costs: Costs, figures: Path | None) -> None:
     )
     if figures:
         draw_lines(
-            figures / "scaling-ids.svg",
+            figures / "scaling-ids.png",
             lines(costs, step_ms),
             title=f"A step that trains {IDS_A_STEP} rows, by size of the table",
             x="ids ever seen",
             y="milliseconds",
             logarithmic="x",
+        )
+        sizes = {"server": lambda cost: cost.server_bytes / 1e6, "worker": lambda cost: cost.worker_bytes / 1e6}
+        drawn = {name: lines(costs, size)["sync"] for name, size in sizes.items()}
+        draw_lines(
+            figures / "scaling-memory.png",
+            drawn,
+            title="Memory by size of the table",
+            x="ids ever seen",
+            y="MB",
+            logarithmic="xy",
         )
 
 

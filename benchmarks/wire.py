@@ -1,4 +1,4 @@
-"""How fast bytes move between two processes of this machine: a TCP socket, Python's gRPC, and Fleet's transport.
+"""How fast bytes move between two processes of this machine: a TCP socket, Python's gRPC, and Fleet's transports.
 
     python benchmarks/wire.py [--quick] [--json FILE]
 
@@ -8,7 +8,8 @@ values do. The ways take turns. What they move lies in memory that exists before
     TCP socket     into a buffer that exists already
     gRPC stream    messages of 1 MiB, made before and thrown away: the least that gRPC can be asked to do
     gRPC, buffers  the same, cut from one buffer and put into another: what anybody does who has tensors to move
-    fleet          a frame with one tensor
+    fleet, gRPC    a frame with one tensor, where no direct connection can be made
+    fleet          the same over a direct connection
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from measuring import end_like_an_exit, print_table, progress, write_json
 
 from fleet.cluster import Endpoint
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.direct import DirectNetwork
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.tensors import WireTensor
-from fleet.ps.wire.transport import Respond
+from fleet.ps.wire.transport import Network, Respond
 
 #: Bytes up, and as many down, with the exchanges of a round.
 SIZES = ((1 << 10, 300), (1 << 14, 300), (1 << 17, 200), (1 << 20, 100), (1 << 23, 20), (1 << 26, 6))
@@ -158,7 +160,15 @@ def _tensor(size: int) -> WireTensor:
     return WireTensor.of(np.zeros(size // 4, np.float32))
 
 
-def serve_fleet(size: int) -> None:
+def plain() -> Network:
+    return GrpcNetwork(threads=12)
+
+
+def direct() -> Network:
+    return DirectNetwork(plain())
+
+
+def serve_fleet(network: Network, size: int) -> None:
     tensor = _tensor(size)
 
     def handler(_: Frame, respond: Respond) -> None:
@@ -166,16 +176,16 @@ def serve_fleet(size: int) -> None:
 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as chosen:
         port = chosen.getsockname()[1]
-    listener = GrpcNetwork(threads=12).listen(Endpoint.parse(f"127.0.0.1:{port}"), handler)
+    listener = network.listen(Endpoint.parse(f"127.0.0.1:{port}"), handler)
     _announce(port)
     sys.stdin.read()
     listener.close()
 
 
 @contextlib.contextmanager
-def over_fleet(port: int, size: int) -> Iterator[Exchange]:
+def over_fleet(network: Network, port: int, size: int) -> Iterator[Exchange]:
     tensor = _tensor(size)
-    channel = GrpcNetwork(threads=12).connect(Endpoint.parse(f"127.0.0.1:{port}"))
+    channel = network.connect(Endpoint.parse(f"127.0.0.1:{port}"))
 
     def exchange() -> None:
         reply = channel.start(Frame(pb.Request(push=pb.Push()), [tensor])).result()
@@ -197,7 +207,14 @@ WAYS: dict[str, tuple[Callable[[int], None], Callable[[int, int], contextlib.Abs
         lambda size: serve_grpc(size, cut, put),
         lambda port, size: over_grpc(port, size, cut, put),
     ),
-    "fleet": (serve_fleet, over_fleet),
+    "fleet, gRPC": (
+        lambda size: serve_fleet(plain(), size),
+        lambda port, size: over_fleet(plain(), port, size),
+    ),
+    "fleet": (
+        lambda size: serve_fleet(direct(), size),
+        lambda port, size: over_fleet(direct(), port, size),
+    ),
 }
 
 

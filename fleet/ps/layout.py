@@ -44,7 +44,7 @@ class DenseLayout:
 
     @cached_property
     def cuts(self) -> dict[str, list[tuple[int, int, int, int]]]:
-        """For each element type, its blocks in their order: position, parameter, and where in it they start and stop."""
+        """For each element type, its blocks in their order: position, parameter, begin and end in that."""
         return {
             dtype: [
                 (slot.position, slot.block.param, slot.block.offset, slot.block.offset + slot.block.numel)
