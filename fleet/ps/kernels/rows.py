@@ -88,6 +88,17 @@ def accumulate(places: Ids, grads: Array, total: Rows) -> None:
             into[j] += grads[k, j]
 
 
+@compiled
+def accumulate_bags(places: Ids, bags: Ids, scales: Array, grads: Array, total: Rows) -> None:
+    """Add to the row of ``total`` at each place its bag's row of ``grads``, scaled, in the order they come."""
+    for k in range(places.size):
+        if k + AHEAD < places.size:
+            prefetch(total, places[k + AHEAD])
+        into, grad = row(total, places[k]), grads[bags[k]]
+        for j in range(into.size):
+            into[j] += scales[k] * grad[j]
+
+
 # ---------------------------------------------------------------------------------------------- placement
 
 
