@@ -50,7 +50,9 @@ class Work:
             return 0.3
         if self.optimizer == "adam":
             return 0.003
-        return 0.1 if self.width < 100 else 0.05
+        # Gradients of many that do not wait for each other are old, and steps have to be small.
+        crowd = max(1, self.workers / 8) if self.mode.startswith("async") else 1
+        return (0.1 if self.width < 100 else 0.05) / crowd
 
 
 def my_work():
