@@ -21,7 +21,7 @@ from fleet.strategy import Strategy
 MANY_JOBS = str(Path(__file__).parent / "scripts" / "many_jobs.py")
 
 
-@pytest.mark.parametrize("jobs", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jobs", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_jobs_one_after_another_on_the_same_ports(
     processes: Processes,  # noqa: F811
     free_endpoints: Callable[[int], list[str]],

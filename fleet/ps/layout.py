@@ -32,17 +32,6 @@ class DenseLayout:
     sizes: dict[str, int]
 
     @cached_property
-    def pieces(self) -> dict[str, tuple[list[int], list[int]]]:
-        """For each element type, the positions of its blocks in their order, and their sizes."""
-        return {
-            dtype: (
-                [slot.position for slot in self.slots if slot.dtype == dtype],
-                [slot.block.numel for slot in self.slots if slot.dtype == dtype],
-            )
-            for dtype in self.sizes
-        }
-
-    @cached_property
     def cuts(self) -> dict[str, list[tuple[int, int, int, int]]]:
         """For each element type, its blocks in their order: position, parameter, begin and end in that."""
         return {

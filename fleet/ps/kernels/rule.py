@@ -63,9 +63,15 @@ class Rule:
     optimizer: type[torch.optim.Optimizer]
     dense: bool = True  #: False: it cannot update dense parameters
     sliceable: bool = True  #: the update is elementwise, so a parameter may be cut into flat blocks
+    seamless: bool = True  #: if sliceable: where a tensor ends shows in no bit of the update, in float32 and float64
     rows: RowKernel | None = None  #: None: it cannot update rows of a table
     constructor_only: frozenset[str] = frozenset()  #: options read in the constructor, whatever a group says
     refused: Mapping[str, str] = field(default_factory=lambda: REFUSED_OPTIONS)
+
+    @property
+    def joinable(self) -> bool:
+        """Whether several parameters may be updated as one."""
+        return self.sliceable and self.seamless
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
+from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT
 
@@ -41,6 +42,7 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
     assembly = Assembly(wanted, str(checkpoint.directory))
     for about, tensors in checkpoint.pieces("dense"):
         assembly.add(about["dense"], tensors)
+    states: list[BlockState] = []
     for slot in slots:
         block = slot.block
         whole, flat = assembly.whole(plan.param_of(block).name)
@@ -48,8 +50,9 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
             key: value[block.offset : block.offset + block.numel] if key in flat else value
             for key, value in whole.items()
         }
-        shard.dense.write(slot.position, mine[VALUE])
-        shard.dense.restore(slot.position, mine, flat)
+        shard.dense.write(slot.position, mine.pop(VALUE))
+        states.append((mine, flat))
+    shard.dense.restore(states)
 
 
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:

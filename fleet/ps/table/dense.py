@@ -1,13 +1,14 @@
 """The dense blocks of one server, updated by ``torch.optim`` itself.
 
 All blocks of one element type are views of one flat tensor, so that a round's gradients can be added and the new
-values sent as one piece of memory. Not thread-safe: the caller holds the server's lock.
+values sent as one piece of memory. Optimizers see runs of neighbouring blocks, layouts and checkpoints the blocks.
+Not thread-safe: the caller holds the server's lock.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fleet.ps import memory
 from fleet.ps.kernels import RULES
 from fleet.ps.layout import DenseLayout, Slot, dense_layout
 from fleet.ps.table.compensation import Compensation
+from fleet.ps.table.runs import BlockState, Run, agree, joined, parted, split, together
 from fleet.transpiler.plan import Plan
 
 Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
@@ -28,7 +30,7 @@ class DenseShard:
         self.clock = 0  #: how many updates there have been
         self._server = server
         self._flat: dict[str, torch.Tensor] = {}
-        self._params: list[torch.nn.Parameter] = []
+        self._runs: dict[int, Run] = {}  # of every block, by its position
         self._groups: dict[int, dict[str, Any]] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self.adopt(plan, options)
@@ -38,30 +40,29 @@ class DenseShard:
         self._plan = plan
         self.layout = dense_layout(plan, self._server)
         self._layouts: dict[bytes, DenseLayout] = {}
+        self._last_receivers: tuple[bytes, dict[str, list[Run]]] = (b"", {})
         for name, size in self.layout.sizes.items():
             grown = torch.zeros(size, dtype=getattr(torch, name))
             present = self._flat.get(name, grown[:0])
             grown[: present.numel()] = present
             self._flat[name] = grown
+            for run in self._each_run():
+                if run.slots[0].dtype == name:
+                    run.move(grown)
         newcomers: dict[int, list[torch.nn.Parameter]] = {}
-        for slot in self.layout.slots:
-            piece = self._shaped(slot, self._flat[slot.dtype])
-            if slot.position < len(self._params):
-                self._params[slot.position].data = piece
-            else:
-                param = torch.nn.Parameter(piece)
-                self._params.append(param)
-                newcomers.setdefault(plan.param_of(slot.block).group, []).append(param)
+        strangers = self.layout.slots[len(self._runs) :]
+        for name, flat in self._flat.items():
+            for slots in joined(plan, [slot for slot in strangers if slot.dtype == name], options):
+                run = Run(plan, slots, flat)
+                self._runs.update((slot.position, run) for slot in slots)
+                newcomers.setdefault(run.group, []).append(run.param)
         self._enlist(newcomers, options)
 
-    def _shaped(self, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-        """A slot's piece of a flat tensor; a whole parameter keeps its shape, for rules that look at it."""
-        param = self._plan.param_of(slot.block)
-        piece = flat[slot.start : slot.stop]
-        return piece.view(param.shape) if slot.block.numel == param.numel else piece
+    def _each_run(self) -> Iterable[Run]:
+        return dict.fromkeys(self._runs.values())
 
     def _enlist(self, newcomers: Mapping[int, list[torch.nn.Parameter]], options: Sequence[Mapping[str, Any]]) -> None:
-        """Give new blocks to optimizers: one for each of the user's, with the same groups, as far as they are here."""
+        """Give new runs to optimizers: one for each of the user's, with the same groups, as far as they are here."""
         by_optimizer: dict[int, list[int]] = {}
         for index in sorted(newcomers):
             by_optimizer.setdefault(self._plan.spec.groups[index].optimizer, []).append(index)
@@ -94,11 +95,11 @@ class DenseShard:
 
     def write(self, position: int, values: torch.Tensor) -> None:
         """Set one block, as an upload or a checkpoint says."""
-        if not 0 <= position < len(self._params):
+        if not 0 <= position < len(self.layout.slots):
             raise ProtocolError("an upload names a block this server does not have", got=position)
-        target = self._params[position].data.view(-1)
+        slot = self.layout.slots[position]
+        target = self._flat[slot.dtype][slot.start : slot.stop]
         if values.numel() != target.numel() or values.dtype != target.dtype:
-            slot = self.layout.slots[position]
             raise ProtocolError(
                 f"the values of {self._plan.block_name(slot.block)!r} do not fit",
                 expected=f"{target.numel()} x {slot.dtype}",
@@ -109,8 +110,8 @@ class DenseShard:
     def check(self, gradient: Gradient) -> None:
         """Refuse a gradient that does not fit, before it becomes part of a round."""
         present, tensors = gradient
-        if len(present) != len(self._params):
-            raise ProtocolError("a push speaks of other blocks", expected=len(self._params), got=len(present))
+        if len(present) != len(self.layout.slots):
+            raise ProtocolError("a push speaks of other blocks", expected=len(self.layout.slots), got=len(present))
         expected = self.layout_of(present).sizes
         got = {name: tensor.numel() for name, tensor in tensors.items()}
         if expected != got:
@@ -124,11 +125,15 @@ class DenseShard:
         self._tick(gradients)
         for index, group in self._groups.items():
             group.update(options[index])
-        marks = {present for present, _ in gradients}
-        if len(marks) == 1:
-            self._sum_flat(gradients, divisor)
-        else:
-            self._sum_blocks(gradients, divisor)
+        same = all(present == gradients[0][0] for present, _ in gradients)
+        present, total = self._sum_flat(gradients) if same else self._sum_blocks(gradients)
+        if divisor > 1:
+            for tensor in total.values():
+                tensor.div_(divisor)
+        for dtype, runs in self._receivers(present).items():
+            pieces = torch.split_with_sizes(total[dtype], [run.stop - run.start for run in runs])
+            for run, piece in zip(runs, pieces, strict=True):
+                run.param.grad = piece.view(run.param.shape)
         for optimizer in self._optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
@@ -152,33 +157,54 @@ class DenseShard:
             self._layouts[present] = dense_layout(self._plan, self._server, present)
         return self._layouts[present]
 
-    def _sum_flat(self, gradients: Sequence[Gradient], divisor: int) -> None:
+    @staticmethod
+    def _sum_flat(gradients: Sequence[Gradient]) -> Gradient:
         """Everybody has the same blocks: add whole tensors. The first one's memory takes the sum."""
         present, total = gradients[0]
         for _, more in gradients[1:]:
             for name, tensor in more.items():
                 total[name].add_(tensor)
-        if divisor > 1:
-            for tensor in total.values():
-                tensor.div_(divisor)
-        for dtype, (positions, sizes) in self.layout_of(present).pieces.items():
-            for position, piece in zip(positions, torch.split_with_sizes(total[dtype], sizes), strict=True):
-                param = self._params[position]
-                param.grad = piece if param.dim() == 1 else piece.view(param.shape)
+        return present, total
 
-    def _sum_blocks(self, gradients: Sequence[Gradient], divisor: int) -> None:
-        for present, tensors in gradients:
-            for slot in self.layout_of(present).slots:
-                param = self._params[slot.position]
-                piece = self._shaped(slot, tensors[slot.dtype])
-                if param.grad is None:
-                    param.grad = piece
+    def _sum_blocks(self, gradients: Sequence[Gradient]) -> Gradient:
+        present = bytes(any(marks) for marks in zip(*(present for present, _ in gradients), strict=True))
+        layout = self.layout_of(present)
+        places = {slot.position: slot for slot in layout.slots}
+        total = {name: torch.empty(size, dtype=getattr(torch, name)) for name, size in layout.sizes.items()}
+        begun: set[int] = set()
+        for theirs, tensors in gradients:
+            for slot in self.layout_of(theirs).slots:
+                place, piece = places[slot.position], tensors[slot.dtype][slot.start : slot.stop]
+                sum_ = total[slot.dtype][place.start : place.stop]
+                if slot.position in begun:
+                    sum_.add_(piece)
                 else:
-                    param.grad.add_(piece)
-        if divisor > 1:
-            for param in self._params:
-                if param.grad is not None:
-                    param.grad.div_(divisor)
+                    sum_.copy_(piece)
+                    begun.add(slot.position)
+        return present, total
+
+    def _receivers(self, present: bytes) -> dict[str, list[Run]]:
+        """For each element type, the runs of the blocks marked in ``present``, after splitting those marked in part."""
+        if self._last_receivers[0] != present:
+            self._split(lambda one, other: bool(present[one.position]) == bool(present[other.position]))
+            receivers: dict[str, list[Run]] = {}
+            for run in dict.fromkeys(self._runs[slot.position] for slot in self.layout_of(present).slots):
+                receivers.setdefault(run.slots[0].dtype, []).append(run)
+            self._last_receivers = (present, receivers)
+        return self._last_receivers[1]
+
+    def _split(self, alike: Callable[[Slot, Slot], bool]) -> None:
+        """Split every run where neighbours are not alike."""
+        for run in self._each_run():
+            parts = parted(run.slots, lambda part, slot: alike(part[-1], slot))
+            if len(parts) > 1:
+                pieces = [Run(self._plan, slots, self._flat[slots[0].dtype]) for slots in parts]
+                split(run, pieces, self._optimizer_of(run), self._groups[run.group])
+                self._runs.update((slot.position, piece) for piece in pieces for slot in piece.slots)
+                self._last_receivers = (b"", {})
+
+    def _optimizer_of(self, run: Run) -> torch.optim.Optimizer:
+        return self._optimizers[self._plan.spec.groups[run.group].optimizer]
 
     def compensate(self, worker: int, gradient: Gradient, compensation: Compensation) -> None:
         """Correct one worker's gradient in place for what has changed since it was handed its values."""
@@ -192,18 +218,14 @@ class DenseShard:
 
     def export(self, position: int) -> Iterator[Entry]:
         """The values and optimizer state of one block."""
-        block, param = self.layout.slots[position].block, self._params[position]
-        return entries_of(self._plan.param_of(block).name, block.offset, param, self._state_of(param))
+        slot, run = self.layout.slots[position], self._runs[position]
+        alone = Run(self._plan, [slot], self._flat[slot.dtype])
+        state = run.cut(self._optimizer_of(run).state.get(run.param, {}), alone)
+        return entries_of(self._plan.param_of(slot.block).name, slot.block.offset, alone.param, state)
 
-    def _state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
-        for optimizer in self._optimizers.values():
-            if param in optimizer.state:
-                return dict(optimizer.state[param])
-        return {}
-
-    def restore(self, position: int, pieces: Mapping[str, Any], flat: set[str]) -> None:
-        """Set the optimizer state of one block, as a checkpoint says."""
-        param = self._params[position]
-        group = self._groups[self._plan.param_of(self.layout.slots[position].block).group]
-        owner = next(o for o in self._optimizers.values() if any(own is group for own in o.param_groups))
-        set_state(owner, param, pieces, flat)
+    def restore(self, states: Sequence[BlockState]) -> None:
+        """Set the optimizer state of all blocks, by position, as a checkpoint says."""
+        self._split(lambda one, other: agree(states[one.position], states[other.position]))
+        for run in self._each_run():
+            pieces, flat = together([states[slot.position] for slot in run.slots])
+            set_state(self._optimizer_of(run), run.param, pieces, flat)
