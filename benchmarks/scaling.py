@@ -7,8 +7,9 @@ servers    1 to 4 for two workers: the same, and what an example costs
 ids        a table that has seen 10^4 to 10^7 ids (10^8 with ``--most-ids``, for machines with 16 GB to spare), of which
            every step trains 5000: time of a step, and memory
 
-Workers and servers run the click model of ctr.py, 3 x 32. All processes are on this machine, one thread of computing
-each, so once its cores are busy a straight line is the best there can be.
+Workers and servers run the click model of ctr.py, 3 x 32, all workers on the same batches: the more ids a table has
+seen, the slower it is, and that is another curve. All processes are on this machine, one thread of computing each, so
+once its cores are busy a straight line is the best there can be, and 64 processes share their caches as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from measuring import DEADLINE_S, Cost, JobFailed, end_like_an_exit, print_table
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SERVERS = (1, 2, 3, 4)
 MODES = ("sync", "async")
-CLICKS = {"width": 32, "batch": 1000, "warmup": 10}
+#: After so many steps every worker has seen all of its batches, and no row is new.
+CLICKS = {"width": 32, "batch": 1000, "warmup": 20, "alike": True}
 #: Steps of all workers together, but for a least number each.
 STEPS, LEAST_STEPS = 1600, 25
 IDS_A_STEP = 5000

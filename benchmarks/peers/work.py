@@ -25,8 +25,8 @@ ROW_RANGE = 1.0
 @dataclass
 class Work:
     """``model`` is "ctr": ids of 26 slots and 13 numbers, three layers of ``width`` and a choice of two; or "dense":
-    four layers of ``width``. ``servers`` has their
-    addresses; ``meeting`` one for each worker and one more, for systems that need any."""
+    four layers of ``width``. ``servers`` has their addresses; ``meeting`` one for each worker and one more, for systems
+    that need any. ``alike``: all workers have the same data, so that a table is as large for many as for one."""
 
     role: str
     index: int
@@ -43,6 +43,7 @@ class Work:
     tables: int = 1
     vocabulary: int = 1000001
     dim: int = 10
+    alike: bool = False
 
     @property
     def rate(self):
@@ -60,11 +61,12 @@ def my_work():
 
 
 def clicks(work):
-    """Twenty batches of (ids, numbers, choices), this worker's own. The hundred most frequent ids have a weight, the
-    same for all workers; the examples whose weights add up to more than the median are those that were clicked."""
+    """Twenty batches of (ids, numbers, choices), as a rule this worker's own. The hundred most frequent ids have a
+    weight, the same for all workers; the examples whose weights add up to more than the median are those that were
+    clicked."""
     weights = np.zeros(work.vocabulary, "float32")
     weights[:100] = np.random.RandomState(7).standard_normal(100)
-    draw = np.random.RandomState(1000 + work.index)
+    draw = np.random.RandomState(1000 + (0 if work.alike else work.index))
     batches = []
     for _ in range(20):
         ids = np.minimum(draw.zipf(1.2, size=(work.batch, SLOTS)) - 1, work.vocabulary - 1).astype("int64")
