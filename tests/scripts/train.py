@@ -30,6 +30,7 @@ def main(variant: str) -> None:
     if variant == "fork" and os.fork() == 0:
         sys.exit(3)  # runs what is registered for the end of a process
     if variant in ("slow", "brief"):
+        print("under way", flush=True)
         for _ in range(600 if variant == "slow" else 30):
             optimizer.minimize(weight.sum() * 0)
             time.sleep(0.1)
