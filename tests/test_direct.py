@@ -6,6 +6,8 @@ That they keep the promises of every network is tested in test_transport.py.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import struct
 import threading
@@ -18,12 +20,12 @@ import torch
 
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
-from fleet.errors import ConfigurationError
+from fleet.errors import ConfigurationError, PortInUseError
 from fleet.ps.backend import real_network
 from fleet.ps.wire import direct_client, direct_server
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct import DirectNetwork
-from fleet.ps.wire.direct_client import WELCOME, DirectChannel
+from fleet.ps.wire.direct_client import PATIENCE, WELCOME, DirectChannel
 from fleet.ps.wire.direct_server import DirectListener
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -97,8 +99,8 @@ def control() -> Counting:
     return Counting(LoopbackNetwork())
 
 
-def line(control: Network, stack: contextlib.ExitStack, handler: Handler = echo) -> DirectChannel:
-    network = DirectNetwork(control)
+def line(control: Network, stack: contextlib.ExitStack, handler: Handler = echo, *, port: int = 0) -> DirectChannel:
+    network = DirectNetwork(control, port)
     stack.callback(network.listen(ENDPOINT, handler).close)
     channel = network.connect(ENDPOINT)
     stack.callback(channel.close)
@@ -107,7 +109,7 @@ def line(control: Network, stack: contextlib.ExitStack, handler: Handler = echo)
 
 @pytest.fixture
 def listener(stack: contextlib.ExitStack) -> DirectListener:
-    made = DirectListener(ENDPOINT, 0, echo)
+    made = DirectListener(ENDPOINT, _free_port(), echo)
     stack.callback(made.close)
     return made
 
@@ -154,7 +156,7 @@ def test_large_frames_both_ways(
             return socket.create_connection((endpoint.host, address.port), timeout_s)
 
         monkeypatch.setattr(direct_client, "_reach", far)
-    channel = line(control, stack)
+    channel = line(control, stack, port=0 if near else _free_port())
     many = [torch.full((size,), float(size)) for size in range(3000)]
     for sent in ([LARGE, LARGE * 2], many):
         calls = [channel.start(ask(step, *sent)) for step in range(3)]
@@ -193,9 +195,9 @@ def test_without_a_way_there_everything_goes_over_the_network(
 
     monkeypatch.setattr(direct_client, "_reach", nowhere)
     channel = line(control, stack)
-    for step in range(3):
+    for step in range(PATIENCE + 2):
         assert channel.start(ask(step)).result().message.version == step
-    assert control.kinds == ["direct", "pull", "pull", "pull"]
+    assert control.kinds == ["direct", "pull"] * PATIENCE + ["pull"] * 2
     (told,) = [record.getMessage() for record in caplog.records]
     assert "a firewall" in told
     assert str(ENDPOINT) in told
@@ -225,6 +227,49 @@ def test_the_successor_of_a_server_is_found(control: Counting, stack: contextlib
         with pytest.raises(TransportError):
             channel.start(ask(step)).result()
     assert "pull" not in control.kinds
+
+
+def test_one_failure_is_not_the_end(
+    control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach = direct_client._reach
+    channel = line(control, stack)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct_client, "_reach", lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("too early")))
+        assert channel.start(ask(1)).result().message.version == 1
+    assert direct_client._reach is reach
+    assert channel.start(ask(2)).result().message.version == 2
+    assert control.kinds == ["direct", "pull", "direct"]
+
+
+def test_a_machine_that_does_not_answer(
+    control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TCP gives up by itself, which Python calls a TimeoutError as well."""
+
+    def silent(*_: Any) -> Frame:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    channel = line(control, stack)
+    call = channel.start(ask(1))
+    monkeypatch.setattr(direct_client, "receive", silent)
+    with pytest.raises(TransportError, match="Connection timed out"):
+        call.result()
+
+
+def test_a_closed_channel_makes_no_connection(control: Counting, stack: contextlib.ExitStack) -> None:
+    channel = line(control, stack)
+    channel.close()
+    with pytest.raises(TransportError, match="closed"):
+        channel.start(ask(1)).result()
+    assert control.kinds == []
+
+
+def test_a_server_of_its_own_machine_takes_no_port(stack: contextlib.ExitStack) -> None:
+    for endpoint, port in ((ENDPOINT, False), (Endpoint("0.0.0.0", 0), True)):
+        listener = DirectListener(endpoint, 0, echo)
+        stack.callback(listener.close)
+        assert bool(listener.address.port) == port or not listener.address.local
 
 
 def test_somebody_else_at_the_port(
@@ -330,7 +375,7 @@ def test_off() -> None:
 def test_a_port_of_choice(stack: contextlib.ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=str(port)):
+        with pytest.raises(PortInUseError, match=rf"port {port} is in use.*process {os.getpid()}"):
             DirectListener(ENDPOINT, port, echo)
     network = real_network(Knobs.read({"FLEET_DIRECT_PORT": str(port)}))
     endpoint = Endpoint("127.0.0.1", _free_port())

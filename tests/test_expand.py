@@ -18,6 +18,8 @@ BAGS: dict[str, dict[str, Any]] = {
     "no bags": {"inverse": FLAT[:0].view(0, 2)},
     "offsets": {"inverse": FLAT, "offsets": torch.tensor([0, 3, 3, 6])},
     "a last offset": {"inverse": FLAT, "offsets": torch.tensor([0, 3, 3, 8]), "include_last_offset": True},
+    "a short last offset": {"inverse": FLAT, "offsets": torch.tensor([0, 3, 5]), "include_last_offset": True},
+    "int32 offsets": {"inverse": FLAT, "offsets": torch.tensor([0, 3, 5], dtype=torch.int32), "padding_idx": 2},
     "padding": {"inverse": FLAT.view(4, 2), "padding_idx": 2},
     "padding, offsets": {"inverse": FLAT, "offsets": torch.tensor([0, 1, 6]), "padding_idx": 2},
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from test_geo import Watched
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.errors import IdOutOfRangeError
+from fleet.errors import IdOutOfRangeError, UnsupportedError
 from fleet.ps.worker.foresight import PATIENCE, View, _tensors, _view
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy import Strategy
@@ -154,6 +156,59 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         model(ids, others)
 
     assert requests(forwards)[-2:] == [4, 4]
+
+
+def test_a_forward_inside_of_a_forward() -> None:
+    def forwards(fleet_: Fleet, net: Net, model: Any) -> None:
+        plain = net.forward
+
+        def forward(ids: torch.Tensor, others: Inputs, depth: int = 0) -> torch.Tensor:
+            return plain(ids, others) + (net(ids, others, 1) if depth == 0 else 0)
+
+        net.forward = forward  # type: ignore[method-assign,assignment]
+        for batch in batches(0, PATIENCE + 3):
+            model(*batch)
+
+    assert requests(forwards)[-8:] == [1] * 8, "left alone"
+
+
+def test_nothing_of_a_batch_is_kept() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        net = Net()
+        fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+        fleet_.init_worker()
+        for ids, others in batches(0, 3):
+            net(ids, others)
+        gone = weakref.ref(ids)
+        del ids, others
+        assert gone() is None
+
+    run_job(body, 1, 1)
+
+
+def test_a_model_in_a_job_cannot_be_pickled(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        net = Net()
+        fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+        fleet_.init_worker()
+        with pytest.raises(UnsupportedError, match="save_persistables"):
+            torch.save(net, tmp_path / "model.pt")
+
+    run_job(body, 1, 1)
+
+
+def test_inputs_that_do_not_lie_in_memory_as_others_do() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        net = Net()
+        fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model=net)
+        fleet_.init_worker()
+        neighbours = torch.eye(3, dtype=torch.int64).to_sparse()
+        endless: list[Any] = []
+        endless.append(endless)
+        for ids, others in batches(0, 3):
+            net(ids, {**others, "neighbours": neighbours, "endless": endless})
+
+    run_job(body, 1, 1)
 
 
 def test_ids_that_are_no_part_of_the_input_are_not_guessed() -> None:

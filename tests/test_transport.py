@@ -285,6 +285,18 @@ def test_cancel_after_the_reply(line: Line) -> None:
     call.cancel()
 
 
+def test_who_gives_up_a_call_that_has_its_reply_disturbs_no_other(line: Line) -> None:
+    line.listen(echo)
+    channel = line.connect()
+    done = channel.start(ask(3), PATIENCE_S)
+    assert done.result().message.version == 3
+    following = channel.start(ask(4), PATIENCE_S)
+    done.cancel()
+    with contextlib.suppress(TransportError, FleetError):
+        patiently(done)
+    assert patiently(following).message.version == 4
+
+
 def test_a_channel_that_closes_ends_its_calls(line: Line) -> None:
     parking = Parking()
     line.listen(parking)

@@ -106,8 +106,9 @@ class _Pool(torch.autograd.Function):
         if offsets is None:
             sizes = torch.full((len(inverse),), inverse.shape[1] if inverse.dim() > 1 else 0)
         else:
-            ends = offsets[1:] if include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([len(places)])])
-            sizes = ends - offsets[: len(ends)]
+            # The last bag ends with the ids, whatever a last offset says.
+            starts = offsets.long()[: -1 if include_last_offset else None]
+            sizes = torch.cat([starts, starts.new_tensor([len(places)])]).diff()
         bags = torch.repeat_interleave(sizes)
         scales = rows.new_ones(len(bags)) if per_sample_weights is None else per_sample_weights.reshape(-1).clone()
         counts = sizes

@@ -29,6 +29,9 @@ CONNECT_S = 5.0
 #: So many connections are kept that carry nothing at the moment.
 KEPT = 4
 
+#: After so many failures in a row no further connection is tried.
+PATIENCE = 3
+
 
 class DirectChannel:
     """Sends requests over direct connections where the server takes any, and whatever is urgent over ``control``."""
@@ -40,13 +43,13 @@ class DirectChannel:
         self._idle: list[socket.socket] = []
         self._busy: set[DirectCall] = set()
         self._address: pb.DirectAddress | None = None
-        self._refused = False
+        self._failures = 0
         self._closed = False
 
     def start(
         self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
     ) -> Call:
-        if not urgent and not self._refused:
+        if not urgent and self._failures < PATIENCE:
             try:
                 connection = self._take(min(timeout_s or CONNECT_S, CONNECT_S))
             except TransportError as error:
@@ -57,7 +60,7 @@ class DirectChannel:
                     if not self._closed:
                         self._busy.add(call)
                         return call
-                connection.close()
+                _hang_up(connection)
                 return BrokenCall("the channel is closed")
         return self._control.start(request, timeout_s, urgent=urgent, ahead=ahead)
 
@@ -66,9 +69,9 @@ class DirectChannel:
             self._closed = True
             idle, self._idle = self._idle, []
             for call in self._busy:
-                call.hang_up()
+                call.wake()
         for connection in idle:
-            connection.close()
+            _hang_up(connection)
         self._control.close()
 
     # ---------------------------------------------------------------- for calls
@@ -82,53 +85,56 @@ class DirectChannel:
             if whole and not self._closed and len(self._idle) < KEPT:
                 self._idle.append(connection)
                 return
-        connection.close()
+        _hang_up(connection)
 
     def cancel(self, call: DirectCall) -> None:
         with self._lock:
             if call in self._busy:
-                call.hang_up()
+                call.wake()
 
     # ---------------------------------------------------------------- connections
 
     def _take(self, timeout_s: float) -> socket.socket | None:
-        """A connection that carries nothing; None if there can be none."""
+        """A connection that carries nothing; None if there is none to be had."""
         while True:
             with self._lock:
+                if self._closed:
+                    raise TransportError("the channel is closed")
                 if not self._idle:
+                    known = self._address
                     break
                 connection = self._idle.pop()
             if _is_quiet(connection):
                 return connection
-            connection.close()
+            _hang_up(connection)
             self._address = None  # the server has gone, and its successor is somewhere else
-        address = self._address
+        address = known or self._ask(timeout_s)
         if address is None:
-            address = self._ask(timeout_s)
-            if address is None:
-                return None
+            return None
         try:
             connection = _connect(self._endpoint, address, timeout_s)
         except OSError as error:
-            if self._address is None:
-                self._refused = True
+            self._address = None
+            if known is not None:
+                raise TransportError(f"{self._endpoint} takes no connection: {error}") from None
+            self._failures += 1
+            if self._failures == PATIENCE:
                 _log.warning(
                     "no direct connection to the server at %s, port %d (%s): requests go through gRPC, which is slower",
                     self._endpoint,
                     address.port,
                     error,
                 )
-                return None
-            self._address = None
-            raise TransportError(f"{self._endpoint} takes no connection: {error}") from None
-        self._address = address
+            return None
+        self._address, self._failures = address, 0
         return connection
 
     def _ask(self, timeout_s: float) -> pb.DirectAddress | None:
         try:
             reply = raise_if_error(self._control.start(Frame(pb.Request(direct=pb.Direct())), timeout_s).result())
         except FleetError:  # a server that takes none knows no such request
-            self._refused = True
+            self._failures = PATIENCE
+            _log.info("the server at %s takes no direct connections: requests go through gRPC", self._endpoint)
             return None
         address: pb.DirectAddress = reply.message.direct
         return address
@@ -140,7 +146,7 @@ class DirectCall:
         self._connection = connection
         self._timeout_s = timeout_s
         self._request = Outgoing(request)
-        self._broken: OSError | None = None
+        self._broken: OSError | None = None  #: why nothing can be sent or read any more
         self._send(wait=False)
 
     def _send(self, *, wait: bool) -> None:
@@ -157,6 +163,8 @@ class DirectCall:
         whole = False
         connection = self._connection
         try:
+            if self._broken is not None:
+                raise self._broken
             if self._timeout_s is not None:
                 connection.settimeout(self._timeout_s)
             self.send()
@@ -167,20 +175,29 @@ class DirectCall:
                 connection.settimeout(None)
             whole = True
             return reply
-        except TimeoutError:
-            raise TransportError(f"no reply within {self._timeout_s:g} s") from None
         except OSError as error:
-            raise TransportError(str(error)) from None
+            # Without a limit of ours it is TCP's own: the other machine has not answered for long.
+            timed_out = isinstance(error, TimeoutError) and self._timeout_s is not None
+            raise TransportError(f"no reply within {self._timeout_s:g} s" if timed_out else str(error)) from None
         finally:
+            # The connection may carry the next request by now: whoever asks again gets nothing from it.
+            self._broken = ConnectionAbortedError("the call has ended")
             self._channel.settle(self, connection, whole=whole)
 
     def cancel(self) -> None:
         self._channel.cancel(self)
 
-    def hang_up(self) -> None:
-        """Wake who waits on the connection."""
+    def wake(self) -> None:
+        """Let whoever waits on the connection go on."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    # To close is not enough where a forked child has a copy of the connection.
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _is_quiet(connection: socket.socket) -> bool:
@@ -206,7 +223,7 @@ def _connect(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) ->
             raise ConnectionRefusedError("somebody else listens there")
         connection.settimeout(None)
     except BaseException:
-        connection.close()
+        _hang_up(connection)
         raise
     return connection
 
@@ -222,4 +239,6 @@ def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> s
             near.close()
         else:
             return near
+    if not address.port:
+        raise ConnectionRefusedError("it takes them on its own machine only")
     return socket.create_connection((endpoint.host.strip("[]"), address.port), timeout_s)

@@ -19,7 +19,8 @@ import sys
 import threading
 
 from fleet.cluster import Endpoint
-from fleet.errors import ConfigurationError, FleetError
+from fleet.errors import ConfigurationError, FleetError, PortInUseError
+from fleet.ports import holder_of, is_taken
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.errors import error_reply, handle
@@ -36,23 +37,35 @@ HANDSHAKE_S, STALL_S = 5, 60
 
 MAX_CONNECTIONS = 4096
 
+#: Between attempts while the system has no descriptors or threads left.
+SCARCITY_PAUSE_S = 0.2
+#: To close waits so long for threads that were woken.
+JOIN_S = 10.0
+
 _numbers = itertools.count()
 
 
 class DirectListener:
-    """Takes connections at any free port of the endpoint's address, and from its own machine under a name."""
+    """Takes connections at a port of the endpoint's address, any free one for 0, and from its own machine under a name.
+
+    Where the address is for its own machine only, the name is enough, and takes no port from anybody.
+    """
 
     def __init__(self, endpoint: Endpoint, port: int, handler: Handler) -> None:
         self._handler = handler
         self._lock = threading.Condition()
         self._connections: dict[_Connection, threading.Thread] = {}
         self._closing = False
-        self._doors = [_tcp_door(endpoint, port)]
-        key, local = secrets.token_bytes(KEY_BYTES), ""
+        self.address = pb.DirectAddress(key=secrets.token_bytes(KEY_BYTES))
+        self._doors: list[socket.socket] = []
         if sys.platform == "linux":
-            local = f"fleet-{secrets.token_hex(16)}"
-            self._doors.append(_local_door(local))
-        self.address = pb.DirectAddress(port=self._doors[0].getsockname()[1], local=local, key=key)
+            name = f"fleet-{secrets.token_hex(16)}"
+            with contextlib.suppress(OSError):  # not everywhere: then it is TCP for everybody
+                self._doors.append(_local_door(name))
+                self.address.local = name
+        if port or not (self._doors and _is_loopback(endpoint)):
+            self._doors.append(_tcp_door(endpoint, port))
+            self.address.port = self._doors[-1].getsockname()[1]
         self._wake, self._woken = socket.socketpair()
         self._porter = threading.Thread(target=self._let_in, name="fleet-direct", daemon=True)
         self._porter.start()
@@ -65,9 +78,13 @@ class DirectListener:
                 for ready, _ in selector.select():
                     if ready.fileobj is self._woken:
                         return
-                    with contextlib.suppress(OSError):
+                    try:
                         sock, _ = ready.fileobj.accept()  # type: ignore[union-attr]
                         self._take(sock)
+                    except (OSError, RuntimeError) as error:  # no descriptors, no threads
+                        _log.warning("a direct connection could not be taken: %s", error)
+                        with self._lock:
+                            self._lock.wait(SCARCITY_PAUSE_S)
 
     def _take(self, sock: socket.socket) -> None:
         connection = _Connection(sock)
@@ -78,7 +95,13 @@ class DirectListener:
                 sock.close()
                 return
             self._connections[connection] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._connections[connection]
+            sock.close()
+            raise
 
     def refuse(self) -> None:
         """Take no further connection and no further request."""
@@ -102,7 +125,7 @@ class DirectListener:
             for connection, _ in left:
                 connection.end()
         for _, thread in left:
-            thread.join()
+            thread.join(JOIN_S)
 
     # ---------------------------------------------------------------- on the threads of the connections
 
@@ -173,6 +196,7 @@ class _Connection:
             request = receive(pb.Request, self.sock)
         except FleetError as error:
             # What follows cannot be made out any more.
+            _log.warning("a request over a direct connection cannot be read: %s", error)
             Outgoing(error_reply(error)).send(self.sock, wait=True)
             raise ConnectionAbortedError(str(error)) from None
         self._reply = queue.SimpleQueue()  # of its own, as a handler may answer twice
@@ -183,22 +207,38 @@ class _Connection:
         Outgoing(reply).send(self.sock, wait=True)
 
 
+def _is_loopback(endpoint: Endpoint) -> bool:
+    host = endpoint.host.strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def _tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
     host = endpoint.host.strip("[]")
+    if port and is_taken(Endpoint(endpoint.host, port)):
+        raise PortInUseError(
+            f"port {port} is in use",
+            where=f"{endpoint.host}:{port}, for direct connections",
+            got=holder_of(port),
+            todo="Give every server of a machine another FLEET_DIRECT_PORT, or none.",
+        )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
         raise ConfigurationError(
             "cannot take direct connections here",
-            where=f"{endpoint.host}:{port}",
+            where=f"{endpoint.host}:{port or 'any port'}",
             got=str(error),
-            todo="Give the server an address of this machine, and FLEET_DIRECT_PORT a free port.",
+            todo="Give the server an address of this machine.",
         ) from None
 
 
 def _local_door(name: str) -> socket.socket:
     door = socket.socket(socket.AF_UNIX)
-    door.bind("\0" + name)
-    door.listen(128)
+    try:
+        door.bind("\0" + name)
+        door.listen(128)
+    except OSError:
+        door.close()
+        raise
     return door

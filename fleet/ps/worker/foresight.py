@@ -11,16 +11,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._compile import _disable_dynamo
 
-from fleet.errors import FleetError
+from fleet.errors import FleetError, UnsupportedError
 from fleet.nn.handle import TableHandle, Wanted
 
 #: So often the look-ups of a model may have been others than expected.
 PATIENCE = 3
+
+#: Arguments are searched so deep, and collections of so many entries.
+DEPTH, WIDTH = 6, 1000
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ class Foresight:
     def __deepcopy__(self, memo: dict[int, Any]) -> Foresight:
         return self  # a copy of the model reads the same tables
 
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a model cannot be pickled while it trains in a job: its tables live on the servers",
+            todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
+        )
+
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -83,13 +92,16 @@ class Foresight:
     def saw(self, wanted: Sequence[Wanted]) -> None:
         """Something looks these up, with one request."""
         if self._inputs is not None:
-            self._seen.append(wanted)
+            self._seen.append([each for each in wanted if _is_plain(each.ids)])
 
     @_disable_dynamo
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._inputs is not None or self._surprises >= PATIENCE:
+        if self._inputs is not None:  # a forward inside of this one's, or one that Ctrl-C ended
+            self._surprises += 1
+            self._clear()
+        if self._surprises >= PATIENCE:
             return
-        self._inputs, self._expected, self._seen = dict(_tensors((args, kwargs))), [], []
+        self._inputs = dict(_tensors((args, kwargs)))
         for expected in self._plans.get(module.training, ()):
             ids = expected.view.of(self._inputs)
             if ids is not None:
@@ -100,20 +112,28 @@ class Foresight:
             self._fetch(self._expected)
 
     @_disable_dynamo
-    def _end(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if self._inputs is None:
             return
-        inputs, self._inputs = self._inputs, None
-        self._forget()
-        seen = [each for request in self._seen for each in request]
-        known = module.training in self._plans
-        if known and list(map(_identity, seen)) == list(map(_identity, self._expected)):
+        inputs, expected, requests = self._inputs, self._expected, self._seen
+        self._clear()
+        if output is None:  # it failed on its way, and shows nothing
             return
-        found = [Expected(each.handle, each.training, view) for each in seen if (view := _view(each.ids, inputs))]
-        plan = found if len(self._seen) > 1 else []
-        if known and plan != self._plans[module.training]:
+        seen = [each for request in requests for each in request]
+        known = self._plans.get(module.training)
+        if known is not None and list(map(_identity, seen)) == list(map(_identity, expected)):
+            return
+        plan = []
+        if len(requests) > 1:
+            plan = [Expected(each.handle, each.training, view) for each in seen if (view := _view(each.ids, inputs))]
+        if known is not None and plan != known:
             self._surprises += 1
         self._plans[module.training] = plan
+
+    def _clear(self) -> None:
+        """Keep nothing of a forward that is over, least of all its inputs."""
+        self._inputs, self._expected, self._seen = None, [], []
+        self._forget()
 
 
 Inputs = Mapping[tuple[Any, ...], torch.Tensor]
@@ -124,15 +144,22 @@ def _identity(wanted: Wanted) -> tuple[Any, ...]:
     return id(wanted.handle), wanted.training, ids.data_ptr(), ids.shape, ids.stride()
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory as its shape and strides say: others cannot be compared."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
 def _tensors(inputs: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
     """The tensors of ids among a model's arguments, with the way to each."""
     if isinstance(inputs, torch.Tensor):
-        if inputs.dtype in (torch.int64, torch.int32):
+        if inputs.dtype in (torch.int64, torch.int32) and _is_plain(inputs):
             yield path, inputs
+    elif len(path) > DEPTH or not isinstance(inputs, Mapping | list | tuple) or len(inputs) > WIDTH:
+        return
     elif isinstance(inputs, Mapping):
         for key, value in inputs.items():
             yield from _tensors(value, (*path, key))
-    elif isinstance(inputs, list | tuple):
+    else:
         for position, value in enumerate(inputs):
             yield from _tensors(value, (*path, position))
 

@@ -250,29 +250,41 @@ class RowReader:
 
     def _start(self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False) -> Fetch:
         parts = [partition(query.ids, len(self._clients)) for query in queries]
-        asked = []
-        for server, client in enumerate(self._clients):
-            here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
-            if here:
-                pull = pb.Pull(
-                    version=version,
-                    tables=[queries[place].table for place, _ in here],
-                    training=[queries[place].training for place, _ in here],
-                    ahead=ahead,
-                )
-                tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
-                names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
-                what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
-                asked.append(
-                    Asked(
-                        server,
-                        here,
-                        client.start(Frame(client.request(completed, pull=pull), tensors), what, ahead=ahead),
-                    )
-                )
-        for request in asked:
-            request.pending.send()
+        asked: list[Asked] = []
+        try:
+            for server, client in enumerate(self._clients):
+                here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
+                if here:
+                    frame, what = self._pull(queries, here, client, completed, version, ahead)
+                    asked.append(Asked(server, here, client.start(frame, what, ahead=ahead)))
+            for request in asked:
+                request.pending.send()
+        except BaseException:
+            for request in asked:
+                request.pending.abandon()
+            raise
         return Fetch(queries, self._specs, asked)
+
+    def _pull(
+        self,
+        queries: Sequence[Query],
+        here: Sequence[tuple[int, Ids]],
+        client: ServerClient,
+        completed: int,
+        version: int,
+        ahead: bool,
+    ) -> tuple[Frame, str]:
+        """A request for parts of some queries, and what to call it in errors."""
+        pull = pb.Pull(
+            version=version,
+            tables=[queries[place].table for place, _ in here],
+            training=[queries[place].training for place, _ in here],
+            ahead=ahead,
+        )
+        tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
+        names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
+        what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
+        return Frame(client.request(completed, pull=pull), tensors), what
 
 
 def _flat(ids: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker.client import ServerClient
+from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
 from fleet.ps.worker.exporting import exported
@@ -509,7 +509,7 @@ class WorkerRuntime:
             self.settle("a look-up")
             self._rows.foresee(wanted, self.completed, self.replica)
 
-        if len(self._description.handles) > 1:
+        if self._description.handles:
             self._foresight = Foresight(model, fetch, self._rows.forget)
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
@@ -612,8 +612,10 @@ class WorkerRuntime:
         numbered = list(enumerate(self.clients))
         for start in range(0, len(numbered), at_once or len(numbered)):
             some = numbered[start : start + (at_once or len(numbered))]
-            pendings = [client.start(make(server, client), what) for server, client in some]
+            pendings: list[Pending] = []
             try:
+                for server, client in some:
+                    pendings.append(client.start(make(server, client), what))
                 for pending in pendings:
                     pending.send()
                 for pending in pendings:
