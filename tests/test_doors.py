@@ -187,6 +187,7 @@ def test_the_transpiler_with_whole_parameters(
     ]
 
 
+@pytest.mark.slow
 def test_four_trainers_and_two_servers_on_one_host(
     processes: Processes,
     free_endpoints: Callable[[int], list[str]],
@@ -196,6 +197,7 @@ def test_four_trainers_and_two_servers_on_one_host(
     run_page_script(processes, tmp_path, "several.py", ports, 4)
 
 
+@pytest.mark.slow
 def test_the_fleet_api_on_three_workers_and_two_servers(
     processes: Processes,
     free_endpoints: Callable[[int], list[str]],
@@ -208,6 +210,7 @@ def test_the_fleet_api_on_three_workers_and_two_servers(
         assert costs[-1] < costs[0]
 
 
+@pytest.mark.slow
 def test_a_job_by_the_variables_of_the_first_table(
     processes: Processes,
     free_endpoints: Callable[[int], list[str]],
@@ -239,6 +242,7 @@ def test_trainers_without_servers(processes: Processes, tmp_path: Path, free_end
     assert weights(f"weights: {transcript}") == pytest.approx(expected, abs=DOCUMENTED)
 
 
+@pytest.mark.slow
 def test_the_second_table_of_variables(processes: Processes, free_endpoints: Any) -> None:
     pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
     lines = commands_with("examples/collective.py")

@@ -18,32 +18,32 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.strategy import Strategy
 
+JOBS = 100
 MANY_JOBS = str(Path(__file__).parent / "scripts" / "many_jobs.py")
 
 
-@pytest.mark.parametrize("jobs", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_jobs_one_after_another_on_the_same_ports(
     processes: Processes,  # noqa: F811
     free_endpoints: Callable[[int], list[str]],
-    jobs: int,
 ) -> None:
     """Every process goes from job to job at its own speed: early workers and late servers of each are about."""
     endpoints = free_endpoints(2)
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints), "PADDLE_TRAINERS_NUM": "2"}
     started = [
         *(
-            processes.start(MANY_JOBS, str(jobs), TRAINING_ROLE="PSERVER", PADDLE_PSERVER_ID=str(index), **common)
+            processes.start(MANY_JOBS, str(JOBS), TRAINING_ROLE="PSERVER", PADDLE_PSERVER_ID=str(index), **common)
             for index in range(2)
         ),
         *(
-            processes.start(MANY_JOBS, str(jobs), TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID=str(index), **common)
+            processes.start(MANY_JOBS, str(JOBS), TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID=str(index), **common)
             for index in range(2)
         ),
     ]
     for process in started:
         code, out, err = ended(process, 110)
         assert code == 0, err
-        assert out == f"{jobs} jobs\n"
+        assert out == f"{JOBS} jobs\n"
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def test_the_example_of_the_readme(processes: Processes, tmp_path: Path) -> None
     assert float(found[1]) < 0.05
 
 
+@pytest.mark.slow
 def test_role_makers_in_code_on_four_processes(
     processes: Processes, free_endpoints: Callable[[int], list[str]]
 ) -> None:
@@ -155,6 +156,7 @@ def test_four_terminals(processes: Processes, free_endpoints: Callable[[int], li
         assert code == 0, err
 
 
+@pytest.mark.slow
 def test_one_port_on_two_addresses(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     port = free_endpoints(1)[0].partition(":")[2]
     endpoints = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
