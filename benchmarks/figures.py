@@ -18,6 +18,7 @@ def draw_lines(
     y: str,
     limit: float | None = None,
     logarithmic: str = "",
+    from_zero: bool = False,
 ) -> None:
     """One line a name. ``limit`` is a promise, drawn as a dashed line; ``logarithmic`` names axes ("x", "y", "xy")."""
     import matplotlib
@@ -25,7 +26,7 @@ def draw_lines(
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "fleet", "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
-    from matplotlib.ticker import NullLocator, ScalarFormatter
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
     for marker, (name, points) in zip("osD^vPX<>", series.items(), strict=False):
@@ -38,8 +39,12 @@ def draw_lines(
         getattr(axes, f"set_{each}scale")("log")
     ticks = sorted({point[0] for points in series.values() for point in points})
     axes.set_xticks(ticks)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda at, _: f"{at:g}" if at < 1e4 else f"{at:.0e}".replace("e+0", "e"))
+    )
     axes.xaxis.set_minor_locator(NullLocator())
+    if from_zero:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

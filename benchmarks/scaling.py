@@ -137,6 +137,7 @@ def report_jobs(name: str, costs: Costs, figures: Path | None) -> None:
             x=name,
             y="1000 examples a second, all workers",
             logarithmic="x" if name == "workers" else "",
+            from_zero=True,
         )
 
 
@@ -164,6 +165,7 @@ def report_ids(costs: Costs, figures: Path | None) -> None:
             x="ids ever seen",
             y="milliseconds",
             logarithmic="x",
+            from_zero=True,
         )
         sizes = {"server": lambda cost: cost.server_bytes / 1e6, "worker": lambda cost: cost.worker_bytes / 1e6}
         drawn = {name: lines(costs, size)["sync"] for name, size in sizes.items()}
