@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,17 @@ from fleet.role_maker import Role, UserDefinedRoleMaker
 #: Short enough for a test of failures, long enough for a busy machine.
 PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "15"}
 
+#: Long enough for any machine; only a test that fails waits so long.
+PATIENCE_S = 30.0
+
 Body = Callable[[Fleet, int], Any]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this never came true"
+        time.sleep(0.005)
 
 
 class Job:

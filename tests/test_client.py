@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from faults import Action, Fault, FaultyNetwork
+from harness import PATIENCE_S, until
 
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
@@ -25,19 +26,10 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import BrokenCall, Call, Listener, Network, Respond, TransportError
 from fleet.ps.worker.client import Pending, ServerClient
 
-#: Long enough for any machine; only a test that fails waits so long.
-PATIENCE_S = 30.0
 KNOBS = Knobs(beat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
 #: For tests in which nobody falls silent, though the machine may be slow.
 PATIENT = replace(KNOBS, rpc_deadline_s=PATIENCE_S, startup_deadline_s=PATIENCE_S)
 WORKER = 3
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.005)
 
 
 class Server:

@@ -67,8 +67,9 @@ def ends(processes: list[subprocess.Popen[str]], without: int | None = None) -> 
     return found
 
 
-@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["member", "host of the store"])
-@pytest.mark.parametrize("variant", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [1, 0], ids=["member", "host of the store"])
+@pytest.mark.parametrize("variant", ["kill", "freeze"])
 def test_a_worker_that_is_lost_is_named(start: Start, variant: str, who: int) -> None:
     for code, out, err in ends(start(variant, who), without=who).values():
         assert code == 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import PATIENCE_S, until
 
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
@@ -35,7 +36,6 @@ from fleet.ps.wire.stream import Outgoing, receive
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
 
-PATIENCE_S = 30.0
 LARGE = torch.arange(4 << 20)
 ENDPOINT = Endpoint("127.0.0.1", 0)
 
@@ -72,20 +72,6 @@ def ask(step: int, *tensors: torch.Tensor) -> Frame:
 
 def beat() -> Frame:
     return Frame(pb.Request(beat=pb.Beat()))
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.005)
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    until(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.fixture
@@ -232,12 +218,10 @@ def test_the_successor_of_a_server_is_found(control: Counting, stack: contextlib
 def test_one_failure_is_not_the_end(
     control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reach = direct_client._reach
     channel = line(control, stack)
     with monkeypatch.context() as patch:
         patch.setattr(direct_client, "_reach", lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("too early")))
         assert channel.start(ask(1)).result().message.version == 1
-    assert direct_client._reach is reach
     assert channel.start(ask(2)).result().message.version == 2
     assert control.kinds == ["direct", "pull", "direct"]
 

@@ -118,6 +118,7 @@ def port_of(endpoint: str) -> str:
     return endpoint.partition(":")[2]
 
 
+@pytest.mark.slow
 def test_the_quick_start_by_the_commands_of_its_table(
     processes: Processes,
     free_endpoints: Callable[[int], list[str]],
@@ -171,6 +172,7 @@ def test_the_part_of_the_quick_start_that_the_page_shows_is_in_the_example() -> 
     assert [piece for piece in pieces if piece not in source] == []
 
 
+@pytest.mark.slow
 def test_the_transpiler_with_whole_parameters(
     processes: Processes,
     free_endpoints: Callable[[int], list[str]],

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fleet.nn.expand import expand, pool
+from fleet.nn.expand import Bags, expand, pool
 
 ROWS, DIM = 7, 3
 FLAT = torch.tensor([2, 0, 2, 6, 2, 5, 0, 1])
@@ -31,6 +31,10 @@ def rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 def defaults(given: dict[str, Any]) -> dict[str, Any]:
     return {"offsets": None, "include_last_offset": False, "padding_idx": None, "per_sample_weights": None, **given}
+
+
+def ours_of(leaf: torch.Tensor, *, inverse: torch.Tensor, **how: Any) -> torch.Tensor:
+    return pool(leaf, inverse, Bags(**how))
 
 
 def gradient(out: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -63,7 +67,7 @@ def test_gradients_that_are_no_matrix_in_memory() -> None:
 @pytest.mark.parametrize("given", BAGS.values(), ids=BAGS)
 def test_pooling_is_torchs(given: dict[str, Any], mode: str) -> None:
     ours, theirs, how = rows(), rows(), defaults(given)
-    got = pool(ours, mode=mode, **how)
+    got = ours_of(ours, mode=mode, **how)
     expected = F.embedding_bag(how.pop("inverse"), theirs, mode=mode, **how)
     assert torch.equal(got, expected)
     torch.testing.assert_close(gradient(got, ours), gradient(expected, theirs), rtol=1e-15, atol=1e-15)
@@ -77,7 +81,7 @@ def test_weights_of_samples(learnt: bool) -> None:
         leaf = rows()
         how["per_sample_weights"] = torch.linspace(0, 2, 8).double().view(4, 2).requires_grad_(learnt)
         if ours:
-            out = pool(leaf, mode="sum", **how)
+            out = ours_of(leaf, mode="sum", **how)
         else:
             theirs = dict(how)
             out = F.embedding_bag(theirs.pop("inverse"), leaf, mode="sum", **theirs)
@@ -90,11 +94,11 @@ def test_gradients_of_gradients(mode: str) -> None:
     inverse = FLAT.view(4, 2)
     assert torch.autograd.gradgradcheck(lambda leaf: expand(leaf, inverse).square(), (rows(),))
     how = defaults({"inverse": inverse, "padding_idx": 2})
-    assert torch.autograd.gradgradcheck(lambda leaf: pool(leaf, mode=mode, **how).square(), (rows(),))
+    assert torch.autograd.gradgradcheck(lambda leaf: ours_of(leaf, mode=mode, **how).square(), (rows(),))
 
 
 def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         assert expand(rows(), FLAT).grad_fn is None
-        assert pool(rows(), mode="sum", **defaults({"inverse": FLAT.view(4, 2)})).grad_fn is None
+        assert ours_of(rows(), mode="sum", **defaults({"inverse": FLAT.view(4, 2)})).grad_fn is None
     assert expand(rows().detach(), FLAT).grad_fn is None

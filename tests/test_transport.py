@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from harness import PATIENCE_S, until
 
 from fleet import errors
 from fleet.cluster import Endpoint
@@ -33,17 +33,8 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
 
-#: Long enough for any machine; only a test that fails waits so long.
-PATIENCE_S = 30.0
 THREADS = 4
 MEBI = 1 << 20
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "this never came true"
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
-from fleet.nn.expand import expand, pool
+from fleet.nn.expand import Bags, expand, pool
 from fleet.nn.handle import Asking, Found, TableHandle, handle_of, look_up, padding_index
 from fleet.transpiler.specs import Initializer
 
@@ -127,7 +127,8 @@ def _bag(
     rows, inverse, padding = _rows(module, ids)
     if not len(rows):
         rows = F.pad(rows, (0, 0, 0, 1))  # torch wants a row even where no bag has one
-    return pool(rows, inverse, offsets, module.mode, per_sample_weights, module.include_last_offset, padding)
+    bags = Bags(offsets, module.mode, per_sample_weights, module.include_last_offset, padding)
+    return pool(rows, inverse, bags)
 
 
 class _RemoteEmbedding(torch.nn.Embedding):

@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,40 @@ from fleet.ps.kernels.rows import accumulate, accumulate_bags
 _ADDED = (torch.float32, torch.float64)
 
 
+class Bags(NamedTuple):
+    """Which ids belong together, and what becomes of them: the arguments of ``embedding_bag``."""
+
+    offsets: torch.Tensor | None
+    mode: str
+    per_sample_weights: torch.Tensor | None
+    include_last_offset: bool
+    padding_idx: int | None
+
+    def pooled(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return F.embedding_bag(inverse, rows, **self._asdict())
+
+    def sizes(self, inverse: torch.Tensor) -> torch.Tensor:
+        if self.offsets is None:
+            return torch.full((len(inverse),), inverse.shape[1])
+        # The last bag ends with the ids, whatever a last offset says.
+        starts = self.offsets.long()[: -1 if self.include_last_offset else None]
+        return torch.cat([starts, starts.new_tensor([len(inverse)])]).diff()
+
+    def members(self, rows: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For every id its bag, and what its row is multiplied by there."""
+        counts = self.sizes(inverse)
+        bags = torch.repeat_interleave(counts)
+        weights = self.per_sample_weights
+        scales = rows.new_ones(len(bags)) if weights is None else weights.reshape(-1).clone()
+        if self.padding_idx is not None:
+            padding = inverse.reshape(-1) == self.padding_idx
+            scales[padding] = 0
+            counts = counts - torch.zeros_like(counts).index_add(0, bags, padding.long())
+        if self.mode == "mean":
+            scales /= counts.clamp(min=1)[bags]
+        return bags, scales
+
+
 @_disable_dynamo
 def expand(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """``rows[inverse]``."""
@@ -30,45 +64,17 @@ def expand(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 
 
 @_disable_dynamo
-def pool(
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    offsets: torch.Tensor | None,
-    mode: str,
-    per_sample_weights: torch.Tensor | None,
-    include_last_offset: bool,
-    padding_idx: int | None,
-) -> torch.Tensor:
+def pool(rows: torch.Tensor, inverse: torch.Tensor, bags: Bags) -> torch.Tensor:
     """The sum or mean of each bag's rows."""
-    ours = _is_ours(rows) and (per_sample_weights is None or not per_sample_weights.requires_grad)
-    pooled: torch.Tensor = (_Pool.apply if ours else _pooled)(
-        rows, inverse, offsets, mode, per_sample_weights, include_last_offset, padding_idx
-    )
+    weights = bags.per_sample_weights
+    if not _is_ours(rows) or (weights is not None and weights.requires_grad):
+        return bags.pooled(rows, inverse)
+    pooled: torch.Tensor = _Pool.apply(rows, inverse, bags)  # type: ignore[no-untyped-call]
     return pooled
 
 
 def _is_ours(rows: torch.Tensor) -> bool:
     return rows.requires_grad and rows.is_cpu and rows.dtype in _ADDED
-
-
-def _pooled(
-    rows: torch.Tensor,
-    inverse: torch.Tensor,
-    offsets: torch.Tensor | None,
-    mode: str,
-    per_sample_weights: torch.Tensor | None,
-    include_last_offset: bool,
-    padding_idx: int | None,
-) -> torch.Tensor:
-    return F.embedding_bag(
-        inverse,
-        rows,
-        offsets,
-        mode=mode,
-        per_sample_weights=per_sample_weights,
-        include_last_offset=include_last_offset,
-        padding_idx=padding_idx,
-    )
 
 
 class _Expand(torch.autograd.Function):
@@ -91,44 +97,18 @@ class _Expand(torch.autograd.Function):
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        inverse: torch.Tensor,
-        offsets: torch.Tensor | None,
-        mode: str,
-        per_sample_weights: torch.Tensor | None,
-        include_last_offset: bool,
-        padding_idx: int | None,
-    ) -> torch.Tensor:
-        pooled = _pooled(rows, inverse, offsets, mode, per_sample_weights, include_last_offset, padding_idx)
-        places = inverse.reshape(-1)
-        if offsets is None:
-            sizes = torch.full((len(inverse),), inverse.shape[1] if inverse.dim() > 1 else 0)
-        else:
-            # The last bag ends with the ids, whatever a last offset says.
-            starts = offsets.long()[: -1 if include_last_offset else None]
-            sizes = torch.cat([starts, starts.new_tensor([len(places)])]).diff()
-        bags = torch.repeat_interleave(sizes)
-        scales = rows.new_ones(len(bags)) if per_sample_weights is None else per_sample_weights.reshape(-1).clone()
-        counts = sizes
-        if padding_idx is not None:
-            padding = places == padding_idx
-            scales[padding] = 0
-            counts = sizes - torch.zeros_like(sizes).index_add(0, bags, padding.long())
-        if mode == "mean":
-            scales /= counts.clamp(min=1)[bags]
-        ctx.save_for_backward(places, bags, scales)
+    def forward(ctx: Any, rows: torch.Tensor, inverse: torch.Tensor, bags: Bags) -> torch.Tensor:
+        pooled = bags.pooled(rows, inverse)
+        ctx.save_for_backward(inverse.reshape(-1), *bags.members(rows, inverse))
         ctx.count = len(rows)
         return pooled
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         places, bags, scales = ctx.saved_tensors
-        nothing = (None,) * 6
         if torch.is_grad_enabled():
             parts = grad[bags] * scales[:, None]
-            return grad.new_zeros(ctx.count, grad.shape[1]).index_add(0, places, parts), *nothing
+            return grad.new_zeros(ctx.count, grad.shape[1]).index_add(0, places, parts), None, None
         total = np.zeros((ctx.count, grad.shape[1]), grad.numpy().dtype)
         accumulate_bags(places.numpy(), bags.numpy(), scales.numpy(), grad.contiguous().numpy(), total)
-        return torch.from_numpy(total), *nothing
+        return torch.from_numpy(total), None, None
