@@ -18,6 +18,8 @@ from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.resolve import resolve
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     import torch
 
     from fleet.collective.backend import CollectiveBackend
@@ -138,7 +140,7 @@ class Fleet:
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
         return backend.distributed_optimizer(given, strategy, model)
 
-    def init_server(self, model_dir: str | None = None) -> None:
+    def init_server(self, model_dir: str | PathLike[str] | None = None) -> None:
         """Prepare to serve, from a checkpoint if ``model_dir`` names one."""
         self._backend("init_server").init_server(model_dir)
 
@@ -190,16 +192,17 @@ class Fleet:
 
     # ---------------------------------------------------------------- state
 
-    def save_persistables(self, dirname: str) -> None:
-        """Write the whole job's state as one checkpoint; called by one worker or by all."""
-        self._backend("save_persistables").save_persistables(dirname)
+    def save_persistables(self, dirname: str | PathLike[str], mode: str = "full") -> None:
+        """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
+        a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one."""
+        self._backend("save_persistables").save_persistables(dirname, mode)
 
     def resume_step(self) -> int:
         """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded."""
         return self._backend("resume_step").resume_step()
 
-    def load_persistables(self, dirname: str) -> None:
-        """Go on from a checkpoint; in a collective job, where every worker calls it after ``init_worker``."""
+    def load_persistables(self, dirname: str | PathLike[str]) -> None:
+        """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all."""
         self._backend("load_persistables").load_persistables(dirname)
 
     def save_inference_model(self, dirname: str, model: object, example_inputs: object = None) -> NoReturn:  # noqa: ARG002
@@ -211,8 +214,10 @@ class Fleet:
     def state_dict(self, model: object) -> NoReturn:  # noqa: ARG002
         self._not_yet("state_dict")
 
-    def load_state_dict(self, model: object, state: object) -> NoReturn:  # noqa: ARG002
-        self._not_yet("load_state_dict")
+    def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Give the whole job the values of plain tensors, as ``state_dict`` returns them or a model in one process
+        has them; called by one worker or by all. The optimizer's state stays."""
+        self._backend("load_state_dict").load_state_dict(model, state)
 
     # ---------------------------------------------------------------- what happened
 

@@ -64,6 +64,7 @@ ONLY: dict[str, dict[str, str]] = {
     "mpi4py": {"mpi.py": "adapter"},
     "numba llvmlite": {"ps/kernels/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
+        "checkpoint/pieces.py": "writers",
         "collective/clerk.py": "clerk",
         "exit_guard.py": "lock",
         "launch/local.py": "waiters",
@@ -72,6 +73,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/kernels/jit.py": "lock",
         "ps/server/runtime.py": "lifetime",
         "ps/server/service.py": "lock",
+        "ps/server/shares.py": "writer",
         "ps/wire/direct_client.py": "lock",
         "ps/wire/direct_server.py": "connections",
         "ps/wire/grpc_client.py": "readers",
@@ -87,6 +89,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/local.py": "events",
     },
     "secrets uuid": {
+        "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",
         "ps/wire/direct_server.py": "keys",

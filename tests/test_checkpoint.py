@@ -18,8 +18,9 @@ from harness import PATIENT, Job, assert_close, run_job, values
 
 import fleet.nn
 from fleet import Fleet
-from fleet.checkpoint import writer
+from fleet.checkpoint import places, writer
 from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import Directory
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, FleetError, JobAbortedError
@@ -114,7 +115,7 @@ def content(dirname: Path) -> dict[str, Any]:
         data = path.read_bytes()
         assert (len(data), zlib.crc32(data)) == (piece["bytes"], piece["crc32"])
         tensors = safetensors.torch.load_file(path)
-        ordered = iter([tensors[str(index)] for index in range(len(tensors))])
+        ordered = iter([tensors[name] for name in piece["tensors"]])
         about = piece["about"]
         for entry in about.get("dense", []):
             value = entry["plain"] if "plain" in entry else next(ordered)
@@ -163,10 +164,10 @@ def test_one_worker_saves_or_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     workers, written, write = 3, [], saving._write
     all_claimed = when_claimed(monkeypatch, workers)
 
-    def patient(worker: Any, dirname: str) -> None:
+    def patient(worker: Any, dirname: str, *rest: Any) -> None:
         if dirname.endswith("all"):
             assert all_claimed.wait(30)
-        write(worker, dirname)
+        write(worker, dirname, *rest)
         written.append(dirname)
 
     monkeypatch.setattr(saving, "_write", patient)
@@ -232,7 +233,7 @@ def test_places_to_save_to(place: str, tmp_path: Path) -> None:
     if place == "left over":  # by a writer that was killed
         (target / "fleet-pieces-0123abcd").mkdir()
         (target / "fleet-pieces-0123abcd" / "piece-00000.safetensors").write_bytes(b"half")
-        (target / ".manifest-0123abcd").write_bytes(b"{")
+        (target / ".manifest.json-0123abcd").write_bytes(b"{")
     if place == "link":
         (tmp_path / "real").mkdir()
         target.symlink_to(tmp_path / "real")
@@ -322,17 +323,24 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done = 0
         self.fails_at: int | None = None
-        for module, name in ((writer, "_write"), (writer, "_sync_directory"), (writer.os, "replace")):
-            monkeypatch.setattr(module, name, self._failing(getattr(module, name), partial=name == "_write"))
+        for module in (places, writer):
+            monkeypatch.setattr(module, "sync_directory", self._failing(places.sync_directory))
+        for name in ("replace", "rename"):
+            monkeypatch.setattr(os, name, self._failing(getattr(os, name)))
+        monkeypatch.setattr(Directory, "create", self._failing(Directory.create, half=self._half_of))
 
-    def _failing(self, operation: Any, partial: bool) -> Any:
-        def wrapped(path: Any, *rest: Any) -> Any:
+    def _half_of(self, place: Directory, name: str, pieces: Any) -> None:
+        whole = b"".join(bytes(piece) for piece in pieces)
+        (place.path / name).write_bytes(whole[: len(whole) // 2])
+
+    def _failing(self, operation: Any, half: Any = None) -> Any:
+        def wrapped(*args: Any) -> Any:
             self.done += 1
             if self.done - 1 == self.fails_at:
-                if partial:
-                    Path(path).write_bytes(rest[0][: len(rest[0]) // 2])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return operation(path, *rest)
+                if half is not None:
+                    half(*args)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
+            return operation(*args)
 
         return wrapped
 
@@ -354,8 +362,10 @@ def write_small(dirname: Path, version: int) -> None:
     """A checkpoint of three pieces, without a job."""
     raw = {"params": [], "tables": [], "groups": [], "settings": SETTINGS}
     with CheckpointWriter(str(dirname)) as each:
-        for number in range(3):
-            each.add({"dense": [], "number": number}, [torch.full((50,), float(version))])
+        for number in range(3):  # each is written when the one before it is
+            with each.pieces(f"piece-{number}") as pieces:
+                pieces.add({"dense": [], "number": number}, {"it": torch.full((50,), float(version))})
+            each.add(pieces.files)
         each.commit(version, 7, JobSpec.from_json(json.dumps(raw)))
 
 
@@ -408,16 +418,16 @@ def test_a_failure_at_any_point_leaves_a_whole_checkpoint_or_none(
 
 
 def test_waiting_workers_hear_of_the_writers_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers, fails, write = 3, [True], writer._write
+    workers, fails, create = 3, [True], Directory.create
     all_claimed = when_claimed(monkeypatch, workers)
 
-    def full(path: Path, data: bytes) -> None:
-        if fails:
+    def full(place: Directory, name: str, pieces: Any) -> None:
+        if fails and name.endswith(".safetensors"):
             assert all_claimed.wait(30)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, data)
+        create(place, name, pieces)
 
-    monkeypatch.setattr(writer, "_write", full)
+    monkeypatch.setattr(Directory, "create", full)
 
     def body(fleet_: Fleet, worker: int) -> BaseException:
         model, optimizer = join(fleet_, sgd)
@@ -430,10 +440,10 @@ def test_waiting_workers_hear_of_the_writers_failure(tmp_path: Path, monkeypatch
         return caught.value
 
     told = run_job(body, workers, 2)
-    writers = [worker for worker in range(workers) if isinstance(told[worker], OSError)]
+    writers = [worker for worker in range(workers) if isinstance(told[worker], CheckpointError)]
     assert len(writers) == 1
     for worker in set(range(workers)) - set(writers):
-        assert f"worker {writers[0]} could not write" in str(told[worker])
+        assert f"worker {writers[0]} failed in save_persistables" in str(told[worker])
         assert os.strerror(errno.ENOSPC) in str(told[worker])
     assert content(tmp_path / "ckpt")["version"] == 2
     assert os.listdir(tmp_path) == ["ckpt"]
@@ -648,7 +658,7 @@ def load(dirname: Path, shard: Shard | None = None) -> Shard:
 
 
 def pieces_of(dirname: Path) -> list[Path]:
-    return sorted(dirname.glob("*/piece-*"))
+    return sorted(dirname.glob("*/*.safetensors"))
 
 
 def rewrite(dirname: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -728,7 +738,7 @@ MANIFESTS: dict[str, bytes] = {
     "null": b"null",
     "an empty object": b"{}",
     "a deep one": b"[" * 100_000,
-    "cut off": b'{"format": "fleet-checkpoint", "format_version": 1, "pie',
+    "cut off": b'{"format": "fleet-checkpoint", "format_version": 2, "pie',
 }
 
 
@@ -741,8 +751,9 @@ def test_a_manifest_that_is_garbage(data: bytes, broken: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a newer version": ({"format_version": 2}, "expected fleet-checkpoint 1; got fleet-checkpoint 2"),
-    "another format": ({"format": "somebody-elses"}, "got somebody-elses 1"),
+    "an older version": ({"format_version": 1}, "expected fleet-checkpoint 2; got fleet-checkpoint 1"),
+    "a newer version": ({"format_version": 3}, "expected fleet-checkpoint 2; got fleet-checkpoint 3"),
+    "another format": ({"format": "somebody-elses"}, "got somebody-elses 2"),
     "no spec": ({"spec": None}, "cannot be read"),
     "an impossible spec": ({"spec": {"params": 1}}, "cannot be read"),
     "pieces of another kind": ({"pieces": [1]}, "cannot be read"),

@@ -37,6 +37,26 @@ def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
     return {"param": name, "offset": offset, "numel": param.numel()}
 
 
+def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
+    """Of a block's entries what belongs to its elements from ``start`` to ``stop``; what belongs to all goes with the
+    first of them."""
+    for entry, tensor in entries:
+        if tensor is not None and entry["elementwise"] and stop - start < tensor.numel():
+            part = tensor.reshape(-1)[start:stop]
+            yield {**entry, "offset": entry["offset"] + start, "numel": part.numel()}, part
+        elif start == 0:
+            yield entry, tensor
+
+
+def names(told: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the tensors of entries are called in a file."""
+    return [
+        f"{each['param']}[{each['offset']}:{each['offset'] + each['numel']}]/{each['key']}"
+        for each in told
+        if "plain" not in each
+    ]
+
+
 def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
     """Entries and tensors apart, as they are sent and written: copies, since training goes on and a file's tensors may
     share no memory."""

@@ -1,4 +1,8 @@
-"""What a checkpoint is: a manifest and the pieces it names. Reading one trusts nothing it has not checked."""
+"""What a checkpoint is: a manifest and the pieces it names. Reading one trusts nothing it has not checked.
+
+A delta has the rows that changed since the checkpoint it goes on from: either that one's pieces come before its own in
+one manifest, or it names that one as its parent, by place and id.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +10,61 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 
+from fleet.checkpoint.pieces import PieceFile, decoded
+from fleet.checkpoint.places import Place, place_at, referred
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.transpiler.specs import JobSpec
 
 MANIFEST = "manifest.json"
 FORMAT = "fleet-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+#: A manifest has a few hundred bytes for every 16 MiB of state.
+_MOST_BYTES = 1 << 30
+
+#: Kinds of pieces: parameters with their optimizer's state, rows of a table, and buffers of a model.
+DENSE, TABLE, BUFFERS = "dense", "table", "buffers"
 
 
 @dataclass(frozen=True)
-class PieceFile:
-    """One safetensors file: its tensors are named "0", "1", … and ``about`` says what they are."""
+class Saved:
+    """A checkpoint that was written: its id, and where."""
 
-    file: str
-    bytes: int
-    crc32: int
-    about: dict[str, Any]
+    id: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a delta goes on from."""
+
+    place: str
+    id: str
 
 
 @dataclass(frozen=True)
 class Manifest:
     """A whole job at one step: the spec it had, the rows' seed, and where everything is."""
 
+    id: str
     version: int
     seed: int
     spec: JobSpec
     pieces: tuple[PieceFile, ...]
+    parent: Parent | None = None
 
     def to_json(self) -> str:
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
+            "id": self.id,
             "version": self.version,
             "seed": self.seed,
+            "parent": None if self.parent is None else asdict(self.parent),
             "spec": json.loads(self.spec.to_json()),
             "pieces": [asdict(piece) for piece in self.pieces],
         }
@@ -56,19 +75,29 @@ class Manifest:
         """Read what ``to_json`` wrote; anything else is a ``ValueError`` or one of its like."""
         raw = json.loads(text)
         if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
-            found = f"{raw['format']} {raw['format_version']}"
-            raise CheckpointError("the checkpoint has another format", expected=f"{FORMAT} {FORMAT_VERSION}", got=found)
+            raise CheckpointError(
+                "the checkpoint has another format",
+                expected=f"{FORMAT} {FORMAT_VERSION}",
+                got=f"{raw['format']} {raw['format_version']}",
+                todo="Read it with the release of this package that wrote it.",
+            )
         told, computed = raw.pop("crc32"), _crc32(raw)
         if told != computed:
             raise CheckpointError("the manifest is damaged", expected=f"crc32 {told}", got=f"crc32 {computed}")
-        pieces = tuple(PieceFile(**piece) for piece in raw["pieces"])
-        for piece in pieces:
-            path = Path(piece.file)
-            if path.is_absolute() or ".." in path.parts or "\0" in piece.file:
-                raise CheckpointError("the manifest points out of its directory", got=repr(piece.file))
-            if not isinstance(piece.about, dict):
-                raise ValueError(f"a piece does not say what it is: {piece.about!r}")
-        return cls(int(raw["version"]), int(raw["seed"]), JobSpec.from_json(json.dumps(raw["spec"])), pieces)
+        parent = None if raw["parent"] is None else Parent(str(raw["parent"]["place"]), str(raw["parent"]["id"]))
+        spec = JobSpec.from_json(json.dumps(raw["spec"]))
+        pieces = tuple(_piece(each) for each in raw["pieces"])
+        return cls(str(raw["id"]), int(raw["version"]), int(raw["seed"]), spec, pieces, parent)
+
+
+def _piece(raw: dict[str, Any]) -> PieceFile:
+    piece = PieceFile.told(raw)
+    path = PurePosixPath(piece.file)
+    if path.is_absolute() or ".." in path.parts or "\0" in piece.file:
+        raise CheckpointError("the manifest points out of its directory", got=repr(piece.file))
+    if not isinstance(piece.about, dict):
+        raise ValueError(f"a piece does not say what it is: {piece.about!r}")
+    return piece
 
 
 def _crc32(content: dict[str, Any]) -> int:
@@ -76,40 +105,80 @@ def _crc32(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def is_checkpoint(directory: Path) -> bool:
+def is_checkpoint(place: Place) -> bool:
     """Whether there is a checkpoint of ours, of any version and in whatever state; others have manifests too."""
     try:
-        raw = json.loads((directory / MANIFEST).read_bytes())
+        raw = json.loads(_content(place))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(raw, dict) and raw.get("format") == FORMAT
 
 
+def _content(place: Place) -> bytes:
+    with place.open(MANIFEST) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return data
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A manifest together with the directory it was found in."""
+    """A manifest, the place it was found at, and the checkpoint before it if it is a delta."""
 
-    directory: Path
+    place: Place
     manifest: Manifest
+    before: Checkpoint | None = None
 
     @classmethod
-    def open(cls, dirname: str) -> Checkpoint:
-        directory = Path(dirname)
-        path = directory / MANIFEST
-        if not path.is_file():
+    def open(cls, dirname: object) -> Checkpoint:
+        """The checkpoint that a user names, with all that it goes on from."""
+        chain = [cls.open_manifest(place_at(dirname))]
+        while (parent := chain[-1][1].parent) is not None:
+            place, manifest = cls.open_manifest(referred(parent.place, chain[-1][0]))
+            if manifest.id != parent.id:
+                raise CheckpointError(
+                    "a delta goes on from a checkpoint that is not there any more",
+                    where=chain[-1][0].url,
+                    expected=f"checkpoint {parent.id} at {place.url}",
+                    got=f"checkpoint {manifest.id}, which was saved there later",
+                )
+            if any(manifest.id == known.id for _, known in chain):
+                raise CheckpointError("a delta goes on from itself", where=place.url)
+            chain.append((place, manifest))
+        found: Checkpoint | None = None
+        for place, manifest in reversed(chain):
+            found = cls(place, manifest, found)
+        assert found is not None
+        return found
+
+    @staticmethod
+    def open_manifest(place: Place) -> tuple[Place, Manifest]:
+        where = f"{place.url.rstrip('/')}/{MANIFEST}"
+        try:
+            is_there = place.has(MANIFEST)
+            content = _content(place) if is_there else b""
+        except Exception as error:  # every store has errors of its own
+            raise CheckpointError("the manifest cannot be read", where=where, got=repr(error)) from None
+        if not is_there:
             raise CheckpointError(
                 "there is no checkpoint here",
-                where=str(directory),
+                where=place.url,
                 expected=f"a directory with a {MANIFEST}",
-                got="no such directory" if not directory.is_dir() else "a directory without one",
+                got="a directory without one" if place.exists() else "no such directory",
             )
         try:
-            manifest = Manifest.from_json(path.read_bytes().decode())
+            return place, Manifest.from_json(content.decode())
         except CheckpointError as error:
-            raise CheckpointError(error.what, where=str(path), expected=error.expected, got=error.got) from None
-        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError, ProtocolError) as error:
-            raise CheckpointError("the manifest cannot be read", where=str(path), got=repr(error)) from None
-        return cls(directory, manifest)
+            raise CheckpointError(
+                error.what, where=where, expected=error.expected, got=error.got, todo=error.todo
+            ) from None
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError, ProtocolError) as error:
+            raise CheckpointError("the manifest cannot be read", where=where, got=repr(error)) from None
+
+    @property
+    def where(self) -> str:
+        return self.place.url
 
     def check_fits(self, spec: JobSpec) -> None:
         """Refuse a job with other parameters, tables or optimizers than the one this was saved from."""
@@ -121,38 +190,33 @@ class Checkpoint:
         ]
         if problems:
             raise CheckpointError(
-                "the checkpoint does not fit the model and its optimizer",
-                where=str(self.directory),
-                got="; ".join(problems),
+                "the checkpoint does not fit the model and its optimizer", where=self.where, got="; ".join(problems)
             )
+
+    def lineage(self) -> list[Checkpoint]:
+        """The checkpoints this one consists of, the first one first."""
+        return [*(self.before.lineage() if self.before is not None else []), self]
+
+    def files(self, kind: str) -> list[tuple[Place, PieceFile]]:
+        """The pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of the
+        lineage, later ones over earlier ones; the rest is whole in the last one."""
+        sources = self.lineage() if kind == TABLE else [self]
+        return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The pieces whose ``about`` has the key ``kind`` ("dense", "table" or "buffers"), each read and verified."""
-        for piece in self.manifest.pieces:
-            if kind in piece.about:
-                yield piece.about, self._read(piece)
+        """What the pieces of a kind are, and their tensors, each read and verified."""
+        for place, piece in self.files(kind):
+            yield piece.about, read(place, piece)
 
-    def _read(self, piece: PieceFile) -> list[torch.Tensor]:
-        path = self.directory / piece.file
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError("a piece of the checkpoint is missing", where=str(path), got=str(error)) from None
-        found = (len(data), zlib.crc32(data))
-        if found != (piece.bytes, piece.crc32):
-            raise CheckpointError(
-                "a piece of the checkpoint is damaged",
-                where=str(path),
-                expected=f"{piece.bytes} bytes with crc32 {piece.crc32:08x}",
-                got=f"{found[0]} bytes with crc32 {found[1]:08x}",
-            )
-        try:
-            tensors = safetensors.torch.load(data)
-            return [tensors[str(index)] for index in range(len(tensors))]
-        except (KeyError, safetensors.SafetensorError) as error:
-            raise CheckpointError(
-                "a piece of the checkpoint cannot be read", where=str(path), got=repr(error)
-            ) from None
+
+def read(place: Place, piece: PieceFile) -> list[torch.Tensor]:
+    where = f"{place.url.rstrip('/')}/{piece.file}"
+    try:
+        with place.open(piece.file) as file:
+            data = file.read(piece.bytes + 1)
+    except Exception as error:  # every store has errors of its own
+        raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
+    return decoded(piece, data, where)
 
 
 def _outline(spec: JobSpec) -> dict[str, str]:

@@ -1,112 +1,211 @@
 """Writing a checkpoint so that it exists whole or not at all.
 
-A new directory is filled beside its place and renamed into it. Where a directory is already (a volume may be mounted
-there, so it stays), the new pieces go into a folder of their own, the manifest appears by a rename, and only then do
-the old pieces go.
+The pieces go into a folder of their own, which several processes may fill; the manifest that names them comes last. A
+new directory is filled beside its place and renamed into it. Where a directory is already (a volume may be mounted
+there, so it stays), or where nothing can be renamed, the manifest appears from one moment to the next, and only then do
+the pieces go that nobody names any more.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import re
 import secrets
-import shutil
-import zlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Any
 
-import safetensors.torch
-import torch
-
-from fleet.checkpoint.manifest import MANIFEST, Manifest, PieceFile, is_checkpoint
+from fleet.checkpoint.manifest import MANIFEST, TABLE, Checkpoint, Manifest, Parent, Saved, is_checkpoint
+from fleet.checkpoint.pieces import PieceFile, PieceWriter
+from fleet.checkpoint.places import Claimed, Directory, Place, is_abandoned, place_at, reference, sync_directory
 from fleet.errors import CheckpointError
 from fleet.transpiler.specs import JobSpec
 
+_TOKEN = "[0-9a-f]{8}"
+_FOLDER = "fleet-pieces-"
 #: Names of what a checkpoint is made of, or was to be: nobody else's things look like that.
-_OURS = re.compile(r"(fleet-pieces-|\.manifest-)[0-9a-f]{8}")
+_OURS = re.compile(rf"\.?{_FOLDER}{_TOKEN}|\.{re.escape(MANIFEST)}-{_TOKEN}")
 
 
 class CheckpointWriter:
     """Used as a context: leaving it without ``commit`` removes what was written."""
 
-    def __init__(self, dirname: str) -> None:
-        self._final = Path(dirname).resolve()
-        self._inside = self._final.is_dir()
-        if self._inside:
-            may = is_checkpoint(self._final) or all(_OURS.fullmatch(name) for name in os.listdir(self._final))
-        else:
-            may = not self._final.exists()
+    def __init__(self, dirname: object, after: Saved | None = None) -> None:
+        """``after`` is the checkpoint that this one goes on from, as a delta."""
+        self.id = secrets.token_hex(8)
+        self._final = place_at(dirname)
+        self._inside = not isinstance(self._final, Directory) or self._final.exists()
+        self._refuse_others()
+        token = secrets.token_hex(4)
+        self._folder_name = f"{_FOLDER}{token}"
+        self._root = self._final
+        if isinstance(self._final, Directory) and not self._inside:
+            self._root = Directory(self._final.path.with_name(f".{self._final.path.name}.{token}"))
+        self._kept: tuple[PieceFile, ...] = ()
+        self._parent: Parent | None = None
+        if after is not None:
+            self._go_on_from(after)
+        self._files: list[PieceFile] = []
+
+    def _refuse_others(self) -> None:
+        names = self._final.names()
+        may = is_checkpoint(self._final) or all(_OURS.fullmatch(name) for name in names)
+        if isinstance(self._final, Directory) and self._final.exists() and not self._final.path.is_dir():
+            may = False
         if not may:
             raise CheckpointError(
                 "will not write a checkpoint over something else",
-                where=str(self._final),
+                where=self._final.url,
                 expected="a new or empty directory, or a checkpoint to replace",
                 todo="Choose another directory.",
             )
-        token = secrets.token_hex(4)
-        self._folder = f"fleet-pieces-{token}"
-        self._root = self._final if self._inside else self._final.with_name(f".{self._final.name}.{token}")
-        self._draft = self._root / f".manifest-{token}"
-        self._pieces: list[PieceFile] = []
-        self._there = False
+
+    def _go_on_from(self, after: Saved) -> None:
+        before = Checkpoint.open(after.url)
+        if before.manifest.id != after.id:
+            raise CheckpointError(
+                "the checkpoint that a delta would go on from has been replaced",
+                where=after.url,
+                expected=f"checkpoint {after.id}",
+                got=f"checkpoint {before.manifest.id}",
+                todo="Save a full checkpoint.",
+            )
+        if before.place.url == self._final.url:
+            self._kept = tuple(piece for piece in before.manifest.pieces if TABLE in piece.about)
+            self._parent = before.manifest.parent
+            return
+        if any(each.place.url == self._final.url for each in before.lineage()):
+            raise CheckpointError(
+                "a delta would replace a checkpoint that it needs",
+                where=self._final.url,
+                expected=f"a new directory, or the last checkpoint's, {after.url}",
+            )
+        self._parent = Parent(reference(before.place, self._final), after.id)
 
     def __enter__(self) -> CheckpointWriter:
-        (self._root / self._folder).mkdir(parents=True)
+        if not self._inside:
+            self._remove_dead_drafts()
+        self._root.make()
+        try:
+            with self._root.alone():  # a folder that is just being made looks abandoned
+                self._claimed = Claimed(self._root.within(self._folder_name))
+        except BaseException:
+            self._drop()
+            raise
         return self
 
-    def add(self, about: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        data = safetensors.torch.save({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)})
-        name = f"{self._folder}/piece-{len(self._pieces):05d}.safetensors"
-        _write(self._root / name, data)
-        self._pieces.append(PieceFile(name, len(data), zlib.crc32(data), about))
+    def _remove_dead_drafts(self) -> None:
+        """What writers left beside this place that were killed."""
+        assert isinstance(self._final, Directory)
+        beside, draft = (
+            Directory(self._final.path.parent),
+            re.compile(rf"\.{re.escape(self._final.path.name)}\.{_TOKEN}"),
+        )
+        for name in beside.names():
+            place = beside.within(name)
+            if draft.fullmatch(name) and all(is_abandoned(place.within(inner)) for inner in place.names()):
+                beside.remove(name)
 
-    def commit(self, version: int, seed: int, spec: JobSpec) -> None:
+    @property
+    def folder(self) -> Place:
+        """Where the pieces go."""
+        return self._claimed.folder
+
+    @property
+    def proof(self) -> str:
+        """What another process finds in the folder if it looks at the same one."""
+        return self._claimed.proof
+
+    def pieces(self, prefix: str) -> PieceWriter:
+        """For pieces that this process writes; their files are to be given to ``add``."""
+        return PieceWriter(self.folder, self._folder_name, prefix)
+
+    @property
+    def folder_name(self) -> str:
+        return self._folder_name
+
+    def add(self, files: Iterable[PieceFile]) -> None:
+        """Pieces that have been written, by this process or another."""
+        for each in files:
+            name = PurePosixPath(each.file).name
+            found = self.folder.size(name) if self.folder.has(name) else None
+            if each.file != f"{self._folder_name}/{name}" or found != each.bytes:
+                raise CheckpointError(
+                    "a piece is not there as it was written",
+                    where=f"{self.folder.url}/{name}",
+                    expected=f"{each.bytes} bytes",
+                    got="nothing" if found is None else f"{found} bytes",
+                    todo="Every process has to see one and the same directory.",
+                )
+            self._files.append(each)
+
+    def commit(self, version: int, seed: int, spec: JobSpec) -> Saved:
         """Make the checkpoint appear."""
-        manifest = Manifest(version, seed, spec, tuple(self._pieces))
-        _write(self._draft, manifest.to_json().encode())
-        _sync_directory(self._root / self._folder)
-        os.replace(self._draft, self._root / MANIFEST)
-        self._there = self._inside  # from here on a failure must not take the pieces away
-        _sync_directory(self._root)
+        manifest = Manifest(self.id, version, seed, spec, (*self._kept, *self._files), self._parent)
+        if isinstance(self.folder, Directory):
+            sync_directory(self.folder.path)
+        data = manifest.to_json().encode()
         if self._inside:
-            for old in self._final.iterdir():
-                if _OURS.fullmatch(old.name) and old.name != self._folder:
-                    _remove(old)
+            with self._final.alone():
+                before = _manifest_of(self._final)
+                self._final.publish(MANIFEST, data)
+                self._clean(manifest, before)
+            self._claimed.done()
         else:
-            os.replace(self._root, self._final)
-            _sync_directory(self._final.parent)
+            assert isinstance(self._root, Directory)
+            assert isinstance(self._final, Directory)
+            self._root.publish(MANIFEST, data)
+            self._claimed.done()
+            try:
+                os.rename(self._root.path, self._final.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise CheckpointError(
+                    "something else has come to where a checkpoint was to be",
+                    where=self._final.url,
+                    got=str(error),
+                    todo="Let every job save to a directory of its own.",
+                ) from None
+            sync_directory(self._final.path.parent)
+        return Saved(self.id, self._final.url)
+
+    def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
+        """Remove what the manifest before this one named, and what dead writers have left."""
+        named = {piece.file for piece in manifest.pieces}
+        superseded = set() if before is None else {piece.file for piece in before.pieces} - named
+        for file in superseded:
+            self._final.remove(file)
+        empty = {_folder(file) for file in superseded} - {_folder(file) for file in named}
+        for name in self._final.names():
+            dead = _OURS.fullmatch(name) and is_abandoned(self._final.within(name))
+            if name in empty or (dead and name not in {_folder(file) for file in named}):
+                self._final.remove(name)
+
+    def _drop(self) -> None:
+        if self._inside:
+            self._final.remove(self._folder_name)
+        elif isinstance(self._root, Directory):
+            Directory(self._root.path.parent).remove(self._root.path.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self._there:
-            return
-        for made in (self._root / self._folder, self._draft) if self._inside else (self._root,):
-            _remove(made)
+        self._claimed.close()
+        # Once the manifest is there a failure must not take the pieces away.
+        present = _manifest_of(self._final)
+        if present is None or present.id != self.id:
+            self._drop()
 
 
-def _remove(path: Path) -> None:
-    """As far as it can be: what stays is in nobody's way."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+def _folder(file: str) -> str:
+    return PurePosixPath(file).parts[0]
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _manifest_of(place: Place) -> Manifest | None:
+    """What is at a place, if it can be read."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return Checkpoint.open_manifest(place)[1]
+    except CheckpointError:
+        return None

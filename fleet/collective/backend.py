@@ -74,7 +74,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     # ---------------------------------------------------------------- the job
 
-    def init_server(self, model_dir: str | None) -> NoReturn:  # noqa: ARG002
+    def init_server(self, model_dir: object) -> NoReturn:  # noqa: ARG002
         self._no_servers("init_server()", "To go on from a checkpoint call fleet.load_persistables(dirname).")
 
     def run_server(self) -> NoReturn:
@@ -134,11 +134,14 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     # ---------------------------------------------------------------- state
 
-    def save_persistables(self, dirname: str) -> None:
-        saving.save(self._running_worker("save_persistables()"), dirname)
+    def save_persistables(self, dirname: object, mode: object) -> None:
+        saving.save(self._running_worker("save_persistables()"), dirname, mode)
 
-    def load_persistables(self, dirname: str) -> None:
+    def load_persistables(self, dirname: object) -> None:
         saving.load(self._running_worker("load_persistables()"), dirname)
+
+    def load_state_dict(self, model: object, state: object) -> None:
+        saving.load_state(self._running_worker("load_state_dict()"), model, state)
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps

@@ -8,44 +8,41 @@ others, so that only its machine needs the files.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fleet.checkpoint.assembly import Assembly
-from fleet.checkpoint.entries import VALUE, entries_of, set_state, split
-from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.entries import VALUE, entries_of, names, set_state, split
+from fleet.checkpoint.manifest import BUFFERS, DENSE, Checkpoint
+from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
+from fleet.checkpoint.places import place_at
 from fleet.checkpoint.writer import CheckpointWriter
+from fleet.collective.claiming import write_once
 from fleet.collective.worker import CollectiveWorker
-from fleet.errors import CheckpointError, FleetError, UnsupportedError
+from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
 from fleet.transpiler.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
 
-#: A piece is closed when it is this large.
-_PIECE_BYTES = 16 << 20
 
-
-def save(worker: CollectiveWorker, dirname: str) -> None:
+def save(worker: CollectiveWorker, dirname: object, mode: object) -> None:
     """Written by the first worker that calls it after this step; the others wait until it has been."""
-    spec = _spec(worker)
-    clerk, key = worker.group.clerk, f"save/{worker.steps}/{dirname}"
-    writer = clerk.ask(lambda store: store.compare_set(f"{key}/writer", "", str(clerk.rank)))
-    if int(writer) != clerk.rank:
-        clerk.until(lambda store: store.check([f"{key}/outcome"]) or None)
-        failure = clerk.ask(lambda store: store.get(f"{key}/outcome")).decode()
-        if failure:
-            raise FleetError(f"worker {int(writer)} could not write the checkpoint", got=failure)
-        return
-    failure = "it was interrupted"
-    try:
+    if mode != "full":
+        raise UnsupportedError(
+            "a collective job has no rows of which only the changed ones could be saved",
+            expected="mode='full'",
+            got=repr(mode),
+        )
+    spec, where = _spec(worker), place_at(dirname).url
+
+    def write() -> None:
         with CheckpointWriter(dirname) as files:
-            _write(worker, files)
+            with files.pieces("worker") as pieces:
+                _write(worker, pieces)
+            files.add(pieces.files)
             files.commit(worker.steps, 0, spec)
-        failure = ""
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        clerk.ask(lambda store: store.set(f"{key}/outcome", failure))
+
+    write_once(worker, f"checkpoint {where}", write)
 
 
 def _spec(worker: CollectiveWorker) -> JobSpec:
@@ -64,22 +61,35 @@ def _spec(worker: CollectiveWorker) -> JobSpec:
     return JobSpec(tuple(params), (), tuple(groups), settings)
 
 
-def _write(worker: CollectiveWorker, files: CheckpointWriter) -> None:
-    entries: list[dict[str, Any]] = []
+def _write(worker: CollectiveWorker, pieces: PieceWriter) -> None:
+    told: list[dict[str, Any]] = []
     tensors: list[torch.Tensor] = []
     for member in worker.members:
-        told, copies = split(entries_of(member.name, 0, member.param, member.optimizer.state.get(member.param, {})))
-        entries += told
+        entries, copies = split(entries_of(member.name, 0, member.param, member.optimizer.state.get(member.param, {})))
+        told += entries
         tensors += copies
-        if sum(tensor.nbytes for tensor in tensors) >= _PIECE_BYTES:
-            files.add({"dense": entries}, tensors)
-            entries, tensors = [], []
-    files.add({"dense": entries}, tensors)
+        if sum(tensor.nbytes for tensor in tensors) >= PIECE_BYTES:
+            pieces.add({DENSE: told}, dict(zip(names(told), tensors, strict=True)))
+            told, tensors = [], []
+    pieces.add({DENSE: told}, dict(zip(names(told), tensors, strict=True)))
     buffers = {} if worker.model is None else dict(worker.model.named_buffers())
-    files.add({"buffers": list(buffers)}, [buffer.detach().cpu().clone() for buffer in buffers.values()])
+    pieces.add({BUFFERS: list(buffers)}, {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()})
 
 
-def load(worker: CollectiveWorker, dirname: str) -> None:
+def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
+    """Every worker calls it; the values are those that worker 0 was given."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:  # it names each parameter, with both shapes
+        raise CheckpointError("the state does not fit the model", got=str(error)) from None
+    worker.group.broadcast(list(model.state_dict().values()), 0)
+
+
+def load(worker: CollectiveWorker, dirname: object) -> None:
     """Every worker calls it; worker 0 reads."""
     group, clerk = worker.group, worker.group.clerk
     found: dict[str, Any] = {}
@@ -98,7 +108,7 @@ def load(worker: CollectiveWorker, dirname: str) -> None:
         clerk.until(lambda store: store.check([key]) or None)
         found = json.loads(clerk.ask(lambda store: store.get(key)))
         if "failure" in found:
-            raise CheckpointError("worker 0 could not load the checkpoint", where=dirname, got=found["failure"])
+            raise CheckpointError("worker 0 could not load the checkpoint", where=str(dirname), got=found["failure"])
         values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found["tensors"]]
     values = [value.to(worker.device) for value in values]
     group.broadcast(values, 0)
@@ -108,9 +118,9 @@ def load(worker: CollectiveWorker, dirname: str) -> None:
 def _read(worker: CollectiveWorker, checkpoint: Checkpoint) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What there is, and the tensors of it in that order."""
     checkpoint.check_fits(_spec(worker))
-    assembly = Assembly({each.name: each.param.numel() for each in worker.members}, str(checkpoint.directory))
-    for about, tensors in checkpoint.pieces("dense"):
-        assembly.add(about["dense"], tensors)
+    assembly = Assembly({each.name: each.param.numel() for each in worker.members}, checkpoint.where)
+    for about, tensors in checkpoint.pieces(DENSE):
+        assembly.add(about[DENSE], tensors)
     params: list[dict[str, Any]] = []
     values: list[torch.Tensor] = []
     for member in worker.members:
@@ -120,8 +130,8 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint) -> tuple[dict[str, A
         params.append({"tensors": keys, "flat": sorted(flat), "plain": plain})
         values += [pieces[key] for key in keys]
     buffers: list[str] = []
-    for about, tensors in checkpoint.pieces("buffers"):
-        buffers += about["buffers"]
+    for about, tensors in checkpoint.pieces(BUFFERS):
+        buffers += about[BUFFERS]
         values += tensors
     kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
     return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values

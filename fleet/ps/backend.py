@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from fleet import exit_guard
 from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
-from fleet.errors import FleetError, NotInitializedError, StateError, UnsupportedError
+from fleet.errors import FleetError, NotInitializedError, StateError
 from fleet.lifecycle import Lifecycle
 from fleet.optimizer import DistributedOptimizer
 from fleet.ps.describe import Description, describe, go_remote
@@ -22,7 +22,7 @@ from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker import saving
+from fleet.ps.worker import loading, saving
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy import Strategy, as_strategy
@@ -68,7 +68,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- servers
 
-    def init_server(self, model_dir: str | None) -> None:
+    def init_server(self, model_dir: object) -> None:
         if not (self._assignment.is_server or self._assignment.embedded):
             raise StateError(f"init_server() was called on {self._assignment}", todo="Guard it with fleet.is_server().")
         if self._worker is not None:
@@ -183,14 +183,14 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- state
 
-    def save_persistables(self, dirname: str) -> None:
-        saving.save(self._running_worker("save_persistables()"), dirname)
+    def save_persistables(self, dirname: object, mode: object) -> None:
+        saving.save(self._running_worker("save_persistables()"), dirname, mode)
 
-    def load_persistables(self, dirname: str) -> NoReturn:  # noqa: ARG002
-        raise UnsupportedError(
-            "fleet.load_persistables() is not supported yet in a parameter-server job",
-            todo="Load a checkpoint with fleet.init_server(model_dir) on the servers.",
-        )
+    def load_persistables(self, dirname: object) -> None:
+        loading.load(self._running_worker("load_persistables()"), dirname)
+
+    def load_state_dict(self, model: object, state: object) -> None:
+        loading.load_state(self._running_worker("load_state_dict()"), model, state)
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps

@@ -165,6 +165,15 @@ def scatter(rows: Rows, slots: Ids, values: Array) -> None:
             here[j] = values[k, j]
 
 
+@compiled
+def stamp(rows: Rows, slots: Ids, number: int) -> None:
+    """Set the rows at slots, which are of one element, to a number."""
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(rows, slots[k + AHEAD])
+        row(rows, slots[k])[0] = number
+
+
 # ---------------------------------------------------------------------------------------------- initial values
 
 

@@ -1,55 +1,68 @@
-"""Who writes a checkpoint, and who waits until it is written: one writer for each, the first worker that asks. Where
-the first worker's own state belongs into it, worker 0 is the one, and the others wait for it.
+"""Who does what only one worker does, such as writing a checkpoint or a model to serve, and who waits until it is done:
+one for each, the first worker that asks, and one at a time. Where the first worker's own state belongs into a
+checkpoint, worker 0 is the one, and the others wait for it.
 
 Not thread-safe: the caller holds the server's lock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleet.errors import DeadlineError, FleetError
 from fleet.ps.server.waiting import Outbox, Waiting
-from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 
 
 @dataclass
 class _Claim:
-    """One checkpoint; ``begun`` once its writer has asked for it."""
+    """One of them; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be."""
 
     writer: int
     since: float
     begun: bool = False
+    asking: Waiting | None = None
     queue: list[Waiting] = field(default_factory=list)
 
 
 class Claims:
-    def __init__(self, where: str, deadline_s: float, *, only_first: bool) -> None:
-        """``only_first``: worker 0 writes. ``where`` this is, errors tell."""
+    def __init__(self, where: str, deadline_s: float, grant: Callable[[], Frame], *, only_first: bool) -> None:
+        """``grant`` makes the answer that lets a worker in; ``only_first``: worker 0 does what
+        is not for anyone to do. ``where`` this is, errors tell."""
         self._where = where
         self._deadline_s = deadline_s
+        self._grant = grant
         self._only_first = only_first
         self._open: dict[str, _Claim] = {}
-        #: every finished checkpoint and who wrote it: others may come for it much later
+        #: everything that is finished and who wrote it: others may come for it much later
         self._written: dict[str, int] = {}
 
-    def claim(self, name: str, waiting: Waiting, now: float, first_is_gone: bool, outbox: Outbox) -> None:
+    def claim(
+        self, name: str, by_anyone: bool, waiting: Waiting, now: float, first_is_gone: bool, outbox: Outbox
+    ) -> None:
         """Grant the writing, or let the request wait until somebody else has done it."""
-        worker = waiting.worker
+        worker, only_first = waiting.worker, self._only_first and not by_anyone
         if self._written.get(name, worker) != worker:
             outbox.append((waiting.respond, waiting.answer()))  # written already, by somebody quicker
             return
-        if self._only_first and worker != 0 and first_is_gone:
+        if only_first and worker != 0 and first_is_gone:
             outbox.append((waiting.respond, error_reply(self._not_written("it has left"))))
             return
-        claim = self._open.setdefault(name, _Claim(0 if self._only_first else worker, now))
-        if claim.writer == worker:
-            claim.begun = True
-            outbox.append((waiting.respond, Frame(pb.Reply(granted=True))))
-        else:
+        claim = self._open.setdefault(name, _Claim(0 if only_first else worker, now))
+        if claim.writer != worker:
             claim.queue.append(waiting)
+            return
+        claim.asking = waiting
+        if claim.begun or not any(each.begun for each in self._open.values()):
+            self._let_in(claim, outbox)
+
+    def _let_in(self, claim: _Claim, outbox: Outbox) -> None:
+        assert claim.asking is not None
+        claim.begun = True
+        outbox.append((claim.asking.respond, self._grant()))
+        claim.asking = None
 
     def release(self, name: str, worker: int, failure: str, outbox: Outbox) -> None:
         """The writer is done, or failed. A late repetition releases nobody else's claim."""
@@ -57,23 +70,27 @@ class Claims:
         if claim is None or claim.writer != worker:
             return
         if failure:
-            self._settle(name, FleetError(f"worker {worker} could not write the checkpoint", got=failure), outbox)
+            self._settle(name, FleetError(f"worker {worker} failed in {name}", got=failure), outbox)
         else:
             self._settle(name, None, outbox)
             self._written[name] = worker
 
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:
-            self._settle(name, FleetError(f"worker {worker} left before it had written the checkpoint"), outbox)
+            self._settle(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
 
     def tick(self, now: float, outbox: Outbox) -> None:
-        """Whoever waits for a checkpoint that nobody begins is told so."""
+        """Whoever waits for something that nobody begins is told so."""
         for name, claim in list(self._open.items()):
-            if not claim.begun and now - claim.since > self._deadline_s:
+            if not claim.begun and claim.asking is None and now - claim.since > self._deadline_s:
                 self._settle(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
 
     def waiting(self) -> list[Waiting]:
-        return [waiting for claim in self._open.values() for waiting in claim.queue]
+        return [
+            waiting
+            for claim in self._open.values()
+            for waiting in (*claim.queue, *([] if claim.asking is None else [claim.asking]))
+        ]
 
     def clear(self) -> None:
         self._open.clear()
@@ -81,6 +98,9 @@ class Claims:
     def _settle(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
         for waiting in self._open.pop(name).queue:
             outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
+        following = next((claim for claim in self._open.values() if claim.asking is not None), None)
+        if following is not None and not any(claim.begun for claim in self._open.values()):
+            self._let_in(following, outbox)
 
     def _not_written(self, got: str) -> DeadlineError:
         return DeadlineError(

@@ -11,6 +11,7 @@ from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Gate, Mode
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
+from fleet.ps.server.shares import Errand
 from fleet.ps.server.waiting import Waiting
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.transpiler.plan import Plan
@@ -40,6 +41,16 @@ class Job:
     #: worker -> how many of its steps were in what it pushed
     steps: dict[int, int] = field(default_factory=dict)
     snapshot: tuple[int, list[torch.Tensor]] | None = None
+    #: the checkpoint that was begun last, and from which epoch on rows belong into it
+    begun: tuple[str, int] = ("", 0)
+    #: the newest one that exists: its id and where it is
+    last: tuple[str, str] = ("", "")
+    #: what is being done for a checkpoint, or was last
+    errand: Errand | None = None
+    #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
+    loaded: tuple[str, Restore, Shard] | None = None
+    #: how often the values have been replaced by others
+    loads: int = 0
 
     @property
     def mode(self) -> Mode:
@@ -57,6 +68,8 @@ class Job:
 class Restore:
     """A checkpoint to start from: what its manifest says, and how to fill a new shard from it."""
 
+    id: str
+    url: str
     seed: int
     version: int
     fill: Callable[[Shard, int], None]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE
-from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
@@ -16,7 +16,7 @@ from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT
 
 
-def restore_from(dirname: str) -> Restore:
+def restore_from(dirname: object) -> Restore:
     """How to start from a checkpoint; its manifest is read now, its pieces when the job is known."""
     checkpoint = Checkpoint.open(dirname)
 
@@ -25,22 +25,25 @@ def restore_from(dirname: str) -> Restore:
         try:
             _restore_dense(checkpoint, shard)
             _restore_rows(checkpoint, shard, server)
+            shard.history.begin(checkpoint.manifest.id, "")
+            shard.history.exists(checkpoint.manifest.id)
         except CheckpointError:
             raise
         except (LookupError, TypeError, ValueError, RuntimeError, StopIteration) as error:
             raise CheckpointError(
-                "the checkpoint's contents do not fit the job", where=str(checkpoint.directory), got=repr(error)
+                "the checkpoint's contents do not fit the job", where=checkpoint.where, got=repr(error)
             ) from error
 
-    return Restore(checkpoint.manifest.seed, checkpoint.manifest.version, fill)
+    manifest = checkpoint.manifest
+    return Restore(manifest.id, checkpoint.where, manifest.seed, manifest.version, fill)
 
 
 def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
     """Assemble every parameter that has a block here from the blocks it was saved in, then cut our blocks."""
     plan, slots = shard.plan, shard.dense.layout.slots
     wanted = {plan.param_of(slot.block).name: plan.param_of(slot.block).numel for slot in slots}
-    assembly = Assembly(wanted, str(checkpoint.directory))
-    for about, tensors in checkpoint.pieces("dense"):
+    assembly = Assembly(wanted, checkpoint.where)
+    for about, tensors in checkpoint.pieces(DENSE):
         assembly.add(about["dense"], tensors)
     states: list[BlockState] = []
     for slot in slots:
@@ -60,7 +63,7 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     servers = shard.plan.spec.settings.server_num
     if shard.changes is None:
         shard.prepare()
-    for about, tensors in checkpoint.pieces("table"):
+    for about, tensors in checkpoint.pieces(TABLE):
         table = tables[about["table"]]
         table.step = max(table.step, int(about["step"]))
         arrays: Sequence[Any] = [tensor.numpy() for tensor in tensors]

@@ -19,6 +19,7 @@ from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.errors import (
+    CheckpointError,
     DeadlineError,
     FleetError,
     IdentityError,
@@ -34,9 +35,11 @@ from fleet.ps.consistency.membership import Membership, NeverCame, Standing
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
+from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job
+from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
-from fleet.ps.table.shard import Contribution, Shard
+from fleet.ps.table.shard import Contribution, Piece, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
@@ -88,6 +91,9 @@ class Service:
             "export": self._export,
             "claim": self._claim,
             "release": self._release,
+            "save": self._save,
+            "settle": self._settle,
+            "load": self._load,
             "gather": self._gather,
             "survey": self._survey,
             "bye": self._bye,
@@ -238,6 +244,7 @@ class Service:
             initialized=job.initialized or self._restore is not None,
             delivered=job.gate.delivered(request.worker),
             steps=job.steps_of(request.worker),
+            loads=job.loads,
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:
@@ -261,8 +268,9 @@ class Service:
 
     def _new_job(self, spec: JobSpec, hello: Any) -> Job:
         plan = make_plan(spec)
-        gate = MODES[spec.settings.mode].gate(range(spec.settings.worker_num), 0)
-        claims = Claims(str(self._endpoint), self._knobs.rpc_deadline_s, only_first=MODES[spec.settings.mode].adds)
+        mode = MODES[spec.settings.mode]
+        gate = mode.gate(range(spec.settings.worker_num), 0)
+        claims = Claims(str(self._endpoint), self._knobs.rpc_deadline_s, self._grant, only_first=mode.adds)
         return Job(plan, hello.job_id, gate, Hall(spec.settings.worker_num), claims)
 
     def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
@@ -270,6 +278,7 @@ class Service:
         version that its manifest names, and pulls wait as they wait for initial values."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
         job.steps_before = restore.version
+        job.last = (restore.id, restore.url)
 
         def load() -> None:
             outbox: Outbox = []
@@ -296,11 +305,12 @@ class Service:
         return failure
 
     def _upload(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
-        self._check_initializer(request)
         shard = self._shard()
         upload = request.upload
         job = self._running()
-        if job.growing or not job.initialized:
+        if not upload.anew:
+            self._check_initializer(request)
+        if upload.anew or job.growing or not job.initialized:
             if upload.rows:
                 if len(frame.tensors) != 2:
                     raise ProtocolError("an upload of rows needs ids and values", got=len(frame.tensors))
@@ -313,10 +323,13 @@ class Service:
         outbox.append((respond, Frame(pb.Reply())))
 
     def _ready(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
-        self._check_initializer(request)
         self._shard()
         job = self._running()
-        job.initialized, job.growing = True, False
+        if request.ready.anew:
+            self._take_over(job, request.ready.attempt)
+        else:
+            self._check_initializer(request)
+            job.initialized, job.growing = True, False
         outbox.append((respond, Frame(pb.Reply(initialized=True))))
         self._release_early(job, outbox)
 
@@ -460,7 +473,7 @@ class Service:
         """Current values. They are copied now, under the lock; encoding and sending come after it."""
         shard = self._shard()
         version = job.gate.version
-        reply = pb.Reply(version=version, clock=shard.dense.clock)
+        reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
         tensors: list[WireTensor] = []
         if dense:
             if job.snapshot is None or job.snapshot[0] != version:
@@ -495,28 +508,104 @@ class Service:
     # ---------------------------------------------------------------- checkpoints
 
     def _export(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
-        job = self._running()
-        if job.mode.lockstep and request.export.version != job.gate.version:
+        job, export = self._running(), request.export
+        if export.checkpoint not in ("", job.begun[0]):
+            raise ProtocolError("another checkpoint was begun meanwhile", where=str(self._endpoint))
+        since = job.begun[1] if export.checkpoint else 0
+        self._check_standstill(job, export.version)
+        piece = self._shard().export(export.cursor, since, dense_state=not (export.checkpoint and job.mode.adds))
+        about = json.dumps({"tensors": list(piece.tensors), **piece.about})
+        reply = pb.Reply(version=job.gate.version, cursor=piece.next_cursor, about=about)
+        outbox.append((respond, Frame(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])))
+
+    def _check_standstill(self, job: Job, version: int) -> None:
+        if job.mode.lockstep and version != job.gate.version:
             raise ProtocolError(
                 "the job went on while its state was being read",
-                expected=f"version {request.export.version}",
+                expected=f"version {version}",
                 got=f"version {job.gate.version}",
             )
-        piece = self._shard().export(request.export.cursor)
-        reply = pb.Reply(version=job.gate.version, cursor=piece.next_cursor, about=json.dumps(piece.about))
-        outbox.append((respond, Frame(reply, [WireTensor.of(tensor) for tensor in piece.tensors])))
 
     def _claim(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         job = self._running()
         with self._members_lock:
             assert self._members is not None
             gone = 0 not in self._members.awaited()
-        waiting = Waiting(request.worker, respond, lambda: Frame(pb.Reply()))
-        job.claims.claim(request.claim.name, waiting, self._clock.now(), gone, outbox)
+        waiting = Waiting(request.worker, respond, lambda: Frame(pb.Reply(loads=job.loads)))
+        claim = request.claim
+        job.claims.claim(claim.name, claim.by_anyone, waiting, self._clock.now(), gone, outbox)
+
+    def _grant(self) -> Frame:
+        """What a worker is told that may do what only one does: also which checkpoint is the last."""
+        last = self._running().last
+        return Frame(pb.Reply(granted=True, about=json.dumps({"id": last[0], "url": last[1]})))
 
     def _release(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         self._running().claims.release(request.release.name, request.worker, request.release.failure, outbox)
         outbox.append((respond, Frame(pb.Reply())))
+
+    def _save(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        """Begin a checkpoint, and write this server's share of it beside the training."""
+        job, shard, save = self._running(), self._shard(), request.save
+        name, server = f"save-{save.id}", shard.server
+        if job.errand is None or job.errand.name != name:
+            self._check_standstill(job, save.version)
+            shard.prepare()
+            job.begun = (save.id, shard.history.begin(save.id, save.after))
+
+            def export(cursor: str) -> Piece:
+                with self._lock:
+                    if self._over or job.begun[0] != save.id:
+                        raise CheckpointError("the checkpoint was given up", where=str(self._endpoint))
+                    self._check_standstill(job, save.version)
+                    return self._shard().export(cursor, job.begun[1], dense_state=not job.mode.adds)
+
+            what = f"writing the share of server {self._endpoint} into {save.folder}"
+            job.errand = Errand(name, lambda: write_share(save.folder, save.proof, server, export), what)
+            job.errand.start()
+        job.errand.answer(respond)
+
+    def _take_over(self, job: Job, attempt: str) -> None:
+        """Other values have come: uploads that are in their place already, or a checkpoint that has been read."""
+        job.loads, job.snapshot = job.loads + 1, None
+        loaded, job.loaded = job.loaded, None
+        if loaded is not None and loaded[0] == attempt:
+            _, restore, job.shard = loaded
+            job.steps_before, job.steps = restore.version, {}
+            job.last = (restore.id, restore.url)
+
+    def _settle(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        job, settle = self._running(), request.settle
+        self._shard().history.exists(settle.id)
+        job.last = (settle.id, settle.url)
+        outbox.append((respond, Frame(pb.Reply())))
+
+    def _load(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        """Read a checkpoint beside the training, to be taken over when every server has."""
+        job, load = self._running(), request.load
+        name = f"load-{load.attempt}"
+        if job.errand is None or job.errand.name != name:
+            old, job.loaded = self._shard(), None
+
+            def read() -> Frame:
+                restore = restore_from(load.url)
+                if restore.id != load.id:
+                    raise CheckpointError(
+                        "this server finds another checkpoint",
+                        where=f"{self._endpoint}, {load.url}",
+                        expected=f"checkpoint {load.id}",
+                        got=f"checkpoint {restore.id}",
+                        todo="Every server has to see the directory that the worker sees.",
+                    )
+                shard = Shard(job.plan, old.server, restore.seed, old.options)
+                restore.fill(shard, old.server)
+                with self._lock:
+                    job.loaded = (load.attempt, restore, shard)
+                return Frame(pb.Reply())
+
+            job.errand = Errand(name, read, f"loading {load.url} on server {self._endpoint}")
+            job.errand.start()
+        job.errand.answer(respond)
 
     # ---------------------------------------------------------------- what happened
 
@@ -535,7 +624,13 @@ class Service:
         """A barrier, or a reduction over all workers: parked until everybody has come to it."""
         job, ticket, gather = self._running(), next(self._tickets), request.gather
         ready = job.hall.come(ticket, request.worker, gather, frame.tensors)
-        job.parked[ticket] = Waiting(request.worker, respond, lambda: job.hall.answer(gather.number), gathering=True)
+
+        def answer() -> Frame:
+            met = job.hall.answer(gather.number)
+            met.message.loads = job.loads
+            return met
+
+        job.parked[ticket] = Waiting(request.worker, respond, answer, gathering=True)
         self._answer(job, ready, outbox)
 
     def _answer(self, job: Job, tickets: Sequence[Hashable], outbox: Outbox) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.checkpoint.entries import split
+from fleet.checkpoint.entries import VALUE, cut, names, split
+from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.staleness import DENSE, Staleness
@@ -21,14 +22,15 @@ from fleet.ps.kernels import RULES
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense import DenseShard, Gradient
+from fleet.ps.table.history import History
 from fleet.ps.table.merge import merge
 from fleet.ps.table.table import Table
 from fleet.transpiler.plan import Plan
 
 Array = np.ndarray[Any, Any]
 
-#: Pieces of a checkpoint are about this large: few requests, and little memory beyond the tables.
-EXPORT_BYTES = 16 << 20
+#: Where an export begins.
+FIRST = "dense:0:0"
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an export: tensors, what they are, and where the next part begins (empty at the end)."""
+    """A part of an export: tensors by name, what they are, and where the next part begins (empty at the end)."""
 
     about: dict[str, Any]
-    tensors: list[torch.Tensor | Array]
+    tensors: Mapping[str, torch.Tensor | Array]
     next_cursor: str
 
 
@@ -66,14 +68,25 @@ class Shard:
         self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
         self.changes = Changes() if MODES[settings.mode].adds else None
         self.staleness = Staleness()
-        self.tables = [self._make_table(index) for index in range(len(plan.spec.tables))]
+        self.tables: list[Table] = []
+        self.history = History()
+        self._add_tables()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The param groups' options as they were pushed last."""
+        return self._options_text
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
         """Take over a plan that continues the present one."""
         self._options, self._options_text = self._parse(plan, options), tuple(options)
         self.plan = plan
         self.dense.adopt(plan, self._options)
-        self.tables += [self._make_table(index) for index in range(len(self.tables), len(plan.spec.tables))]
+        self._add_tables()
+
+    def _add_tables(self) -> None:
+        self.tables += [self._make_table(index) for index in range(len(self.tables), len(self.plan.spec.tables))]
+        self.history.watch(self.tables)
 
     def _make_table(self, index: int) -> Table:
         spec = self.plan.spec.tables[index]
@@ -200,39 +213,49 @@ class Shard:
         for table in self.tables:
             table.warm(self._options[table.spec.group])
 
-    def export(self, cursor: str) -> Piece:
-        """The part of this shard's state that begins at ``cursor``; the first one is "dense:0"."""
-        kind, _, rest = cursor.partition(":")
-        if kind == "dense" and rest.isdigit():
-            return self._export_dense(int(rest))
-        index, _, row = rest.partition(":")
-        if kind == "table" and index.isdigit() and row.isdigit() and int(index) < len(self.tables):
-            return self._export_rows(int(index), int(row))
+    def export(self, cursor: str, since: int = 0, *, dense_state: bool = True) -> Piece:
+        """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
+        the rows that were changed in the epoch ``since`` or later, if it is given; of the blocks the values alone if
+        their state is not wanted."""
+        kind, *numbers = cursor.split(":")
+        if len(numbers) == 2 and all(number.isdigit() and len(number) < 19 for number in numbers):
+            first, second = map(int, numbers)
+            if kind == "dense":
+                return self._export_dense(first, second, dense_state)
+            if kind == "table" and first < len(self.tables):
+                return self._export_rows(first, second, since)
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
-    def _export_dense(self, position: int) -> Piece:
+    def _export_dense(self, position: int, start: int, state: bool) -> Piece:
+        """Blocks from one on, a large one in parts."""
         about: list[dict[str, Any]] = []
         tensors: list[torch.Tensor | Array] = []
-        size = 0
-        while position < len(self.dense.layout.slots) and size < EXPORT_BYTES:
-            entries, copies = split(self.dense.export(position))
-            about += entries
+        slots, left = self.dense.layout.slots, PIECE_BYTES
+        while position < len(slots) and left > 0:
+            entries = [each for each in self.dense.export(position) if state or each[0]["key"] == VALUE]
+            each = sum(tensor.itemsize for told, tensor in entries if tensor is not None and told["elementwise"])
+            stop = min(slots[position].block.numel, start + max(1, left // each))
+            told, copies = split(cut(entries, start, stop))
+            about += told
             tensors += copies
-            size += sum(tensor.nbytes for tensor in copies)
-            position += 1
-        more = position < len(self.dense.layout.slots)
-        return Piece(
-            {"dense": about, "seed": self._seed}, tensors, f"dense:{position}" if more else self._table_cursor(0, 0)
-        )
+            left -= sum(tensor.nbytes for tensor in copies)
+            position, start = (position, stop) if stop < slots[position].block.numel else (position + 1, 0)
+        following = f"dense:{position}:{start}" if position < len(slots) else self._table_cursor(0, 0)
+        named = dict(zip(names(about), tensors, strict=True))
+        return Piece({"dense": about, "seed": self._seed}, named, following)
 
-    def _export_rows(self, index: int, row: int) -> Piece:
+    def _export_rows(self, index: int, start: int, since: int) -> Piece:
         table = self.tables[index]
-        row_bytes = max(1, table.nbytes // max(1, len(table)))
-        stop = min(len(table), row + max(1, EXPORT_BYTES // row_bytes))
-        ids, columns = table.export(row, stop)
+        most = max(1, PIECE_BYTES // max(1, table.nbytes // max(1, len(table))))
+        if since:
+            slots, stop = table.changed(since, start, most)
+        else:
+            stop = min(len(table), start + most)
+            slots = np.arange(start, stop)
+        ids, columns = table.rows_at(slots)
         about = {"table": table.spec.name, "step": self._step_to_keep(table), "columns": list(columns)}
         following = self._table_cursor(index, stop) if stop < len(table) else self._table_cursor(index + 1, 0)
-        return Piece(about, [ids, *columns.values()], following)
+        return Piece(about, {"ids": ids, **columns}, following)
 
     def _step_to_keep(self, table: Table) -> int:
         """The step count goes with the rows' optimizer state; where workers have that, it starts afresh."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
 from fleet.ps.kernels.jit import Array, Ids
-from fleet.ps.kernels.rows import accumulate, gather, packed, packed_ids, scatter
+from fleet.ps.kernels.rows import accumulate, gather, packed, packed_ids, scatter, stamp
 from fleet.ps.kernels.rule import RowKernel
 from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.memory import MemoryStore
@@ -22,8 +22,12 @@ from fleet.ps.table.merge import merge
 from fleet.ps.table.store import Store
 from fleet.transpiler.specs import TableSpec
 
-#: The column that is the table; the others are the optimizer's.
+#: The column that is the table; the others are the optimizer's, but for this one.
 WEIGHT = "weight"
+#: In which epoch a row was changed last, once epochs are counted.
+_CHANGED = "changed"
+#: Rows are looked through for changed ones by so many at a time.
+_LOOKED_THROUGH = 1 << 20
 
 
 class Table:
@@ -38,6 +42,7 @@ class Table:
         self._initial = InitialRows(spec, seed)
         self._store: Store = MemoryStore() if store is None else store
         self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
+        self._epoch = 0
 
     def __len__(self) -> int:
         return len(self._store)
@@ -69,12 +74,14 @@ class Table:
         state = {name: self._store.column(name) for name in names}
         self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
         self.step = step
+        self._mark(slots)
 
     def add(self, ids: Ids, changes: Array) -> None:
         """Add to the rows of ids, which are distinct; unknown ones begin to exist first."""
         ids, changes = self._checked(ids), self._shaped(WEIGHT, changes, ids, self.spec.dim)
         slots = self._insert(ids)
         accumulate(slots, changes, self._store.column(WEIGHT))
+        self._mark(slots)
 
     def known(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """For every id whether it has a row."""
@@ -99,16 +106,44 @@ class Table:
         slots = self._insert(ids)
         for name, values in rows.items():
             scatter(self._store.column(name), slots, values)
+        self._mark(slots)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From now on rows that change, or come, are known to have done so in this epoch; the numbers grow."""
+        if not self._epoch:
+            self._store.ensure_column(_CHANGED, 1, 0, np.uint32)
+        self._epoch = epoch
+        self._store.ensure_column(_CHANGED, 1, epoch, np.uint32)
+
+    def _mark(self, slots: Ids) -> None:
+        if self._epoch:
+            stamp(self._store.column(_CHANGED), slots, self._epoch)
 
     def export(self, start: int = 0, stop: int | None = None) -> tuple[Ids, dict[str, Array]]:
         """Copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
-        stop = len(self) if stop is None else min(stop, len(self))
-        slots = np.arange(start, stop)
-        return self._store.ids(slots), {name: self._copied(name, slots) for name in self._store.columns}
+        return self.rows_at(np.arange(start, len(self) if stop is None else min(stop, len(self))))
+
+    def rows_at(self, slots: Ids) -> tuple[Ids, dict[str, Array]]:
+        """Copies of the ids at slots, and of all their columns."""
+        names = (name for name in self._store.columns if name != _CHANGED)
+        return self._store.ids(slots), {name: self._copied(name, slots) for name in names}
+
+    def changed(self, since: int, start: int, most: int) -> tuple[Ids, int]:
+        """From slot ``start`` on, at most so many slots whose rows were changed in the epoch ``since`` or later; and
+        the slot up to which was looked."""
+        found, left = [np.empty(0, np.int64)], most
+        while start < len(self) and left > 0:
+            slots = np.arange(start, min(start + _LOOKED_THROUGH, len(self)))
+            changed = slots[self._copied(_CHANGED, slots)[:, 0] >= since][:left]
+            left -= changed.size
+            start = int(slots[-1] if left else changed[-1]) + 1
+            found.append(changed)
+        return np.concatenate(found), start
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
         """Compile, or load, all that a table of this kind runs, on a table of a few rows that is thrown away."""
         trial = Table(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
+        trial.begin_epoch(1)
         ids = np.arange(1024)
         rows = trial.read(ids, training=True)
         for start in range(0, ids.size, 64):  # in parts, as look-ups are others while the store grows
@@ -130,7 +165,7 @@ class Table:
 
     def _copied(self, name: str, slots: Ids) -> Array:
         column = self._store.column(name)
-        rows = np.empty((slots.size, column.like.shape[1]), self._dtype)
+        rows = np.empty((slots.size, column.like.shape[1]), column.dtype)
         gather(column, slots, rows)
         return rows
 

@@ -20,10 +20,12 @@ class Bye(_message.Message):
     def __init__(self) -> None: ...
 
 class Claim(_message.Message):
-    __slots__ = ["name"]
+    __slots__ = ["by_anyone", "name"]
+    BY_ANYONE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    by_anyone: bool
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., by_anyone: bool = ...) -> None: ...
 
 class Direct(_message.Message):
     __slots__ = []
@@ -56,12 +58,14 @@ class Error(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., what: _Optional[str] = ..., where: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., todo: _Optional[str] = ...) -> None: ...
 
 class Export(_message.Message):
-    __slots__ = ["cursor", "version"]
+    __slots__ = ["checkpoint", "cursor", "version"]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
     cursor: str
     version: int
-    def __init__(self, cursor: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    def __init__(self, cursor: _Optional[str] = ..., version: _Optional[int] = ..., checkpoint: _Optional[str] = ...) -> None: ...
 
 class Extend(_message.Message):
     __slots__ = ["fingerprint", "options", "spec"]
@@ -103,6 +107,16 @@ class Hello(_message.Message):
     spec: str
     def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., options: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
 
+class Load(_message.Message):
+    __slots__ = ["attempt", "id", "url"]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    id: str
+    url: str
+    def __init__(self, id: _Optional[str] = ..., url: _Optional[str] = ..., attempt: _Optional[str] = ...) -> None: ...
+
 class Pull(_message.Message):
     __slots__ = ["ahead", "dense", "tables", "training", "version"]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
@@ -138,8 +152,12 @@ class Push(_message.Message):
     def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = []
-    def __init__(self) -> None: ...
+    __slots__ = ["anew", "attempt"]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    anew: bool
+    attempt: str
+    def __init__(self, anew: bool = ..., attempt: _Optional[str] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ["failure", "name"]
@@ -150,7 +168,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "changed", "clock", "cursor", "delivered", "direct", "error", "granted", "initialized", "steps", "table_clocks", "tensors", "version"]
+    __slots__ = ["about", "changed", "clock", "cursor", "delivered", "direct", "error", "granted", "initialized", "loads", "steps", "table_clocks", "tensors", "version"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +178,7 @@ class Reply(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TABLE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -173,14 +192,15 @@ class Reply(_message.Message):
     error: Error
     granted: bool
     initialized: bool
+    loads: int
     steps: int
     table_clocks: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., loads: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "claim", "direct", "export", "extend", "gather", "hello", "incarnation", "pull", "push", "ready", "release", "step", "survey", "tensors", "upload", "worker"]
+    __slots__ = ["abort", "beat", "bye", "claim", "direct", "export", "extend", "gather", "hello", "incarnation", "load", "pull", "push", "ready", "release", "save", "settle", "step", "survey", "tensors", "upload", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
@@ -191,10 +211,13 @@ class Request(_message.Message):
     GATHER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SURVEY_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -210,16 +233,41 @@ class Request(_message.Message):
     gather: Gather
     hello: Hello
     incarnation: int
+    load: Load
     pull: Pull
     push: Push
     ready: Ready
     release: Release
+    save: Save
+    settle: Settle
     step: int
     survey: Survey
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     upload: Upload
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class Save(_message.Message):
+    __slots__ = ["after", "folder", "id", "proof", "version"]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    folder: str
+    id: str
+    proof: str
+    version: int
+    def __init__(self, id: _Optional[str] = ..., after: _Optional[str] = ..., folder: _Optional[str] = ..., proof: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Settle(_message.Message):
+    __slots__ = ["id", "url"]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    url: str
+    def __init__(self, id: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
 
 class Survey(_message.Message):
     __slots__ = []
@@ -234,11 +282,13 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ["blocks", "rows", "table"]
+    __slots__ = ["anew", "blocks", "rows", "table"]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    anew: bool
     blocks: _containers.RepeatedScalarFieldContainer[int]
     rows: bool
     table: int
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ...) -> None: ...

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-
+from fleet.ps.table.shard import FIRST, Piece
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.client import ServerClient
 
 
-def exported(client: ServerClient, step: int) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """What each piece is, and its tensors: first the dense blocks, then the tables. ``step`` is the worker's."""
-    cursor = "dense:0"
+def exported(client: ServerClient, step: int, checkpoint: str = "") -> Iterator[Piece]:
+    """The pieces of a server's state: first the dense blocks, then the tables. ``step`` is the worker's; with a
+    ``checkpoint`` that the server has begun they are what belongs into that."""
+    cursor = FIRST
     while cursor:
-        request = client.request(step, export=pb.Export(cursor=cursor, version=step))
-        reply = client.call(Frame(request), f"export of {cursor}")
-        yield json.loads(reply.message.about), [tensor.torch() for tensor in reply.tensors]
-        cursor = reply.message.cursor
+        export = pb.Export(cursor=cursor, version=step, checkpoint=checkpoint)
+        reply = client.call(Frame(client.request(step, export=export)), f"export of {cursor}")
+        cursor, about = reply.message.cursor, json.loads(reply.message.about)
+        names = about.pop("tensors")
+        yield Piece(about, dict(zip(names, (tensor.torch() for tensor in reply.tensors), strict=True)), cursor)

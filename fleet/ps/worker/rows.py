@@ -114,6 +114,7 @@ class Ahead:
     place: int  #: of this table among the fetch's queries
     version: int
     completed: int  #: how many steps the worker had completed when it was asked for
+    loads: int  #: how often the servers' values had been replaced by then
 
 
 class RowReader:
@@ -125,6 +126,11 @@ class RowReader:
         self._read_before: dict[tuple[int, int], int] = {}
         self._present: Mapping[int, Ahead] = {}
         self._foreseen: Mapping[int, Ahead] = {}
+        self._loads = 0
+
+    def replaced(self, loads: int) -> None:
+        """The servers' values have been replaced so often: what was fetched before is of no use."""
+        self._loads = loads
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
         self._specs = specs
@@ -185,6 +191,7 @@ class RowReader:
             ahead is None
             or ahead.fetch.failed
             or ahead.training != training
+            or ahead.loads != self._loads
             or not self._version_after(0) <= ahead.version <= completed
         ):
             return None
@@ -222,7 +229,7 @@ class RowReader:
         queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
         fetch = self._start(queries, completed, version, ahead=ahead)
         return {
-            index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed)
+            index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._loads)
             for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
         }
 

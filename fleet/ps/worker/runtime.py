@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.describe import Description
 from fleet.ps.kernels.rows import partition
-from fleet.ps.layout import dense_layout
+from fleet.ps.layout import Slot, dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -88,7 +89,12 @@ class WorkerRuntime:
         self.steps = 0
         #: how many it has taken; the difference is on its way, or still to be sent
         self._taken = 0
-        self.saves: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._calls_after = 0
+        #: how often the values of each server had been replaced when this worker took them over
+        self._loads: list[int] = []
+        #: whether a server says that they have been since
+        self._replaced = False
         self._in_doubt: Push | None = None
         self._gathered = 0
         self._gathering_in_doubt: tuple[int, Frame] | None = None
@@ -139,17 +145,12 @@ class WorkerRuntime:
                 )
             self.completed, self.steps = replies[0].delivered, replies[0].steps
             self._taken = self.steps
+            self._loads = [reply.loads for reply in replies]
             if self.assignment.index == 0:
                 for server, reply in enumerate(replies):
                     if not reply.initialized:
                         self._upload(server)
-            values = self._take_dense(self._pull_dense())
-            if self.mode.adds:
-                self.replica = Replica(
-                    self._description, self._layouts, self._writer, self.assignment.worker_num, values
-                )
-                if self.steps:
-                    self._restore(self.replica)
+            self._begin_from(self._take_dense(self._pull_dense()))
         except BaseException as error:
             # Servers that let this worker in would otherwise wait for it until their deadline.
             self.abort(f"it could not start: {type(error).__name__}: {error}")
@@ -161,6 +162,36 @@ class WorkerRuntime:
             self._communicator = Communicator(self._communication, merge, self._push_behind, self._fetch_behind, name)
         if self._strategy.print_log and self.assignment.index == 0:
             print(self.plan.table())
+
+    def _begin_from(self, values: list[Flat]) -> None:
+        """Train on these values of the servers from now on."""
+        if self.mode.adds:
+            self.replica = Replica(self._description, self._layouts, self._writer, self.assignment.worker_num, values)
+            if self.steps:
+                self._restore(self.replica)
+
+    def begin_anew(self) -> None:
+        """The servers' values have been replaced by others: take them over, and forget all that was known of theirs."""
+        self.flush()
+        replies = self._pull_dense("values that were loaded")
+        self.steps = self._taken = replies[0].message.steps
+        self._loads, self._replaced = [reply.message.loads for reply in replies], False
+        self._rows.replaced(sum(self._loads))
+        self._begin_from(self._take_dense(replies))
+
+    def _notice(self, replies: Sequence[Frame]) -> None:
+        """Replies from the first servers on."""
+        loads = [reply.message.loads for reply in replies]
+        self._replaced = self._replaced or loads != self._loads[: len(loads)]
+
+    def name_of_call(self, call: str) -> str:
+        """A name for a call that is carried out once for the job: the same on every worker that makes it."""
+        if self.mode.lockstep and self._calls_after != self.completed:
+            self._calls.clear()
+            self._calls_after = self.completed
+        self._calls[call] += 1
+        after = f" after step {self.completed}" if self.mode.lockstep else ""
+        return f"{call}{after}, call {self._calls[call]}"
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
@@ -174,7 +205,7 @@ class WorkerRuntime:
         description = known.continued_by(self._describe())
         spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
         extend = pb.Extend(spec=spec, fingerprint=fingerprint, options=description.options())
-        replies = self._ask_all(
+        replies = self.ask_all(
             lambda _, client: Frame(client.request(self.completed, extend=extend)),
             f"further parameters after step {self.completed}",
         )
@@ -221,7 +252,7 @@ class WorkerRuntime:
         try:
             self.settle("stop_worker()")
             self._flush_or_abort()
-            self._ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
+            self.ask_all(lambda _, client: Frame(client.request(self.completed, bye=pb.Bye())), "goodbye")
         except FleetError:
             raise
         except BaseException as error:
@@ -259,12 +290,40 @@ class WorkerRuntime:
             client.call(Frame(client.request(0, upload=frame.message), frame.tensors), "initial values")
         client.call(Frame(client.request(0, ready=pb.Ready())), "initial values")
 
+    def places(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The positions of the job's parameters, and of its tables' handles, by identity."""
+        params = {id(param): index for index, param in enumerate(self._description.params)}
+        return params, {id(handle): index for index, handle in enumerate(self._description.handles)}
+
+    def replace(self, dense: Mapping[int, torch.Tensor], rows: Mapping[int, tuple[Array, torch.Tensor]]) -> None:
+        """Give the servers other values of some parameters and rows, by position; rows come with their ids."""
+        for server, client in enumerate(self.clients):
+            blocks = [slot for slot in self._layouts[server].slots if slot.block.param in dense]
+            tables = (frame for index, given in rows.items() for frame in self._rows_of(server, index, *given))
+            for frame in chain(self._blocks_of(blocks, dense), tables):
+                frame.message.anew = True
+                client.call(Frame(client.request(self.completed, upload=frame.message), frame.tensors), "other values")
+
     def _initial_values(self, server: int, first_param: int, first_table: int) -> Iterator[Frame]:
+        slots = [slot for slot in self._layouts[server].slots if slot.block.param >= first_param]
+        yield from self._blocks_of(slots, dict(enumerate(self._description.params)))
+        for index, handle in enumerate(self._description.handles):
+            if index >= first_table and handle.uploaded:
+                weight = handle.weight.detach()
+                if len(weight) != handle.num_embeddings:
+                    raise UnsupportedError(
+                        f"the rows of {handle.name!r} went to an earlier job's servers and are gone from this model",
+                        expected=f"{handle.num_embeddings} rows to start from",
+                        got=len(weight),
+                        todo="Build the model anew, or load a checkpoint with fleet.init_server(model_dir).",
+                    )
+                yield from self._rows_of(server, index, np.arange(len(weight)), weight)
+
+    def _blocks_of(self, slots: Sequence[Slot], params: Mapping[int, torch.Tensor]) -> Iterator[Frame]:
+        """Uploads of these blocks, with their values from ``params``."""
         upload, tensors, size = pb.Upload(), [], 0
-        for slot in self._layouts[server].slots:
-            if slot.block.param < first_param:
-                continue
-            values = self._description.params[slot.block.param].detach().reshape(-1)
+        for slot in slots:
+            values = params[slot.block.param].detach().reshape(-1)
             piece = WireTensor.of(values[slot.block.offset : slot.block.offset + slot.block.numel])
             upload.blocks.append(slot.position)
             tensors.append(piece)
@@ -273,30 +332,20 @@ class WorkerRuntime:
                 yield Frame(upload, tensors)
                 upload, tensors, size = pb.Upload(), [], 0
         yield Frame(upload, tensors)
-        for index, handle in enumerate(self._description.handles):
-            if index >= first_table and handle.uploaded:
-                yield from self._initial_rows(server, index, handle)
 
-    def _initial_rows(self, server: int, index: int, handle: TableHandle) -> Iterator[Frame]:
-        weight = handle.weight.detach()
-        if len(weight) != handle.num_embeddings:
-            raise UnsupportedError(
-                f"the rows of {handle.name!r} went to the servers of an earlier job and are gone from this model",
-                expected=f"{handle.num_embeddings} rows to start from",
-                got=len(weight),
-                todo="Build the model anew, or load a checkpoint with fleet.init_server(model_dir).",
-            )
-        rows_a_piece = max(1, UPLOAD_BYTES // max(1, weight.element_size() * handle.dim))
-        for start in range(0, len(weight), rows_a_piece):
-            ids = np.arange(start, min(start + rows_a_piece, len(weight)), dtype=np.int64)
-            here = ids[partition(ids, len(self.clients))[server]]
-            values = weight[torch.from_numpy(here).to(weight.device)]
-            yield Frame(pb.Upload(rows=True, table=index), [WireTensor.of(here), WireTensor.of(values)])
+    def _rows_of(self, server: int, index: int, ids: Array, rows: torch.Tensor) -> Iterator[Frame]:
+        """Uploads of those of a table's rows that belong to a server."""
+        rows_a_piece = max(1, UPLOAD_BYTES // max(1, rows.element_size() * rows.shape[1]))
+        for start in range(0, len(ids), rows_a_piece):
+            some = ids[start : start + rows_a_piece]
+            here = partition(some, len(self.clients))[server]
+            values = rows[torch.from_numpy(start + here).to(rows.device)]
+            yield Frame(pb.Upload(rows=True, table=index), [WireTensor.of(some[here]), WireTensor.of(values)])
 
     def _pull_dense(self, what: str = "initial parameters", at_once: int | None = None) -> list[Frame]:
         version = self._version_needed()
         pull = pb.Pull(version=version, dense=True)
-        return self._ask_all(lambda _, client: Frame(client.request(self.completed, pull=pull)), what, at_once)
+        return self.ask_all(lambda _, client: Frame(client.request(self.completed, pull=pull)), what, at_once)
 
     def _fetch_behind(self) -> list[Frame]:
         """Current parameters, for the communicator's thread."""
@@ -318,6 +367,8 @@ class WorkerRuntime:
             fresh = self._communicator.fresh()
             if fresh is not None:
                 self._take_dense(fresh)
+            if self._replaced:
+                self.begin_anew()
             return
         due = self._merge.add(gradients)
         if due is not None:
@@ -368,7 +419,7 @@ class WorkerRuntime:
         dense = [pack(layout, gradients.dense) for layout in self._layouts]
         frames = self._push_frames(gradients, dense, quiet=not bring)
         what = f"push of step {self.completed + 1}"
-        replies = self._ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
+        replies = self.ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
         self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
         return replies
 
@@ -415,7 +466,7 @@ class WorkerRuntime:
         """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
         self._in_doubt = push
         try:
-            replies = self._ask_all(lambda server, _: push.frames[server], f"push of step {push.step}")
+            replies = self.ask_all(lambda server, _: push.frames[server], f"push of step {push.step}")
         except DeadlineError:
             raise  # no answer: still in doubt
         except FleetError:
@@ -423,6 +474,8 @@ class WorkerRuntime:
             raise
         self.completed, self.steps, self._in_doubt = push.step, self.steps + push.steps, None
         push.take(replies)
+        if self._replaced:
+            self.begin_anew()
 
     def settle(self, call: str) -> None:
         """Before anything else happens: the same frames again, which no server applies twice."""
@@ -487,6 +540,7 @@ class WorkerRuntime:
 
     def _dense_values(self, replies: Sequence[Frame]) -> list[Flat]:
         """The values of every server's blocks, as it sent them."""
+        self._notice(replies)
         self._dense_read = {server: reply.message.clock for server, reply in enumerate(replies)}
         return [
             # In GEO rows follow the dense values.
@@ -548,10 +602,10 @@ class WorkerRuntime:
         """Take over the optimizer state that the job's checkpoint has for the dense parameters."""
         assembly = Assembly({spec.name: spec.numel for spec in self.plan.spec.params}, "what the servers restored")
         for client in self.clients:
-            for about, tensors in exported(client, self.completed):
-                if "dense" not in about:
+            for piece in exported(client, self.completed):
+                if "dense" not in piece.about:
                     break
-                assembly.add(about["dense"], tensors)
+                assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
         for spec in self.plan.spec.params:
             replica.restore(spec.name, *assembly.whole(spec.name))
 
@@ -592,20 +646,21 @@ class WorkerRuntime:
             self._gathered, self._gathering_in_doubt = number, None
             raise
         self._gathered, self._gathering_in_doubt = number, None
+        self._notice([reply])
+        if self._replaced:
+            self.begin_anew()
         return reply.tensors[0] if reply.tensors else None
 
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
         self.settle("summary()")
-        replies = self._ask_all(lambda _, client: Frame(client.request(self.completed, survey=pb.Survey())), "summary")
+        replies = self.ask_all(lambda _, client: Frame(client.request(self.completed, survey=pb.Survey())), "summary")
         return summary(self.assignment.index, self.mode.name, self.steps, [reply.message.about for reply in replies])
 
     # ---------------------------------------------------------------- shorthands
 
-    def _ask_all(
-        self, make: Callable[[int, ServerClient], Frame], what: str, at_once: int | None = None
-    ) -> list[Frame]:
+    def ask_all(self, make: Callable[[int, ServerClient], Frame], what: str, at_once: int | None = None) -> list[Frame]:
         """One request to every server, all under way at once, or so many."""
         failure: FleetError | None = None
         replies = []

@@ -1,66 +1,78 @@
-"""``save_persistables``: one worker reads every server's state piece by piece and writes the checkpoint.
+"""``save_persistables``: one worker claims a folder, every server writes its share into it, the worker adds the
+manifest.
 
-Called by one worker or by all: server 0 grants the writing to the first that asks, and answers the others when it is
-done. In GEO the first worker writes, since its optimizer's state is the job's. In a synchronous job the state stands
-still meanwhile, since no round closes without the worker that reads; in the other modes workers go on, and each block
-and row is saved as it is when its turn comes.
+Called by one worker or by all, it is done once (once.py). In GEO the first worker does it, since its optimizer's state
+is the job's. In a synchronous job the state stands still meanwhile, since no round closes without the worker that
+waits; in the other modes workers go on, and each block and row is saved as it is when its turn comes. A server that
+does not see the folder sends its share instead.
 """
 
 from __future__ import annotations
 
-import logging
+import json
+from typing import Any
 
-from fleet.checkpoint.entries import VALUE, joined, split
+from fleet.checkpoint.entries import names, split
+from fleet.checkpoint.manifest import Saved
+from fleet.checkpoint.pieces import PieceFile, PieceWriter
+from fleet.checkpoint.places import place_at
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.errors import FleetError
+from fleet.errors import ConfigurationError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.exporting import exported
+from fleet.ps.worker.once import once
 from fleet.ps.worker.runtime import WorkerRuntime
 
-_log = logging.getLogger("fleet.worker")
+#: Everything, or what has changed since the last checkpoint.
+FULL, DELTA = "full", "delta"
 
 
-def save(worker: WorkerRuntime, dirname: str) -> None:
+def save(worker: WorkerRuntime, dirname: object, mode: object) -> None:
+    if mode not in (FULL, DELTA):
+        raise ConfigurationError(
+            "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
+        )
+    where = place_at(dirname).url
     worker.settle("save_persistables()")
     worker.flush()
-    arbiter, step = worker.clients[0], worker.completed
-    worker.saves[dirname] += 1
-    # The same call on every worker: after the same step where steps are shared, else the one with the same number.
-    name = f"{dirname}@{step}" if worker.mode.lockstep else f"{dirname}#{worker.saves[dirname]}"
-    claim = arbiter.call(Frame(arbiter.request(step, claim=pb.Claim(name=name))), f"claim of checkpoint {dirname}")
-    if not claim.message.granted:
-        return
-    failure = "it was interrupted"
-    try:
-        _write(worker, dirname)
-        failure = ""
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        release = pb.Release(name=name, failure=failure)
-        try:
-            arbiter.call(Frame(arbiter.request(step, release=release)), f"release of checkpoint {dirname}")
-        except FleetError as error:
-            if not failure:
-                raise
-            _log.warning("the failure of a checkpoint could not be reported: %s", error)
+    once(worker, f"save_persistables({where!r})", lambda last: _write(worker, dirname, mode, last), by_anyone=False)
 
 
-def _write(worker: WorkerRuntime, dirname: str) -> None:
-    seed = 0
-    with CheckpointWriter(dirname) as writer:
-        for client in worker.clients:
-            for about, tensors in exported(client, worker.completed):
-                seed = about.pop("seed", seed)
-                if "dense" in about and worker.replica is not None:
-                    # Without the state that a server was given to start from: the worker's own is newer.
-                    told = joined(about["dense"], tensors)
-                    entries, tensors = split(pair for pair in told if pair[0]["key"] == VALUE)
-                    about = {"dense": entries}
-                writer.add(about, tensors)
+def _write(worker: WorkerRuntime, dirname: object, mode: object, last: dict[str, Any]) -> None:
+    # Without one before it, a delta has everything.
+    after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
+    with CheckpointWriter(dirname, after) as writer:
+        save = pb.Save(
+            id=writer.id,
+            after="" if after is None else after.id,
+            folder=writer.folder.url,
+            proof=writer.proof,
+            version=worker.completed,
+        )
+        replies = worker.ask_all(
+            lambda _, client: Frame(client.request(worker.completed, save=save)), f"a checkpoint at {save.folder}"
+        )
+        seed = 0
+        for server, reply in enumerate(replies):
+            if reply.message.granted:
+                files = [PieceFile.told(each) for each in json.loads(reply.message.about)]
+            else:
+                with writer.pieces(f"server-{server}") as pieces:
+                    _fetch(worker, server, writer.id, pieces)
+                files = pieces.files
+            seed = files[0].about["seed"]
+            writer.add(files)
         if worker.replica is not None:
-            entries, state = split(worker.replica.state())
-            writer.add({"dense": entries}, state)
-        writer.commit(worker.steps, seed, worker.plan.spec)
+            with writer.pieces("worker-0") as pieces:
+                told, state = split(worker.replica.state())
+                pieces.add({"dense": told}, dict(zip(names(told), state, strict=True)))
+            writer.add(pieces.files)
+        saved = writer.commit(worker.steps, seed, worker.plan.spec)
+    settle = pb.Settle(id=saved.id, url=saved.url)
+    worker.ask_all(lambda _, client: Frame(client.request(worker.completed, settle=settle)), "end of a checkpoint")
+
+
+def _fetch(worker: WorkerRuntime, server: int, checkpoint: str, pieces: PieceWriter) -> None:
+    for piece in exported(worker.clients[server], worker.completed, checkpoint):
+        pieces.add(piece.about, piece.tensors)

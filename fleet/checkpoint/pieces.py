@@ -1,0 +1,137 @@
+"""The files a checkpoint consists of: safetensors, each small enough to be whole in memory, each with its checksum.
+
+A file is encoded here and not by the safetensors library because that would copy every tensor twice; it is decoded by
+the library.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+
+from fleet.checkpoint.places import Buffer, Place
+from fleet.errors import CheckpointError
+
+#: Pieces are about this large.
+PIECE_BYTES = 16 << 20
+#: So many are on their way to the disk while the next one is made: one is written while another waits for the disk.
+_WRITERS = 2
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Tensors = Mapping[str, "torch.Tensor | np.ndarray[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class PieceFile:
+    """One file, the names of its tensors in the order of ``about``, and ``about``, which says what they are."""
+
+    file: str
+    bytes: int
+    crc32: int
+    tensors: tuple[str, ...]
+    about: dict[str, Any]
+
+    @classmethod
+    def told(cls, raw: Mapping[str, Any]) -> PieceFile:
+        """One that was written as JSON, where there are no tuples."""
+        return cls(**{**raw, "tensors": tuple(raw["tensors"])})
+
+
+def encoded(tensors: Tensors) -> list[Buffer]:
+    """What a safetensors file of these tensors consists of."""
+    header: dict[str, Any] = {}
+    bodies: list[Buffer] = []
+    at = 0
+    for name, given in tensors.items():
+        tensor = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).detach().cpu().contiguous()
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{name!r} is {tensor.dtype}, which no checkpoint holds", expected=", ".join(map(str, _NAMES))
+            )
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+        if tensor.nbytes:
+            bodies.append(tensor.reshape(-1).view(torch.uint8).numpy())
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *bodies]
+
+
+def decoded(piece: PieceFile, data: bytes, where: str) -> list[torch.Tensor]:
+    """The tensors of a file, in their order, once its checksum is right."""
+    found = (len(data), zlib.crc32(data))
+    if found != (piece.bytes, piece.crc32):
+        raise CheckpointError(
+            "a piece of the checkpoint is damaged",
+            where=where,
+            expected=f"{piece.bytes} bytes with crc32 {piece.crc32:08x}",
+            got=f"{found[0]} bytes with crc32 {found[1]:08x}",
+        )
+    try:
+        tensors = safetensors.torch.load(data)
+        return [tensors[name] for name in piece.tensors]
+    except (KeyError, safetensors.SafetensorError) as error:
+        raise CheckpointError("a piece of the checkpoint cannot be read", where=where, got=repr(error)) from None
+
+
+class PieceWriter:
+    """Writes files into a folder while the next ones are made. Leaving it as a context waits for the last one."""
+
+    def __init__(self, folder: Place, folder_name: str, prefix: str) -> None:
+        """Files are called ``folder_name/prefix-number``, as seen from the checkpoint."""
+        self._folder = folder
+        self._folder_name = folder_name
+        self._prefix = prefix
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fleet-checkpoint")
+        self._under_way: deque[Future[None]] = deque()
+        self.files: list[PieceFile] = []
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def add(self, about: dict[str, Any], tensors: Tensors) -> None:
+        """Returns when there is room for one more; a failure of an earlier one is raised."""
+        pieces = encoded(tensors)
+        size, crc = 0, 0
+        for piece in pieces:
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+        name = f"{self._prefix}-{len(self.files):05d}.safetensors"
+        while len(self._under_way) >= _WRITERS:
+            self._under_way.popleft().result()
+        self._under_way.append(self._pool.submit(self._folder.create, name, pieces))
+        self.files.append(PieceFile(f"{self._folder_name}/{name}", size, crc, tuple(tensors), about))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True)
+        if error is None:
+            for written in self._under_way:
+                written.result()

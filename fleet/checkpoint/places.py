@@ -1,0 +1,333 @@
+"""Where a checkpoint lies: a directory of this machine, or anything fsspec has a name for (``s3://bucket/run``).
+
+Both offer the same few operations. What is created is durable when it is closed; what is published replaces what was
+there in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol
+
+from fleet.clock import SystemClock
+from fleet.errors import ArgumentTypeError, CheckpointError
+
+#: Bytes that can be written: of anything that has a buffer.
+Buffer = Any
+
+#: The file that says who is writing into a folder; it is locked as long as they are there, where files can be locked.
+MARK = "in-progress"
+_PROOF_BYTES = 16
+#: Publishing takes milliseconds; whoever holds the lock for so long does not hold it for that.
+_LOCK_TRIES, _LOCK_PAUSE_S = 200, 0.05
+
+
+class Place(Protocol):
+    """A directory, or what stands for one. Names are relative and may have slashes."""
+
+    @property
+    def url(self) -> str:
+        """Its name for people, for other processes, and for ``place_at``."""
+        ...
+
+    def within(self, name: str) -> Place: ...
+
+    def exists(self) -> bool:
+        """Whether anything is here: a directory, even an empty one, or a file."""
+        ...
+
+    def names(self) -> list[str]:
+        """What is directly here; nothing where there is no directory."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def size(self, name: str) -> int: ...
+
+    def open(self, name: str) -> BinaryIO:
+        """To be read from the beginning."""
+        ...
+
+    def create(self, name: str, pieces: Sequence[Buffer]) -> None:
+        """A new file of these bytes, durable when this returns."""
+        ...
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Have a file with this content, instead of one that may be there, from one moment to the next."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """A file, or a folder with all in it; as far as it can be, for what stays is in nobody's way."""
+        ...
+
+    def make(self) -> None:
+        """Be a directory."""
+        ...
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other process of ours publishes here, where that can be had."""
+        ...
+
+
+class Directory:
+    """A place on a file system of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def url(self) -> str:
+        return str(self.path)
+
+    def within(self, name: str) -> Directory:
+        return Directory(self.path / name)
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path) if self.path.is_dir() else []
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def open(self, name: str) -> BinaryIO:
+        return (self.path / name).open("rb", buffering=0)
+
+    def create(self, name: str, pieces: Sequence[Buffer]) -> None:
+        with (self.path / name).open("xb", buffering=0) as file:
+            for piece in pieces:
+                rest = memoryview(piece).cast("B")
+                while len(rest):  # a write may end early
+                    rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    def publish(self, name: str, data: bytes) -> None:
+        draft = f".{name}-{secrets.token_hex(4)}"
+        try:
+            self.create(draft, [data])
+            sync_directory(self.path)
+            os.replace(self.path / draft, self.path / name)
+        except BaseException:
+            self.remove(draft)
+            raise
+        sync_directory(self.path)
+
+    def remove(self, name: str) -> None:
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            for _ in range(_LOCK_TRIES):
+                if _lock(descriptor):
+                    break
+                SystemClock().sleep(_LOCK_PAUSE_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+class Remote:
+    """A place that fsspec reaches. Nothing can be renamed there, but a file appears when all of it has been written."""
+
+    def __init__(self, fs: Any, path: str, protocol: str) -> None:
+        self._fs = fs
+        self._path = path.rstrip("/")
+        self._protocol = protocol
+
+    @property
+    def url(self) -> str:
+        return f"{self._protocol}://{self._path.lstrip('/')}"
+
+    def within(self, name: str) -> Remote:
+        return Remote(self._fs, self._at(name), self._protocol)
+
+    def exists(self) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(self._path))
+
+    def names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            return [PurePosixPath(each).name for each in self._fs.ls(self._path, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def has(self, name: str) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.isfile(self._at(name)))
+
+    def size(self, name: str) -> int:
+        return int(self._fs.size(self._at(name)))
+
+    def open(self, name: str) -> BinaryIO:
+        opened: BinaryIO = self._fs.open(self._at(name), "rb")
+        return opened
+
+    def create(self, name: str, pieces: Sequence[Buffer]) -> None:
+        with self._fs.open(self._at(name), "wb") as file:
+            for piece in pieces:
+                file.write(memoryview(piece).cast("B"))
+
+    def publish(self, name: str, data: bytes) -> None:
+        self._fs.pipe_file(self._at(name), data)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # every store has errors of its own
+            self._fs.rm(self._at(name), recursive=True)
+
+    def make(self) -> None:
+        """A bucket has no directories; they are where files are."""
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+
+def place_at(dirname: object) -> Place:
+    """The place that a user means."""
+    if not isinstance(dirname, str | os.PathLike):
+        raise ArgumentTypeError("dirname must be a path or a URL", got=repr(dirname))
+    text = os.fspath(dirname)
+    if "://" not in text:
+        return Directory(Path(text).resolve())
+    import fsspec  # torch brings it along
+
+    try:
+        fs, path = fsspec.core.url_to_fs(text)
+    except Exception as error:  # every protocol has errors of its own
+        raise CheckpointError(
+            "this place cannot be reached",
+            where=text,
+            got=repr(error),
+            todo="A protocol may need a package of its own: s3:// needs s3fs.",
+        ) from None
+    if "file" in (fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)):
+        return Directory(Path(path).resolve())
+    return Remote(fs, path, text.partition("://")[0])
+
+
+def reference(target: Place, seen_from: Place) -> str:
+    """How one place is named in a file of another: relative where both can be moved together."""
+    if isinstance(target, Directory) and isinstance(seen_from, Directory):
+        return os.path.relpath(target.path, seen_from.path)
+    return target.url
+
+
+def referred(name: str, seen_from: Place) -> Place:
+    """The place that ``reference`` has named."""
+    if isinstance(seen_from, Directory) and "://" not in name:
+        return Directory((seen_from.path / name).resolve())
+    return place_at(name)
+
+
+# ---------------------------------------------------------------------------------------------- who is writing
+
+
+class Claimed:
+    """A folder that this process writes into, with a mark in it that other processes find there.
+
+    Whoever is told the mark's content and finds it there looks at the same folder; and a lock on it says that the
+    writer lives.
+    """
+
+    def __init__(self, folder: Place) -> None:
+        self.folder = folder
+        self.proof = secrets.token_hex(_PROOF_BYTES)
+        self._descriptor: int | None = None
+        if isinstance(folder, Directory):
+            # It appears with its mark and with the lock on it, lest somebody take it for a dead writer's.
+            draft = folder.path.with_name(f".{folder.path.name}")
+            draft.mkdir(parents=True)
+            try:
+                Directory(draft).create(MARK, [self.proof.encode()])
+                self._descriptor = os.open(draft / MARK, os.O_RDONLY)
+                _lock(self._descriptor)
+                os.rename(draft, folder.path)
+            except BaseException:
+                self.close()
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+        else:
+            folder.create(MARK, [self.proof.encode()])
+
+    def done(self) -> None:
+        """All is written."""
+        self.folder.remove(MARK)
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def proven(url: str, proof: str) -> Place | None:
+    """The folder that somebody else claimed, if this process sees it and can write there as well."""
+    try:
+        place = place_at(url)
+        with place.open(MARK) as file:
+            found = file.read(2 * _PROOF_BYTES + 1)
+    except Exception:  # every store has errors of its own, and none of them is anybody's mistake
+        return None
+    if not secrets.compare_digest(found, proof.encode()):
+        return None
+    writable = not isinstance(place, Directory) or os.access(place.path, os.W_OK | os.X_OK)
+    return place if writable else None
+
+
+def is_abandoned(folder: Place) -> bool:
+    """Whether nobody writes here any more."""
+    if not isinstance(folder, Directory):
+        return False  # nobody can tell
+    try:
+        descriptor = os.open(folder.path / MARK, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        return _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock could be had."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

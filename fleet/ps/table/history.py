@@ -1,0 +1,44 @@
+"""Which rows have changed since which checkpoint, for those that save only these.
+
+Time is cut into epochs: one begins with every checkpoint, and rows remember the one they were changed in last. The rows
+to be saved after a checkpoint are those of the epoch that began with it, or of a later one. Nothing has to be undone
+when a checkpoint fails: the one before it is still the one to go on from. Epochs are counted from the first checkpoint
+on; a job without checkpoints pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleet.ps.table.table import Table
+
+
+class History:
+    def __init__(self) -> None:
+        self._tables: Sequence[Table] = ()
+        self._epoch = 0
+        #: the newest checkpoint that is known to exist, and the epoch that began with it
+        self._last: tuple[str, int] = ("", 0)
+        #: one that is being written, and its epoch
+        self._begun: tuple[str, int] = ("", 0)
+
+    def watch(self, tables: Sequence[Table]) -> None:
+        """These are the tables; there may be more than before."""
+        self._tables = tables
+        if self._epoch:
+            for table in tables:
+                table.begin_epoch(self._epoch)
+
+    def begin(self, checkpoint: str, after: str) -> int:
+        """A checkpoint begins to be written: from which epoch on rows belong into it if it is to follow on ``after``.
+        0: all of them do."""
+        known, since = self._last
+        self._epoch += 1
+        self.watch(self._tables)
+        self._begun = (checkpoint, self._epoch)
+        return since if after and after == known else 0
+
+    def exists(self, checkpoint: str) -> None:
+        """The checkpoint that was begun has been written."""
+        if self._begun[0] == checkpoint:
+            self._last = self._begun

@@ -1,0 +1,125 @@
+"""``load_persistables`` and ``load_state_dict``: other values for a running job, brought by one worker for all.
+
+A checkpoint is read by the servers, each its part, and taken over when all of them have; plain tensors are sent to
+them. Whoever makes the call goes on with the new values when it returns, and every other worker with its next step or
+barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import place_at
+from fleet.errors import ArgumentTypeError, CheckpointError
+from fleet.nn.handle import TableHandle, handle_of
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.once import once
+from fleet.ps.worker.runtime import Array, WorkerRuntime
+
+#: Where the ids of a table stand whose rows are not simply numbered, beside its "weight".
+IDS = "ids"
+
+
+def load(worker: WorkerRuntime, dirname: object) -> None:
+    where = place_at(dirname).url
+    worker.settle("load_persistables()")
+    worker.flush()
+
+    def read(granted: dict[str, Any]) -> None:
+        checkpoint = Checkpoint.open(dirname)
+        checkpoint.check_fits(worker.plan.spec)
+        asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=granted["name"])
+        worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), f"loading {where}")
+        _take_over(worker, granted["name"])
+
+    once(worker, f"load_persistables({where!r})", read, by_anyone=True)
+    worker.begin_anew()
+
+
+def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
+    worker.settle("load_state_dict()")
+    worker.flush()
+    found = _Sorted(worker, model, state)
+
+    def send(_: dict[str, Any]) -> None:
+        worker.replace(found.dense, found.rows)
+        _take_over(worker, "")
+
+    once(worker, "load_state_dict()", send, by_anyone=True)
+    with torch.no_grad():
+        for mine, value in found.local:
+            mine.copy_(value)
+    worker.begin_anew()
+
+
+def _take_over(worker: WorkerRuntime, attempt: str) -> None:
+    ready = pb.Ready(anew=True, attempt=attempt)
+    worker.ask_all(lambda _, client: Frame(client.request(worker.completed, ready=ready)), "other values")
+
+
+class _Sorted:
+    """What stands in a state, by where it belongs: parameters and rows of the job, and what every worker has for
+    itself. All of it fits, and nothing is missing."""
+
+    def __init__(self, worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        self.dense: dict[int, torch.Tensor] = {}
+        self.rows: dict[int, tuple[Array, torch.Tensor]] = {}
+        self.local: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._problems: list[str] = []
+        params, tables = worker.places()
+        wanted: set[str] = set()
+        for name, mine in model.state_dict(keep_vars=True).items():
+            handle = handle_of(mine)
+            if handle is not None and id(handle) in tables:
+                wanted |= self._sort_table(name, handle, tables[id(handle)], state)
+                continue
+            wanted.add(name)
+            value = self._checked(name, state, tuple(mine.shape))
+            if value is not None and id(mine) in params:
+                self.dense[params[id(mine)]] = value.to(mine.dtype)
+            elif value is not None:
+                self.local.append((mine, value))
+        self._problems += [f"{name!r}: in the state, absent in the model" for name in state if name not in wanted]
+        if self._problems:
+            raise CheckpointError("the state does not fit the model", got="; ".join(self._problems))
+
+    def _checked(self, name: str, state: Mapping[str, Any], shape: tuple[int | None, ...]) -> torch.Tensor | None:
+        """A tensor of the state, if it is there in this shape; None stands for any length."""
+        value = state.get(name)
+        if value is None:
+            self._problems.append(f"{name!r}: in the model, absent in the state")
+        elif not isinstance(value, torch.Tensor):
+            self._problems.append(f"{name!r}: {type(value).__name__} in the state, not a tensor")
+        elif len(value.shape) != len(shape) or any(w not in (None, h) for w, h in zip(shape, value.shape, strict=True)):
+            want = tuple("any" if size is None else size for size in shape)
+            self._problems.append(f"{name!r}: {tuple(value.shape)} in the state, {want} in the model")
+        else:
+            return value.detach()
+        return None
+
+    def _sort_table(self, name: str, handle: TableHandle, index: int, state: Mapping[str, Any]) -> set[str]:
+        """A table stands there as a whole matrix, or as some rows with their ids beside it. Returns its names."""
+        of_ids = f"{name.rpartition('.')[0]}.{IDS}".lstrip(".")
+        if of_ids not in state and handle.num_embeddings is not None:
+            rows = self._checked(name, state, (handle.num_embeddings, handle.dim))
+            if rows is not None:
+                self.rows[index] = (np.arange(len(rows)), rows.to(handle.weight.dtype))
+            return {name}
+        ids, rows = self._checked(of_ids, state, (None,)), self._checked(name, state, (None, handle.dim))
+        if ids is not None and rows is not None:
+            numbers = ids.cpu().numpy()
+            if len(ids) != len(rows) or numbers.dtype != np.int64 or len(np.unique(numbers)) != len(ids):
+                self._problems.append(f"{of_ids!r}: not one int64 id of its own for each of the {len(rows)} rows")
+            else:
+                self.rows[index] = (numbers, rows.to(handle.weight.dtype))
+        return {name, of_ids}

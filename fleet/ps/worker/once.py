@@ -1,0 +1,45 @@
+"""What one worker does for the whole job: server 0 grants it to the first that asks, and answers the others when it is
+done."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fleet.errors import FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.runtime import WorkerRuntime
+
+_log = logging.getLogger("fleet.worker")
+
+
+def once(worker: WorkerRuntime, call: str, act: Callable[[dict[str, Any]], None], *, by_anyone: bool) -> None:
+    """Return when ``call`` has been carried out, by this worker's ``act`` or by another's; a failure is raised on all.
+
+    ``act`` is given the name that this call has in the job, and what the server says with its grant. Where modes let
+    worker 0 write checkpoints, ``by_anyone`` is for what needs nothing of its own.
+    """
+    arbiter, step = worker.clients[0], worker.completed
+    name = worker.name_of_call(call)
+    asked = pb.Claim(name=name, by_anyone=by_anyone)
+    claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {call}")
+    if not claim.message.granted:
+        return
+    failure = "it was interrupted"
+    try:
+        act({"name": name, **json.loads(claim.message.about)})
+        failure = ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        release = pb.Release(name=name, failure=failure)
+        try:
+            arbiter.call(Frame(arbiter.request(step, release=release)), f"release of {call}")
+        except FleetError as error:
+            if not failure:
+                raise
+            _log.warning("the failure of %s could not be reported: %s", call, error)
