@@ -59,12 +59,20 @@ def _abort_all(reason: str) -> None:
         worker.abort(reason)
 
 
+def _tell(reason: str) -> None:
+    """From a thread of its own, and not for ever: what ended the main thread (Ctrl-C, a signal) may have come between two
+    instructions, with a lock held that this needs."""
+    telling = threading.Thread(target=_abort_all, args=(reason,), daemon=True)
+    telling.start()
+    telling.join(TELLING_S)
+
+
 def _chain_excepthook() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        _abort_all("".join(traceback.format_exception(kind, error, trace)))
+        _tell("".join(traceback.format_exception(kind, error, trace)))
 
     sys.excepthook = hook
 
@@ -81,10 +89,7 @@ def _chain_sigterm() -> None:
     def on_sigterm(number: int, _frame: object) -> None:
         if os.getpid() == _owner:
             _log.error("this worker is ended by SIGTERM: launchers send it to every process when one has ended badly")
-        # The handler runs between two instructions of the main thread, which may hold a lock that this needs.
-        telling = threading.Thread(target=_abort_all, args=("it was ended by SIGTERM",), daemon=True)
-        telling.start()
-        telling.join(TELLING_S)
+        _tell("it was ended by SIGTERM")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
-from fleet.checkpoint.pieces import PieceFile, decoded
+from fleet.checkpoint.pieces import PieceFile, decoded, filled
 from fleet.checkpoint.places import Place, place_at, referred
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.transpiler.specs import JobSpec
@@ -204,16 +206,25 @@ class Checkpoint:
         return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """What the pieces of a kind are, and their tensors, each read and verified."""
-        for place, piece in self.files(kind):
-            yield piece.about, read(place, piece)
+        """What the pieces of a kind are, and their tensors, each read and verified; the next one is read meanwhile."""
+        files = deque(self.files(kind))
+        with ThreadPoolExecutor(1, thread_name_prefix="fleet-checkpoint") as reader:
+            ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
+            while files or ahead:
+                while files and len(ahead) <= 1:
+                    place, piece = files.popleft()
+                    ahead.append((piece.about, reader.submit(read, place, piece)))
+                about, tensors = ahead.popleft()
+                yield about, tensors.result()
 
 
 def read(place: Place, piece: PieceFile) -> list[torch.Tensor]:
+    """The tensors of a piece, verified."""
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
         with place.open(piece.file) as file:
-            data = file.read(piece.bytes + 1)
+            data = filled(file, min(piece.bytes, place.size(piece.file)))
+            data += file.read(1)
     except Exception as error:  # every store has errors of its own
         raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
     return decoded(piece, data, where)

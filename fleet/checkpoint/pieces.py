@@ -1,23 +1,22 @@
 """The files a checkpoint consists of: safetensors, each small enough to be whole in memory, each with its checksum.
 
-A file is encoded here and not by the safetensors library because that would copy every tensor twice; it is decoded by
-the library.
+They are encoded and decoded here and not by the safetensors library because that copies every tensor, and more than
+once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 
 from fleet.checkpoint.places import Buffer, Place
@@ -40,6 +39,8 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 Tensors = Mapping[str, "torch.Tensor | np.ndarray[Any, Any]"]
 
@@ -84,8 +85,18 @@ def encoded(tensors: Tensors) -> list[Buffer]:
     return [len(text).to_bytes(8, "little") + text, *bodies]
 
 
-def decoded(piece: PieceFile, data: bytes, where: str) -> list[torch.Tensor]:
-    """The tensors of a file, in their order, once its checksum is right."""
+def filled(file: BinaryIO, size: int) -> bytearray:
+    """The first bytes of a file, as many as there are up to a size; in memory that can be written, as tensors ask."""
+    data = bytearray(size)
+    view, at = memoryview(data), 0
+    while at < size and (got := file.readinto(view[at:])):  # type: ignore[attr-defined]
+        at += got
+    view.release()
+    return data[:at] if at < size else data
+
+
+def decoded(piece: PieceFile, data: bytearray, where: str) -> list[torch.Tensor]:
+    """The tensors of a file, in their order, once its checksum is right: views of its bytes."""
     found = (len(data), zlib.crc32(data))
     if found != (piece.bytes, piece.crc32):
         raise CheckpointError(
@@ -95,10 +106,23 @@ def decoded(piece: PieceFile, data: bytes, where: str) -> list[torch.Tensor]:
             got=f"{found[0]} bytes with crc32 {found[1]:08x}",
         )
     try:
-        tensors = safetensors.torch.load(data)
-        return [tensors[name] for name in piece.tensors]
-    except (KeyError, safetensors.SafetensorError) as error:
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(bytes(data[8:end]))
+        return [_tensor(header[name], memoryview(data)[end:]) for name in piece.tensors]
+    except (KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise CheckpointError("a piece of the checkpoint cannot be read", where=where, got=repr(error)) from None
+
+
+def _tensor(told: Mapping[str, Any], body: memoryview) -> torch.Tensor:
+    start, stop = told["data_offsets"]
+    dtype, shape = _DTYPES[told["dtype"]], [int(size) for size in told["shape"]]
+    if not 0 <= start <= stop <= len(body) or min(shape, default=0) < 0:
+        raise ValueError(f"a tensor lies outside of its file: {told}")
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor has another size than its shape: {told}")
+    if start == stop:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(body[start:stop], dtype=dtype).view(shape)
 
 
 class PieceWriter:

@@ -67,8 +67,9 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
         table = tables[about["table"]]
         table.step = max(table.step, int(about["step"]))
         arrays: Sequence[Any] = [tensor.numpy() for tensor in tensors]
-        mine = partition(arrays[0], servers)[server]
-        if len(mine):
+        # All are mine where there is no other server, and nothing need be copied.
+        mine = partition(arrays[0], servers)[server] if servers > 1 else slice(None)
+        if len(arrays[0][mine]):
             columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
             # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
             table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})

@@ -253,7 +253,8 @@ class Shard:
             stop = min(len(table), start + most)
             slots = np.arange(start, stop)
         ids, columns = table.rows_at(slots)
-        about = {"table": table.spec.name, "step": self._step_to_keep(table), "columns": list(columns)}
+        step = self._step_to_keep(table)
+        about = {"table": table.spec.name, "step": step, "rows": len(ids), "columns": list(columns)}
         following = self._table_cursor(index, stop) if stop < len(table) else self._table_cursor(index + 1, 0)
         return Piece(about, {"ids": ids, **columns}, following)
 

@@ -103,7 +103,8 @@ class Table:
             if name not in self._store.columns:
                 # What untouched rows hold is the kernel's to say (prepare); this one it does not know.
                 self._store.ensure_column(name, widths[name], 0.0, self._dtype)
-        slots = self._insert(ids)
+        # Made-up weights would be written over at once.
+        slots = self._store.insert(ids) if WEIGHT in rows else self._insert(ids)
         for name, values in rows.items():
             scatter(self._store.column(name), slots, values)
         self._mark(slots)
