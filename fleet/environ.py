@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from fleet.errors import ConfigurationError, UnsupportedError
 
@@ -18,7 +19,7 @@ _log = logging.getLogger("fleet")
 PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
 
 #: Understood, not there yet: setting one is refused by name rather than ignored.
-_REFUSED = ("FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN")
+_REFUSED = ("FLEET_DURABLE_DIR",)
 
 #: Settings of the source documents with nothing to act on here (docs/environment.md says why), checked all the same.
 _IDLE = (
@@ -32,7 +33,17 @@ _ACTING = (
     *("FLAGS_communicator_send_wait_times", "FLAGS_communicator_thread_pool_size"),
     "FLAGS_communicator_is_sgd_optimizer",
 )
-_KNOWN = {*_REFUSED, *_IDLE, *_ACTING, "FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"}
+_SECURITY = (
+    *("FLEET_AUTH_TOKEN", "FLEET_AUTH_TOKEN_FILE", "FLEET_INSECURE", "FLEET_MAX_MESSAGE_MB"),
+    *("FLEET_TLS_CERT", "FLEET_TLS_KEY", "FLEET_TLS_CA", "FLEET_TLS_SERVER_NAME"),
+)
+_KNOWN = {
+    *(*_REFUSED, *_IDLE, *_ACTING, *_SECURITY),
+    *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"),
+}
+
+#: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
+_LONGEST_TOKEN = 1024
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,57 @@ class CommunicatorKnobs:
 
 
 @dataclass(frozen=True)
+class SecurityKnobs:
+    """Who is let in. Paths are as they were given; ``token`` appears in no text that is made of this."""
+
+    token: str = field(default="", repr=False)
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+    server_name: str = ""
+    insecure: bool = False
+    max_message_bytes: int = 8192 << 20
+
+    @property
+    def acting(self) -> list[str]:
+        """The variables by which this job was to be protected, for whoever cannot honour them."""
+        given = {"AUTH_TOKEN": self.token, "TLS_CERT": self.cert, "TLS_KEY": self.key, "TLS_CA": self.ca}
+        return [f"FLEET_{name}" for name, value in given.items() if value]
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> SecurityKnobs:
+        def text(name: str) -> str:
+            return environ.get(name, "").strip()
+
+        cert, key = text("FLEET_TLS_CERT"), text("FLEET_TLS_KEY")
+        if bool(cert) != bool(key):
+            given, missing = ("FLEET_TLS_CERT", "FLEET_TLS_KEY") if cert else ("FLEET_TLS_KEY", "FLEET_TLS_CERT")
+            raise ConfigurationError(
+                f"{given} is set and {missing} is not",
+                expected="a certificate and its key",
+                got=f"{given}={cert or key}",
+                todo=f"Set {missing} to the path of the other one.",
+            )
+        name = text("FLEET_TLS_SERVER_NAME")
+        if name and not text("FLEET_TLS_CA"):
+            raise ConfigurationError(
+                "FLEET_TLS_SERVER_NAME is set and FLEET_TLS_CA is not",
+                got=f"FLEET_TLS_SERVER_NAME={name}",
+                todo="Set FLEET_TLS_CA as well: without it no certificate is checked for a name.",
+            )
+        most = _number(environ, "FLEET_MAX_MESSAGE_MB", cls.max_message_bytes >> 20, whole=True)
+        return cls(
+            token=_token(environ),
+            cert=cert,
+            key=key,
+            ca=text("FLEET_TLS_CA"),
+            server_name=name,
+            insecure=_flag(environ, "FLEET_INSECURE"),
+            max_message_bytes=int(most) << 20,
+        )
+
+
+@dataclass(frozen=True)
 class Knobs:
     """Deadlines and sizes that come from the environment; every duration is in seconds."""
 
@@ -79,6 +141,7 @@ class Knobs:
     #: where a server takes direct connections, 0: at any free port; None: no direct connections
     direct_port: int | None = 0
     communicator: CommunicatorKnobs = CommunicatorKnobs()
+    security: SecurityKnobs = SecurityKnobs()
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
@@ -100,6 +163,15 @@ class Knobs:
                 got=f"{beat_s:g} s",
                 todo="Raise FLAGS_rpc_deadline or lower FLEET_BEAT.",
             )
+        security = SecurityKnobs.read(environ)
+        direct_port = _port_or_off(environ, "FLEET_DIRECT_PORT")
+        if direct_port and (security.cert or security.ca):
+            raise ConfigurationError(
+                "FLEET_DIRECT_PORT chooses a port of direct connections, which would not be encrypted, beside TLS",
+                expected="off or nothing where FLEET_TLS_* is set",
+                got=direct_port,
+                todo="Unset FLEET_DIRECT_PORT: with TLS, direct connections stay on their own machine.",
+            )
         return cls(
             rpc_deadline_s=deadline_s,
             rpc_retry_times=int(_number(environ, "FLAGS_rpc_retry_times", cls.rpc_retry_times, least=0, whole=True)),
@@ -108,8 +180,9 @@ class Knobs:
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
-            direct_port=_port_or_off(environ, "FLEET_DIRECT_PORT"),
+            direct_port=direct_port,
             communicator=CommunicatorKnobs.read(environ),
+            security=security,
         )
 
 
@@ -128,6 +201,28 @@ def _number(
         bound = f"of at least {least}" if whole else "above zero"
         raise ConfigurationError(f"{name} is not usable", expected=f"{kind} {bound}", got=repr(text))
     return value * unit
+
+
+def _token(environ: Mapping[str, str]) -> str:
+    """The shared token. No error here may show it, nor what a wrong path happened to point to."""
+    token, path = environ.get("FLEET_AUTH_TOKEN", "").strip(), environ.get("FLEET_AUTH_TOKEN_FILE", "").strip()
+    if token and path:
+        raise ConfigurationError(
+            "FLEET_AUTH_TOKEN and FLEET_AUTH_TOKEN_FILE are both set", todo="Leave one of them: they name one token."
+        )
+    if path:
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not text"
+            raise ConfigurationError("FLEET_AUTH_TOKEN_FILE cannot be read", where=path, got=why) from None
+        if not token:
+            raise ConfigurationError("FLEET_AUTH_TOKEN_FILE holds no token", where=path, got="an empty file")
+    if len(token) > _LONGEST_TOKEN:
+        raise ConfigurationError(
+            "the token is too long", expected=f"up to {_LONGEST_TOKEN} characters", got=f"{len(token)}"
+        )
+    return token
 
 
 def _port_or_off(environ: Mapping[str, str], name: str) -> int | None:

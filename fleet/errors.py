@@ -82,6 +82,10 @@ class IdentityError(FleetError, RuntimeError):
     """A process claims a place that is taken, or one it was removed from."""
 
 
+class AuthenticationError(FleetError, PermissionError):
+    """A process did not prove to another one who it is: no token or a wrong one, no certificate or a wrong one."""
+
+
 class StillBusyError(FleetError, RuntimeError):
     """A server has not finished an earlier job yet. A worker that waits for its servers asks again."""
 

@@ -60,6 +60,7 @@ EFFECTS = {
 ONLY: dict[str, dict[str, str]] = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv": {"environ.py": "monopoly"},
     "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter"},
+    "ssl": {"ps/wire/tls.py": "monopoly"},
     "google": {"ps/wire/frame.py": "headers"},
     "mpi4py": {"mpi.py": "adapter"},
     "numba llvmlite": {"ps/kernels/jit.py": "compiler"},
@@ -104,7 +105,9 @@ ONLY: dict[str, dict[str, str]] = {
         "ports.py": "ports",
         "ps/wire/direct_client.py": "connections",
         "ps/wire/direct_server.py": "connections",
+        "ps/wire/exposure.py": "addresses",
         "ps/wire/stream.py": "frames",
+        "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/runtime.py": "hostname",
         "rendezvous.py": "addresses",
     },

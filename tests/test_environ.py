@@ -67,8 +67,7 @@ def test_heartbeats_fit_in_the_deadline() -> None:
     assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).beat_s == 0.25
 
 
-@pytest.mark.parametrize("name", ["FLEET_DURABLE_DIR", "FLEET_AUTH_TOKEN"])
-def test_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=name):
-        Knobs.read({name: "x"})
-    assert Knobs.read({name: ""}) == Knobs()
+def test_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="FLEET_DURABLE_DIR"):
+        Knobs.read({"FLEET_DURABLE_DIR": "x"})
+    assert Knobs.read({"FLEET_DURABLE_DIR": ""}) == Knobs()

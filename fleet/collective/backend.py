@@ -17,7 +17,7 @@ from fleet.collective.options import DistributedStrategy, as_collective
 from fleet.collective.trainable import refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
 from fleet.environ import Knobs
-from fleet.errors import ConfigurationError, NotInitializedError, StateError
+from fleet.errors import ConfigurationError, NotInitializedError, StateError, UnsupportedError
 from fleet.lifecycle import Lifecycle
 from fleet.members import members
 
@@ -27,6 +27,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
         super().__init__()
+        _refuse_protection(knobs)
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
@@ -145,6 +146,15 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps
+
+
+def _refuse_protection(knobs: Knobs) -> None:
+    names = ", ".join(knobs.security.acting)
+    if names:
+        raise UnsupportedError(
+            f"{names} cannot be honoured by a collective job: torch.distributed knows neither tokens nor TLS",
+            todo=f"Unset {names}, and keep the job in a network of its own.",
+        )
 
 
 def _choose_device(assignment: Assignment) -> torch.device:

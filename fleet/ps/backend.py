@@ -32,9 +32,11 @@ def real_network(knobs: Knobs) -> Network:
     """gRPC and direct connections beside it, imported when they are first needed."""
     from fleet.ps.wire.direct import DirectNetwork
     from fleet.ps.wire.grpc_server import GrpcNetwork
+    from fleet.ps.wire.security import Security
 
-    network = GrpcNetwork(knobs.rpc_get_thread_num)
-    return network if knobs.direct_port is None else DirectNetwork(network, knobs.direct_port)
+    security = Security.of(knobs.security)
+    network = GrpcNetwork(knobs.rpc_get_thread_num, security)
+    return network if knobs.direct_port is None else DirectNetwork(network, knobs.direct_port, security)
 
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):

@@ -12,10 +12,10 @@ import socket
 import threading
 
 from fleet.cluster import Endpoint
-from fleet.errors import FleetError
+from fleet.errors import AuthenticationError, FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
-from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.frame import MAX_PAYLOAD_BYTES, Frame
 from fleet.ps.wire.stream import Outgoing, fill, receive, tune
 from fleet.ps.wire.transport import BrokenCall, Call, Channel, TransportError
 
@@ -36,9 +36,10 @@ PATIENCE = 3
 class DirectChannel:
     """Sends requests over direct connections where the server takes any, and whatever is urgent over ``control``."""
 
-    def __init__(self, endpoint: Endpoint, control: Channel) -> None:
+    def __init__(self, endpoint: Endpoint, control: Channel, limit: int = MAX_PAYLOAD_BYTES) -> None:
         self._endpoint = endpoint
         self._control = control
+        self.limit = limit  #: the bytes of a reply
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._busy: set[DirectCall] = set()
@@ -119,7 +120,8 @@ class DirectChannel:
                 raise TransportError(f"{self._endpoint} takes no connection: {error}") from None
             self._failures += 1
             if self._failures == PATIENCE:
-                _log.warning(
+                _log.log(
+                    logging.INFO if isinstance(error, _NoDoorHere) else logging.WARNING,
                     "no direct connection to the server at %s, port %d (%s): requests go through gRPC, which is slower",
                     self._endpoint,
                     address.port,
@@ -132,6 +134,8 @@ class DirectChannel:
     def _ask(self, timeout_s: float) -> pb.DirectAddress | None:
         try:
             reply = raise_if_error(self._control.start(Frame(pb.Request(direct=pb.Direct())), timeout_s).result())
+        except AuthenticationError:
+            raise
         except FleetError:  # a server that takes none knows no such request
             self._failures = PATIENCE
             _log.info("the server at %s takes no direct connections: requests go through gRPC", self._endpoint)
@@ -170,7 +174,7 @@ class DirectCall:
             self.send()
             if self._broken is not None:
                 raise self._broken
-            reply = receive(pb.Reply, connection)
+            reply = receive(pb.Reply, connection, self._channel.limit)
             if self._timeout_s is not None:
                 connection.settimeout(None)
             whole = True
@@ -228,6 +232,10 @@ def _connect(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) ->
     return connection
 
 
+class _NoDoorHere(ConnectionRefusedError):
+    """The server meant it so."""
+
+
 def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:
     if address.local and hasattr(socket, "AF_UNIX"):
         # An abstract name: no file, and to be found only by who shares the server's network.
@@ -240,5 +248,5 @@ def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> s
         else:
             return near
     if not address.port:
-        raise ConnectionRefusedError("it takes them on its own machine only")
+        raise _NoDoorHere("it takes them on its own machine only")
     return socket.create_connection((endpoint.host.strip("[]"), address.port), timeout_s)

@@ -17,6 +17,8 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Hashable
+from typing import Any
 
 from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError, FleetError, PortInUseError
@@ -25,7 +27,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.errors import error_reply, handle
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.stream import Outgoing, fill, receive, tune
+from fleet.ps.wire.security import Security
+from fleet.ps.wire.stream import Outgoing, receive, tune
 from fleet.ps.wire.transport import Handler
 
 _log = logging.getLogger("fleet.wire")
@@ -35,7 +38,8 @@ KEY_BYTES = 16
 #: For so long a peer may take to say who it is, and to go on with a request that it has begun.
 HANDSHAKE_S, STALL_S = 5, 60
 
-MAX_CONNECTIONS = 4096
+#: In all; of one address, or one process of this machine; and of those who have not said yet who they are.
+MAX_CONNECTIONS, MAX_OF_ONE, MAX_STRANGERS = 4096, 1024, 128
 
 #: Between attempts while the system has no descriptors or threads left.
 SCARCITY_PAUSE_S = 0.2
@@ -51,8 +55,10 @@ class DirectListener:
     Where the address is for its own machine only, the name is enough, and takes no port from anybody.
     """
 
-    def __init__(self, endpoint: Endpoint, port: int, handler: Handler) -> None:
+    def __init__(self, endpoint: Endpoint, port: int, handler: Handler, security: Security | None = None) -> None:
+        security = security or Security()
         self._handler = handler
+        self._limit = security.max_message_bytes
         self._lock = threading.Condition()
         self._connections: dict[_Connection, threading.Thread] = {}
         self._closing = False
@@ -63,7 +69,7 @@ class DirectListener:
             with contextlib.suppress(OSError):  # not everywhere: then it is TCP for everybody
                 self._doors.append(_local_door(name))
                 self.address.local = name
-        if port or not (self._doors and _is_loopback(endpoint)):
+        if security.tls is None and (port or not (self._doors and _is_loopback(endpoint))):
             self._doors.append(_tcp_door(endpoint, port))
             self.address.port = self._doors[-1].getsockname()[1]
         self._wake, self._woken = socket.socketpair()
@@ -79,19 +85,19 @@ class DirectListener:
                     if ready.fileobj is self._woken:
                         return
                     try:
-                        sock, _ = ready.fileobj.accept()  # type: ignore[union-attr]
-                        self._take(sock)
+                        sock, address = ready.fileobj.accept()  # type: ignore[union-attr]
+                        self._take(sock, _peer(sock, address))
                     except (OSError, RuntimeError) as error:  # no descriptors, no threads
                         _log.warning("a direct connection could not be taken: %s", error)
                         with self._lock:
                             self._lock.wait(SCARCITY_PAUSE_S)
 
-    def _take(self, sock: socket.socket) -> None:
-        connection = _Connection(sock)
+    def _take(self, sock: socket.socket, peer: Hashable) -> None:
+        connection = _Connection(sock, peer, self._limit)
         name = f"fleet-direct-{next(_numbers)}"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
         with self._lock:
-            if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+            if self._closing or not self._has_room_for(peer):
                 sock.close()
                 return
             self._connections[connection] = thread
@@ -102,6 +108,14 @@ class DirectListener:
                 del self._connections[connection]
             sock.close()
             raise
+
+    def _has_room_for(self, peer: Hashable) -> bool:
+        there = self._connections
+        return (
+            len(there) < MAX_CONNECTIONS
+            and sum(not each.known for each in there) < MAX_STRANGERS
+            and sum(each.peer == peer for each in there) < MAX_OF_ONE
+        )
 
     def refuse(self) -> None:
         """Take no further connection and no further request."""
@@ -156,9 +170,12 @@ class DirectListener:
 
 
 class _Connection:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, peer: Hashable, limit: int) -> None:
         self.sock = sock
+        self.peer = peer
+        self.known = False
         self.busy = False
+        self._most_bytes = limit
         self._ended = False
         self._reply: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
 
@@ -172,10 +189,10 @@ class _Connection:
     def greet(self, key: bytes) -> None:
         tune(self.sock)
         self._limit(HANDSHAKE_S)
-        told = bytearray(len(key))
-        fill(memoryview(told), self.sock)
-        if not hmac.compare_digest(told, key):
+        # In one go, or not at all: with time for every byte, strangers would take up places for long.
+        if not hmac.compare_digest(self.sock.recv(len(key), socket.MSG_WAITALL), key):
             raise ConnectionRefusedError("a peer does not have the key")
+        self.known = True
         self.sock.sendall(WELCOME)
         self._limit(STALL_S)
 
@@ -193,7 +210,7 @@ class _Connection:
 
     def exchange(self, handler: Handler) -> None:
         try:
-            request = receive(pb.Request, self.sock)
+            request = receive(pb.Request, self.sock, self._most_bytes)
         except FleetError as error:
             # What follows cannot be made out any more.
             _log.warning("a request over a direct connection cannot be read: %s", error)
@@ -205,6 +222,14 @@ class _Connection:
         if reply is None:
             raise ConnectionAbortedError("the server closes")
         Outgoing(reply).send(self.sock, wait=True)
+
+
+def _peer(sock: socket.socket, address: Any) -> Hashable:
+    """The address a connection comes from, or the process of this machine."""
+    if sock.family != getattr(socket, "AF_UNIX", None):
+        return str(address[0])
+    process, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(process)
 
 
 def _is_loopback(endpoint: Endpoint) -> bool:

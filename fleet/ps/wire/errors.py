@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from fleet import errors
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.frame import MAX_PAYLOAD_BYTES, Frame, read_frame
 from fleet.ps.wire.transport import Handler, Respond, TransportError
 
 _log = logging.getLogger("fleet.wire")
@@ -49,10 +49,10 @@ def raise_if_error(reply: Frame) -> Frame:
     return reply
 
 
-def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond) -> None:
+def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond, limit: int = MAX_PAYLOAD_BYTES) -> None:
     """Read a request and let ``handler`` answer it."""
     try:
-        request = read_frame(pb.Request, pieces)
+        request = read_frame(pb.Request, pieces, limit)
     except TransportError as error:  # there is nobody to answer
         _log.debug("a request did not arrive whole: %s", error)
     except FleetError as error:

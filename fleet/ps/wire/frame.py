@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from fleet.environ import SecurityKnobs
 from fleet.errors import ProtocolError
 from fleet.ps import memory
 from fleet.ps.wire import fleet_pb2 as pb
@@ -27,8 +28,9 @@ _MAGIC = b"FLT1"
 PIECE_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20
 _HEADER_PART_BYTES = 64 << 10
-MAX_PAYLOAD_BYTES = 8 << 30
-MAX_TENSORS = 1 << 20
+#: Unless somebody says otherwise (FLEET_MAX_MESSAGE_MB).
+MAX_PAYLOAD_BYTES = SecurityKnobs.max_message_bytes
+MAX_TENSORS = 1 << 16
 
 M = TypeVar("M", pb.Request, pb.Reply)
 
@@ -39,6 +41,11 @@ class Frame:
 
     message: Any
     tensors: list[WireTensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """What its tensors weigh."""
+        return sum(tensor.array.nbytes for tensor in self.tensors)
 
     def pieces(self) -> Iterator[bytes]:
         """The frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
@@ -84,26 +91,27 @@ class Frame:
 Fill = Callable[[memoryview], None]
 
 
-def read_frame(kind: type[M], pieces: Iterable[bytes]) -> Frame:
+def read_frame(kind: type[M], pieces: Iterable[bytes], limit: int = MAX_PAYLOAD_BYTES) -> Frame:
     """Read the one frame that some pieces hold, its header of ``kind``; anything else is a ``ProtocolError``."""
     arriving = _Pieces(pieces)
-    frame = receive_frame(kind, arriving.fill)
+    frame = receive_frame(kind, arriving.fill, limit)
     arriving.end()
     return frame
 
 
-def receive_frame(kind: type[M], fill: Fill) -> Frame:
-    """Read the next frame of a stream of bytes."""
+def receive_frame(kind: type[M], fill: Fill, limit: int = MAX_PAYLOAD_BYTES) -> Frame:
+    """Read the next frame of a stream of bytes, with at most ``limit`` of them behind its header."""
     prefix = memoryview(bytearray(_PREFIX.size))
     fill(prefix)
     magic, header_size, payload_size = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
         raise ProtocolError("a message is not a frame of this protocol", expected=_MAGIC, got=bytes(prefix[:4]))
-    if header_size > MAX_HEADER_BYTES or payload_size > MAX_PAYLOAD_BYTES:
+    if header_size > MAX_HEADER_BYTES or payload_size > limit:
         raise ProtocolError(
             "a frame is too large",
-            expected=f"header up to {MAX_HEADER_BYTES} and payload up to {MAX_PAYLOAD_BYTES} bytes",
+            expected=f"header up to {MAX_HEADER_BYTES} and payload up to {limit} bytes",
             got=f"{header_size} and {payload_size}",
+            todo="Where it is an honest one, raise FLEET_MAX_MESSAGE_MB.",
         )
     header = _header(padded(_PREFIX.size + header_size) - _PREFIX.size, fill)
     try:

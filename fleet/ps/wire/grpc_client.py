@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,8 +11,11 @@ import grpc
 import grpc.experimental
 
 from fleet.cluster import Endpoint
+from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import PIECE_BYTES, Frame, read_frame
+from fleet.ps.wire.security import Security
+from fleet.ps.wire.tls import why_no_handshake
 from fleet.ps.wire.transport import BrokenCall, Call, TransportError
 
 #: One piece and its share of protobuf and HTTP/2 framing.
@@ -21,6 +24,9 @@ MAX_MESSAGE_BYTES = PIECE_BYTES + (64 << 10)
 EXCHANGE = "/fleet.ParameterServer/Exchange"
 UPLOAD = "/fleet.ParameterServer/Upload"
 URGENT = "/fleet.ParameterServer/Urgent"
+
+#: The name under which a token travels beside every request; gRPC takes any bytes under one that ends like this.
+TOKEN = "fleet-token-bin"
 
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -39,8 +45,13 @@ _OPTIONS = [
 
 
 class GrpcChannel:
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._channel = grpc.insecure_channel(str(endpoint), options=_OPTIONS)
+    def __init__(self, endpoint: Endpoint, security: Security) -> None:
+        security.check_connecting(endpoint)
+        self._endpoint = endpoint
+        self._security = security
+        self._answered = False
+        self._beside = ((TOKEN, security.token),) if security.token else None
+        self._channel = _open(endpoint, security)
         self._exchange = self._channel.unary_stream(EXCHANGE)
         self._upload = self._channel.stream_stream(UPLOAD)
         self._urgent = self._channel.unary_stream(URGENT)
@@ -58,28 +69,59 @@ class GrpcChannel:
         try:
             if second is None:
                 method = self._urgent if urgent else self._exchange
-                return GrpcCall(method(first, timeout=timeout_s), timeout_s)
-            return GrpcCall(self._upload(_chained(first, second, pieces), timeout=timeout_s), timeout_s)
+                started = method(first, timeout=timeout_s, metadata=self._beside)
+            else:
+                started = self._upload(_chained(first, second, pieces), timeout=timeout_s, metadata=self._beside)
+            return GrpcCall(started, timeout_s, self._read, self._why_unavailable)
         except ValueError as error:  # gRPC's answer to a request on a closed channel
             return BrokenCall(str(error))
 
     def close(self) -> None:
         self._channel.close()
 
+    def _read(self, pieces: Iterator[bytes]) -> Frame:
+        reply = read_frame(pb.Reply, pieces, self._security.max_message_bytes)
+        self._answered = True
+        return reply
+
+    def _why_unavailable(self) -> FleetError | None:
+        """A server that was never reached may be up and not let us in, which gRPC does not tell apart."""
+        return None if self._answered else why_no_handshake(self._endpoint, self._security.tls)
+
+
+def _open(endpoint: Endpoint, security: Security) -> Any:
+    tls = security.tls
+    if tls is None:
+        return grpc.insecure_channel(str(endpoint), options=_OPTIONS)
+    name = tls.knobs.server_name
+    options = [*_OPTIONS, ("grpc.ssl_target_name_override", name)] if name else _OPTIONS
+    credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
+    return grpc.secure_channel(str(endpoint), credentials, options=options)
+
 
 class GrpcCall:
-    def __init__(self, call: Any, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        call: Any,
+        timeout_s: float | None,
+        read: Callable[[Any], Frame],
+        why_unavailable: Callable[[], FleetError | None],
+    ) -> None:
         self._call = call
         self._timeout_s = timeout_s
+        self._read = read
+        self._why_unavailable = why_unavailable
 
     def send(self) -> None:
         pass
 
     def result(self) -> Frame:
         try:
-            return read_frame(pb.Reply, self._call)
+            return self._read(self._call)
         except grpc.RpcError as error:
             code = error.code()
+            if code is grpc.StatusCode.UNAVAILABLE and (why := self._why_unavailable()) is not None:
+                raise why from None
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TransportError(f"no reply within {self._timeout_s:g} s") from None
             raise TransportError(f"{code.name.lower()}: {error.details()}") from None

@@ -19,16 +19,31 @@ from typing import Any
 import grpc
 
 from fleet.cluster import Endpoint
-from fleet.errors import ConfigurationError, PortInUseError
+from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError
 from fleet.ports import holder_of, is_taken
-from fleet.ps.wire.errors import serve
+from fleet.ps.wire.errors import error_reply, serve
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, UPLOAD, URGENT, GrpcChannel
+from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, TOKEN, UPLOAD, URGENT, GrpcChannel
+from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import Handler, TransportError
 
 _log = logging.getLogger("fleet.wire")
 
 URGENT_THREADS = 4
+
+#: So many requests of one connection are under way at once, more wait at the client; the count is a client's own, and
+#: far more than a worker has.
+_MAX_UNDER_WAY = 1024
+
+#: To say who it is, a new connection has so long.
+_HANDSHAKE_MS = 10_000
+
+#: So many replies, and so many bytes as one message may have, wait for one peer to read. More are dropped: it asks and
+#: asks and does not listen.
+MAX_UNREAD = 1024
+
+#: So many strangers are named in the log, once each.
+_MOST_NAMED = 1000
 
 _Send = Callable[[bytes | None], None]
 
@@ -38,22 +53,26 @@ _OPTIONS = [
     # Two servers on one port must be an error, not a coin toss for every connection.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.lookahead_bytes", 1 << 22),
+    ("grpc.max_concurrent_streams", _MAX_UNDER_WAY),
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
 ]
 
 
 class GrpcNetwork:
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, security: Security | None = None) -> None:
         self._threads = threads
+        self._security = security or Security()
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> GrpcListener:
-        return GrpcListener(endpoint, handler, self._threads)
+        return GrpcListener(endpoint, handler, self._threads, self._security)
 
     def connect(self, endpoint: Endpoint) -> GrpcChannel:
-        return GrpcChannel(endpoint)
+        return GrpcChannel(endpoint, self._security)
 
 
 class GrpcListener:
-    def __init__(self, endpoint: Endpoint, handler: Handler, threads: int) -> None:
+    def __init__(self, endpoint: Endpoint, handler: Handler, threads: int, security: Security) -> None:
+        security.check_listening(endpoint)
         # gRPC's own failure to bind names neither the reason nor the holder, so look before it does.
         if is_taken(endpoint):
             raise _port_in_use(endpoint)
@@ -61,9 +80,10 @@ class GrpcListener:
         self._server = grpc.server(self._pool, options=_OPTIONS)
         # However many requests wait for a long round to end, heartbeats are answered meanwhile.
         self._urgent = ThreadPoolExecutor(URGENT_THREADS, thread_name_prefix="fleet-rpc-urgent")
-        self._server.add_generic_rpc_handlers((_Handlers(handler, self._pool, threads, self._urgent),))
+        methods = _Methods(handler, self._pool, threads, self._urgent, security.max_message_bytes)
+        self._server.add_generic_rpc_handlers((_Gate(methods, security, endpoint),))
         try:
-            self._server.add_insecure_port(str(endpoint))
+            self._bind(endpoint, security)
         except RuntimeError as error:
             self._server.stop(None)
             self._pool.shutdown(wait=False)
@@ -77,6 +97,14 @@ class GrpcListener:
                 todo="Give the server an address of this machine.",
             ) from None
         self._server.start()
+
+    def _bind(self, endpoint: Endpoint, security: Security) -> None:
+        tls = security.tls
+        if tls is None:
+            self._server.add_insecure_port(str(endpoint))
+            return
+        credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, tls.mutual)
+        self._server.add_secure_port(str(endpoint), credentials)
 
     def close(self, grace_s: float = 0.0) -> None:
         self._server.stop(grace_s).wait()
@@ -93,21 +121,47 @@ def _port_in_use(endpoint: Endpoint) -> PortInUseError:
     )
 
 
-class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, handler: Handler, pool: ThreadPoolExecutor, threads: int, urgent: ThreadPoolExecutor) -> None:
+class _Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Where every request comes in, of whatever kind: one that has no right to is refused before it is read."""
+
+    def __init__(self, methods: _Methods, security: Security, endpoint: Endpoint) -> None:
+        self._methods = methods
+        self._security = security
+        self._endpoint = endpoint
+        self._named: set[str] = set()
+
+    def service(self, details: Any) -> Any:
+        presented = [value for key, value in details.invocation_metadata or () if key == TOKEN]
+        refusal = self._security.refusal(presented, self._endpoint)
+        if refusal is None:
+            return self._methods.of(details.method)
+        return grpc.stream_stream_rpc_method_handler(lambda _, context: self._turn_away(refusal, context.peer()))
+
+    def _turn_away(self, refusal: AuthenticationError, peer: str) -> Iterator[bytes]:
+        host = peer.rpartition(":")[0]
+        if host not in self._named and len(self._named) < _MOST_NAMED:
+            self._named.add(host)
+            _log.warning("%s: a request from %s was refused: %s", self._endpoint, peer, refusal.what)
+        yield from error_reply(refusal).pieces()
+
+
+class _Methods:
+    def __init__(
+        self, handler: Handler, pool: ThreadPoolExecutor, threads: int, urgent: ThreadPoolExecutor, limit: int
+    ) -> None:
         # A peer has two lanes, and one thread stays free of both.
-        lanes = _Lanes(pool, max(1, (threads - 1) // 2))
+        lanes = _Lanes(pool, max(1, (threads - 1) // 2), limit)
 
         def exchange(request: bytes, context: Any, send: _Send) -> None:
-            _Exchange(context, send, lanes).serve(handler, (request,))
+            _Exchange(context, send, lanes).serve(handler, (request,), limit)
 
         def upload(requests: Iterator[bytes], context: Any, send: _Send) -> None:
-            _Exchange(context, send, lanes).serve(handler, _as_long_as_sent(requests))
+            _Exchange(context, send, lanes).serve(handler, _as_long_as_sent(requests), limit)
 
-        overtaking = _Lanes(urgent, 1)
+        overtaking = _Lanes(urgent, 1, limit)
 
         def hurry(request: bytes, context: Any, send: _Send) -> None:
-            _Exchange(context, send, overtaking).serve(handler, (request,))
+            _Exchange(context, send, overtaking).serve(handler, (request,), limit)
 
         hurry.experimental_non_blocking = True  # type: ignore[attr-defined]
         hurry.experimental_thread_pool = urgent  # type: ignore[attr-defined]
@@ -119,8 +173,8 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             URGENT: grpc.unary_stream_rpc_method_handler(hurry),
         }
 
-    def service(self, details: Any) -> Any:
-        return self._methods.get(details.method)
+    def of(self, name: str) -> Any:
+        return self._methods.get(name)
 
 
 def _as_long_as_sent(requests: Iterator[bytes]) -> Iterator[bytes]:
@@ -137,25 +191,33 @@ class _Lanes:
     The room is more than one where the pool allows it, since a peer may wait for its second reply before its first.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, room: int) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, room: int, most_bytes: int) -> None:
         self._pool = pool
         self._room = room
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._busy: Counter[Hashable] = Counter()
-        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._waiting: dict[Hashable, deque[tuple[Callable[[], None], int]]] = {}
+        self._bytes: Counter[Hashable] = Counter()  # of what waits
 
-    def enter(self, lane: Hashable, deliver: Callable[[], None], *, here: bool) -> None:
-        """Send as soon as there is room: on this thread if that is now and ``here``, else on one of the pool."""
+    def enter(self, lane: Hashable, deliver: Callable[[], None], nbytes: int, *, here: bool) -> bool:
+        """Send as soon as there is room: on this thread if that is now and ``here``, else on one of the pool. False if
+        there is no room to wait either."""
         with self._lock:
             if self._busy[lane] >= self._room:
-                self._waiting.setdefault(lane, deque()).append(deliver)
-                return
+                waiting = self._waiting.setdefault(lane, deque())
+                if len(waiting) >= MAX_UNREAD or (waiting and self._bytes[lane] + nbytes > self._most_bytes):
+                    return False
+                waiting.append((deliver, nbytes))
+                self._bytes[lane] += nbytes
+                return True
             self._busy[lane] += 1
         if here:
             self._drain(lane, deliver)
         else:
             with contextlib.suppress(RuntimeError):  # the pool is closed, and with it every connection
                 self._pool.submit(self._drain, lane, deliver)
+        return True
 
     def _drain(self, lane: Hashable, deliver: Callable[[], None]) -> None:
         following: Callable[[], None] | None = deliver
@@ -171,8 +233,11 @@ class _Lanes:
         with self._lock:
             waiting = self._waiting.get(lane)
             if waiting:
-                return waiting.popleft()
+                following, nbytes = waiting.popleft()
+                self._bytes[lane] -= nbytes
+                return following
             self._waiting.pop(lane, None)
+            self._bytes.pop(lane, None)
             self._busy[lane] -= 1
             if not self._busy[lane]:
                 del self._busy[lane]
@@ -192,9 +257,9 @@ class _Exchange:
         self._serving = True
         self._reply: Frame | None = None
 
-    def serve(self, handler: Handler, pieces: Iterable[bytes]) -> None:
+    def serve(self, handler: Handler, pieces: Iterable[bytes], limit: int) -> None:
         try:
-            serve(handler, pieces, self._respond)
+            serve(handler, pieces, self._respond, limit)
         finally:
             with self._lock:
                 self._serving = False
@@ -213,8 +278,11 @@ class _Exchange:
 
     def _leave(self, reply: Frame, here: bool) -> None:
         # Small replies overtake large ones, so that a heartbeat is answered while a model is sent.
-        lane = (self._context.peer(), bool(reply.tensors))
-        self._lanes.enter(lane, lambda: self._deliver(reply), here=here)
+        peer = self._context.peer()
+        lane = (peer, bool(reply.tensors))
+        if not self._lanes.enter(lane, lambda: self._deliver(reply), reply.nbytes, here=here):
+            _log.warning("%s does not read its replies, and gets no more of them", peer)
+            self._context.cancel()
 
     def _deliver(self, reply: Frame) -> None:
         if not self._context.is_active():

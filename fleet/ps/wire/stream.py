@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TypeVar
 
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.frame import Frame, receive_frame
+from fleet.ps.wire.frame import MAX_PAYLOAD_BYTES, Frame, receive_frame
 
 #: So many buffers at most go into one call of the operating system (IOV_MAX on Linux and macOS).
 _MAX_BUFFERS = 1024
@@ -43,9 +43,9 @@ class Outgoing:
                 self._rest[0] = self._rest[0][sent:]
 
 
-def receive(kind: type[M], sock: socket.socket) -> Frame:
+def receive(kind: type[M], sock: socket.socket, limit: int = MAX_PAYLOAD_BYTES) -> Frame:
     """Read the next frame; ``OSError`` when the connection ends or its time is up."""
-    return receive_frame(kind, lambda target: fill(target, sock))
+    return receive_frame(kind, lambda target: fill(target, sock), limit)
 
 
 def fill(target: memoryview, sock: socket.socket) -> None:

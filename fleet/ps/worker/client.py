@@ -15,7 +15,15 @@ import threading
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
-from fleet.errors import DeadlineError, FleetError, IdentityError, JobAbortedError, ServerLostError, StillBusyError
+from fleet.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    IdentityError,
+    JobAbortedError,
+    ServerLostError,
+    StillBusyError,
+)
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -156,7 +164,8 @@ class ServerClient:
 
     # ---------------------------------------------------------------- for Pending
 
-    def launch(self, frame: Frame, ahead: bool) -> Call:
+    def launch(self, frame: Frame, what: str, ahead: bool) -> Call:
+        self._check_size(frame, what)
         if self.failure is None:
             call = self._channel.start(frame, ahead=ahead)
             with self._lock:
@@ -165,6 +174,18 @@ class ServerClient:
                     return call
             _give_up(call)
         raise self.report()
+
+    def _check_size(self, frame: Frame, what: str) -> None:
+        """A server would hang up in the midst of a request that is too large for it."""
+        most = self._knobs.security.max_message_bytes
+        if frame.nbytes > most:
+            raise ConfigurationError(
+                "a request is larger than a message may be",
+                where=f"worker {self._worker}, {what}",
+                expected=f"at most {most >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+                got=f"{frame.nbytes / (1 << 20):.1f} MiB",
+                todo="Raise FLEET_MAX_MESSAGE_MB for every process, or use more servers.",
+            )
 
     def settle(self, call: Call) -> None:
         with self._lock:
@@ -230,7 +251,7 @@ class Pending:
         self._client = client
         self._frame = frame
         self._what = what
-        self._call = client.launch(frame, ahead)
+        self._call = client.launch(frame, what, ahead)
 
     def abandon(self) -> None:
         _give_up(self._call)
@@ -258,7 +279,7 @@ class Pending:
                 if retries > client.retry_times:
                     raise client.broken(self._what, retries, error) from None
                 client.clock.sleep(RETRY_PAUSE_S)
-                self._call = client.launch(self._frame, False)
+                self._call = client.launch(self._frame, self._what, False)
             else:
                 return client.answered(reply)
             finally:

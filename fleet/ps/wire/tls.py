@@ -1,0 +1,218 @@
+"""The TLS files of a process, read and checked before anything depends on them, and why a handshake fails.
+
+gRPC takes the files as they are and tells late, and in words of its own library, what is wrong with them. So they are
+tried out here first, in memory; and where gRPC cannot reach a server that is up, a handshake of our own finds out why.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import create_connection
+
+from fleet.cluster import Endpoint
+from fleet.environ import SecurityKnobs
+from fleet.errors import AuthenticationError, ConfigurationError
+
+#: A handshake to find out why gRPC's failed may take so long.
+PROBE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Tls:
+    """A certificate with its key, an authority, or both: what there is of them, as PEM."""
+
+    knobs: SecurityKnobs
+    certificate: bytes | None
+    key: bytes | None = field(repr=False)
+    authority: bytes | None
+
+    @classmethod
+    def read(cls, knobs: SecurityKnobs) -> Tls | None:
+        """None where no file is named."""
+        if not (knobs.cert or knobs.ca):
+            return None
+        tls = cls(
+            knobs,
+            _read("FLEET_TLS_CERT", knobs.cert),
+            _read("FLEET_TLS_KEY", knobs.key),
+            _read("FLEET_TLS_CA", knobs.ca),
+        )
+        if tls.authority is not None:
+            _trusting(tls.authority, "FLEET_TLS_CA", knobs.ca)
+        if tls.certificate is not None:
+            _try_out(knobs, tls.certificate)
+        return tls
+
+    @property
+    def mutual(self) -> bool:
+        """Whether a server with these asks its clients for certificates."""
+        return self.authority is not None
+
+    def check_for_server(self) -> None:
+        if self.certificate is None:
+            raise ConfigurationError(
+                "FLEET_TLS_CA alone makes no server: it has no certificate to show",
+                got=f"FLEET_TLS_CA={self.knobs.ca}",
+                todo="Set FLEET_TLS_CERT and FLEET_TLS_KEY to those of this server.",
+            )
+
+    def check_for_worker(self) -> None:
+        if self.authority is None:
+            raise ConfigurationError(
+                "a worker cannot tell its servers from strangers without FLEET_TLS_CA",
+                got=f"FLEET_TLS_CERT={self.knobs.cert} alone",
+                todo="Set FLEET_TLS_CA to the authority that signed the servers' certificates.",
+            )
+
+    def context(self) -> ssl.SSLContext:
+        """What a worker demands and shows."""
+        assert self.authority is not None
+        context = _trusting(self.authority, "FLEET_TLS_CA", self.knobs.ca)
+        context.set_alpn_protocols(["h2"])
+        if self.certificate is not None:
+            context.load_cert_chain(self.knobs.cert, self.knobs.key, password="")
+        return context
+
+
+def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError | None:
+    """What keeps a worker from a server that is up; None if it is not up, or may yet answer.
+
+    Only what the other side makes known counts: a connection that just ends may be a server on its way up.
+    """
+    host = endpoint.host.strip("[]")
+    name = host if tls is None else tls.knobs.server_name or host
+    context = _curious() if tls is None else tls.context()
+    try:
+        with create_connection((host, endpoint.port), PROBE_S) as plain:
+            try:
+                line = context.wrap_socket(plain, server_hostname=name)
+            except ssl.SSLEOFError:
+                return None
+            except ssl.SSLError as error:
+                return _refused(endpoint, tls, error)
+            with line:
+                if tls is None:
+                    return _needs_tls(endpoint)
+                return None if _is_greeted(line) else _certificate_refused(endpoint, tls.knobs)
+    except OSError:
+        return None
+
+
+def _is_greeted(line: ssl.SSLSocket) -> bool:
+    """A server looks at its client's certificate after the client's part of the handshake is over, and hangs up on one
+    it does not take, gRPC's without a word. To any other it speaks first."""
+    try:
+        return bool(line.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def _refused(endpoint: Endpoint, tls: Tls | None, error: ssl.SSLError) -> AuthenticationError | None:
+    alerted = "ALERT" in (error.reason or "")
+    if tls is None:
+        return _needs_tls(endpoint) if alerted else None
+    knobs = tls.knobs
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return AuthenticationError(
+            "the server's certificate is not to be trusted",
+            where=str(endpoint),
+            expected=f"one for {knobs.server_name or endpoint.host}, valid now, signed by FLEET_TLS_CA={knobs.ca}",
+            got=error.verify_message,
+            todo="Give the server such a certificate, or this worker the authority that signed it.",
+        )
+    if alerted:
+        return _certificate_refused(endpoint, knobs)
+    return AuthenticationError(
+        "the server does not speak TLS",
+        where=str(endpoint),
+        got=error.reason,
+        todo="Set FLEET_TLS_CERT and FLEET_TLS_KEY on the server, or unset FLEET_TLS_* here.",
+    )
+
+
+def _certificate_refused(endpoint: Endpoint, knobs: SecurityKnobs) -> AuthenticationError:
+    return AuthenticationError(
+        "the server does not take this worker's certificate",
+        where=str(endpoint),
+        expected="one signed by the server's FLEET_TLS_CA",
+        got=f"FLEET_TLS_CERT={knobs.cert}" if knobs.cert else "none",
+        todo="Set FLEET_TLS_CERT and FLEET_TLS_KEY to a certificate that the server's authority has signed.",
+    )
+
+
+def _needs_tls(endpoint: Endpoint) -> AuthenticationError:
+    return AuthenticationError(
+        "the server speaks TLS only",
+        where=str(endpoint),
+        todo="Set FLEET_TLS_CA to the authority that signed its certificate.",
+    )
+
+
+def _read(variable: str, path: str) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigurationError(f"{variable} cannot be read", where=path, got=why) from None
+
+
+def _trusting(authority: bytes, variable: str, path: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigurationError(
+            f"{variable} holds no certificate", where=path, expected="PEM", got=_reason(error)
+        ) from None
+    return context
+
+
+def _curious() -> ssl.SSLContext:
+    """Talks to any server, only to learn whether it speaks TLS; nothing is said over it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _try_out(knobs: SecurityKnobs, certificate: bytes) -> None:
+    """A handshake in memory with somebody who trusts this very certificate: what fails then is its own fault."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        server.load_cert_chain(knobs.cert, knobs.key, password="")
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigurationError(
+            "FLEET_TLS_CERT and FLEET_TLS_KEY are not a certificate and its key",
+            where=f"{knobs.cert}, {knobs.key}",
+            expected="PEM, the key without a password",
+            got=_reason(error),
+        ) from None
+    client = _trusting(certificate, "FLEET_TLS_CERT", knobs.cert)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = client.wrap_bio(to_client, to_server)
+    theirs = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (ours, theirs, ours):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigurationError(
+            "FLEET_TLS_CERT cannot be used",
+            where=knobs.cert,
+            expected="a certificate valid now",
+            got=error.verify_message,
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.reason if isinstance(error, ssl.SSLError) else None) or str(error)
