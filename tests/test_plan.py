@@ -597,9 +597,12 @@ IMPOSSIBLE: list[tuple[tuple[str | int, ...], Any, str]] = [
     # Too large for any memory
     (("params", 0, "shape"), [1 << 24, (1 << 24) + 1], "larger than 2"),
     (("params", 0, "shape"), [HUGE, HUGE], "larger than 2"),
-    (("tables", 0, "dim"), HUGE, "more than 2.24 columns"),
-    (("settings", "worker_num"), HUGE, "more than 2.20 processes"),
-    (("settings", "server_num"), HUGE, "more than 2.20 processes"),
+    (("tables", 0, "dim"), HUGE, "more than 2.16 columns"),
+    (("settings", "worker_num"), HUGE, "more than 2.16 processes"),
+    (("settings", "server_num"), HUGE, "more than 2.16 processes"),
+    (("params", 0, "shape"), [10**4000] * 100, "larger than 2"),
+    (("params", 0, "shape"), [1] * 65, "larger than 2"),
+    (("params", 0, "shape"), [0] * (1 << 20), "more than 2.20 values"),
 ]
 
 

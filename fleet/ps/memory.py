@@ -8,6 +8,7 @@ last array that looks into it is gone, and is given to whoever asks for about as
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from typing import Any
@@ -37,6 +38,14 @@ def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     # Views of the array, and tensors made of them, keep the array itself alive: its memory is not numpy's own.
     weakref.finalize(array, _free.append, block).atexit = False
     return array
+
+
+def installed() -> int | None:
+    """The bytes of memory this machine has, where the system tells."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -26,7 +26,8 @@ TABLE_DTYPES = ("float32", "float64")
 INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
 
 #: Beyond these a description is a mistake or an attack, and memory for it is not even tried.
-_MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 20, 1 << 24, 1 << 48
+_MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 16, 1 << 16, 1 << 48
+_MOST_VALUES, _MOST_TABLES, _MOST_BLOCKS, _MOST_DIMENSIONS = 1 << 20, 1 << 14, 1 << 20, 64
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,9 @@ class JobSpec:
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
         """Read what a peer sent; anything that is not exactly a spec is a ``ProtocolError``."""
+        # Every value is followed by one of these, but the last: what they would take is known before they are read.
+        if sum(text.count(mark) for mark in ",[{") > _MOST_VALUES:
+            raise ProtocolError("a job description is impossible", got="more than 2^20 values")
         try:
             raw = json.loads(text)
             spec: JobSpec = _build(
@@ -173,6 +177,9 @@ class JobSpec:
 
     def check(self) -> None:
         """Refuse impossible numbers before any memory is taken for them."""
+        if any(len(p.shape) > _MOST_DIMENSIONS or max(p.shape, default=0) > _MOST_ELEMENTS for p in self.params):
+            # Not even to be multiplied with each other.
+            raise ProtocolError("a job description is impossible", got="a parameter is larger than 2^48 elements")
         settings, groups = self.settings, len(self.groups)
         names = [p.name for p in self.params] + [t.name for t in self.tables]
         whole = [p.group for p in self.params] + [t.group for t in self.tables] + [t.dim for t in self.tables]
@@ -190,19 +197,27 @@ class JobSpec:
             "an element type is unknown": any(p.dtype not in DTYPES for p in self.params),
             "a table's element type is unknown": any(t.dtype not in TABLE_DTYPES for t in self.tables),
             "a table has no columns": any(t.dim < 1 for t in self.tables),
-            "a table has more than 2^24 columns": any(t.dim > _MOST_COLUMNS for t in self.tables),
+            "there are more than 2^14 tables": len(self.tables) > _MOST_TABLES,
+            "a table has more than 2^16 columns": any(t.dim > _MOST_COLUMNS for t in self.tables),
             "an initializer is unknown or not finite": any(
                 i.kind not in INITIALIZERS or not math.isfinite(i.a) or not math.isfinite(i.b) for i in starts
             ),
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
-            "there are more than 2^20 processes": max(processes) > _MOST_PROCESSES,
+            "there are more than 2^16 processes": max(processes) > _MOST_PROCESSES,
             "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
             "split_method is unknown": settings.split_method not in DISPATCHERS,
             "a parameter is larger than 2^48 elements": any(p.numel > _MOST_ELEMENTS for p in self.params),
         }
         found = [problem for problem, is_there in problems.items() if is_there]
+        if not found and self._most_blocks() > _MOST_BLOCKS:
+            found = ["there are more than 2^20 blocks"]
         if found:
             raise ProtocolError("a job description is impossible", got=", ".join(found))
+
+    def _most_blocks(self) -> int:
+        """No plan of this has more."""
+        servers, least = self.settings.server_num, self.settings.min_block_size
+        return sum(min(servers, 1 + param.numel // least) for param in self.params)
 
 
 def _is_text(name: str) -> bool:

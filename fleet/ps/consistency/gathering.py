@@ -111,6 +111,10 @@ class Gatherings:
             raise ProtocolError(
                 f"worker {worker} skipped a gathering", expected=f"number {came + 1}", got=f"number {number}"
             )
+        if came in self._open:
+            raise ProtocolError(
+                f"worker {worker} did not wait for its gathering", expected=f"number {came}", got=f"number {number}"
+            )
         self._came[worker] = number
         refused: list[Effect] = []
         if number not in self._decided:  # decided already, with this worker still to come: it was refused

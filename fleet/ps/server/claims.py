@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fleet.errors import DeadlineError, FleetError
+from fleet.errors import DeadlineError, FleetError, ProtocolError
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
+
+_LONGEST_NAME, _MOST_OPEN, _MOST_WRITTEN = 8192, 64, 4096
 
 
 @dataclass
@@ -44,6 +46,12 @@ class Claims:
     ) -> None:
         """Grant the writing, or let the request wait until somebody else has done it."""
         worker, only_first = waiting.worker, self._only_first and not by_anyone
+        if len(name) > _LONGEST_NAME or (name not in self._open and len(self._open) >= _MOST_OPEN):
+            raise ProtocolError(
+                "this cannot be claimed",
+                expected=f"a name of up to {_LONGEST_NAME} characters, and {_MOST_OPEN} at once",
+                got=repr(name)[:80],
+            )
         if self._written.get(name, worker) != worker:
             outbox.append((waiting.respond, waiting.answer()))  # written already, by somebody quicker
             return
@@ -70,10 +78,13 @@ class Claims:
         if claim is None or claim.writer != worker:
             return
         if failure:
-            self._settle(name, FleetError(f"worker {worker} failed in {name}", got=failure), outbox)
+            told = failure[:_LONGEST_NAME]
+            self._settle(name, FleetError(f"worker {worker} failed in {name}", got=told), outbox)
         else:
             self._settle(name, None, outbox)
             self._written[name] = worker
+            if len(self._written) > _MOST_WRITTEN:
+                del self._written[next(iter(self._written))]
 
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError, IdentityError, PlanMismatchError, ProtocolError
+from fleet.ps import memory
 from fleet.ps.consistency import MODES
+from fleet.ps.table.shard import Shard
 from fleet.transpiler.plan import Plan
 from fleet.transpiler.specs import JobSpec, differences
 
 #: The number of workers and the servers that a server was told of.
 Expected = tuple[int, tuple[Endpoint, ...]]
+
+#: What a stranger says is quoted so far.
+_MOST_TEXT, _MOST_NAMES = 4000, 100
+
+
+def check_share(endpoint: Endpoint, plan: Plan, server: int, options: Sequence[str], most_bytes: int) -> None:
+    """This server must be able to hold its part of the plan, before anything is taken for it."""
+    Shard.check_options(plan, options)
+    for group in {table.group for table in plan.spec.tables}:
+        Shard.rule_of(plan, group, rows=True)
+    for group in {param.group for param in plan.spec.params}:
+        Shard.rule_of(plan, group, rows=False)
+    needed, there = plan.dense_bytes(server), memory.installed()
+    if needed > most_bytes:
+        raise ConfigurationError(
+            "the dense parameters of one server do not fit into one message",
+            where=str(endpoint),
+            expected=f"at most {most_bytes >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+            got=f"{needed / (1 << 20):.1f} MiB",
+            todo="Raise FLEET_MAX_MESSAGE_MB for every process, or use more servers.",
+        )
+    if there is not None and needed > there:
+        raise ConfigurationError(
+            "this server has not the memory for its part of the dense parameters",
+            where=str(endpoint),
+            expected=f"at most {there >> 20} MiB, all that there is",
+            got=f"{needed >> 20} MiB",
+            todo="Use more servers.",
+        )
 
 
 def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, hello: Any) -> None:
@@ -20,7 +52,8 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
     if settings.mode not in MODES:
         raise ConfigurationError("this server does not know the mode", got=settings.mode, expected=", ".join(MODES))
     if len(hello.endpoints) != settings.server_num or hello.server >= settings.server_num:
-        raise ProtocolError("a hello contradicts itself about the servers", got=list(hello.endpoints))
+        named = ", ".join(hello.endpoints[:_MOST_NAMES])
+        raise ProtocolError("a hello contradicts itself about the servers", got=named[:_MOST_TEXT])
     if expected is None:
         return
     worker_num, servers = expected
@@ -37,7 +70,7 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
             "worker and server were started with different lists of servers",
             where=str(endpoint),
             expected=", ".join(told),
-            got=", ".join(hello.endpoints),
+            got=", ".join(hello.endpoints[:_MOST_NAMES])[:_MOST_TEXT],
         )
 
 
@@ -48,14 +81,14 @@ def check_same_job(endpoint: Endpoint, ours: str, plan: Plan, spec: JobSpec, hel
             "this server serves another job",
             where=str(endpoint),
             expected=f"job {ours}",
-            got=f"job {hello.job_id}",
+            got=f"job {hello.job_id[:_MOST_TEXT]}",
             todo="Give the second job servers of its own.",
         )
     if plan.spec != spec:
         raise PlanMismatchError(
             "this worker's model, optimizer or strategy is not the job's",
             where=str(endpoint),
-            got="; ".join(differences(plan.spec, spec)),
+            got="; ".join(differences(plan.spec, spec))[:_MOST_TEXT],
             todo="Run the same script everywhere; if another job is using this server, give this one its own.",
         )
     check_fingerprint(endpoint, plan, hello.fingerprint)

@@ -20,6 +20,7 @@ from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.errors import (
     CheckpointError,
+    ConfigurationError,
     DeadlineError,
     FleetError,
     IdentityError,
@@ -36,7 +37,7 @@ from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
 from fleet.ps.server.loading import restore_from
-from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job
+from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.table.shard import Contribution, Piece, Shard
@@ -46,12 +47,18 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Respond
 from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import JobSpec, differences
+from fleet.transpiler.specs import DTYPES, JobSpec, differences
 
 _log = logging.getLogger("fleet.server")
 
 #: For so many heartbeats a failed job's server stays, to tell its workers why.
 LINGER_BEATS = 4
+
+#: So many requests of one worker may wait. More is no worker of ours: it would be a prefetch of as many batches.
+MAX_WAITING = 512
+
+#: So much of a traceback is passed on.
+MOST_REASON = 32 << 10
 
 
 class Service:
@@ -72,6 +79,7 @@ class Service:
         self._expected = expected
         self._restore = restore
         self._started_at = clock.now()
+        self._most_bytes = knobs.security.max_message_bytes
         self._lock = threading.Lock()
         self._job: Job | None = None
         self._members_lock = threading.Lock()
@@ -200,16 +208,18 @@ class Service:
             self._told.add(request.worker)
             raise self._failure.again()
         spec = JobSpec.from_json(hello.spec)
-        label = hello.label[:200]
+        label = _on_one_line(hello.label[:200])
         try:
             check_cluster(self._endpoint, self._expected, spec, hello)
             job = self._job or self._new_job(spec, hello)
             check_same_job(self._endpoint, self._knobs.job_id or job.job_id, job.plan, spec, hello)
+            check_share(self._endpoint, job.plan, hello.server, hello.options, self._most_bytes)
         except FleetError as error:
             with self._members_lock:
                 if self._members is not None:
                     self._members.refused(request.worker, f"worker {request.worker} ({label}) was refused: {error}")
-            _log.warning("%s: worker %d (%s) was refused: %s", self._endpoint, request.worker, label, error)
+            told = _on_one_line(str(error))
+            _log.warning("%s: worker %d (%s) was refused: %s", self._endpoint, request.worker, label, told)
             raise
         with self._members_lock:
             members = self._members or Membership(
@@ -362,6 +372,7 @@ class Service:
                 )
             plan = make_plan(spec)
             check_fingerprint(self._endpoint, plan, extend.fingerprint)
+            check_share(self._endpoint, plan, shard.server, extend.options, self._most_bytes)
             try:
                 shard.adopt(plan, tuple(extend.options))
                 shard.warm()
@@ -377,8 +388,18 @@ class Service:
         if not job.initialized or job.growing:
             raise ProtocolError("a push came before the initial values", where=str(self._endpoint))
         worker, step = request.worker, request.step
+        quiet = request.push.quiet
+
+        def answer() -> Frame:
+            values = self._values(job, worker, not quiet, ())
+            return values if self._shard().changes is None else self._with_changes(values, worker, step)
+
+        waiting = Waiting(worker, respond, answer)
+        self._check_patience(job, waiting)
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
+            if any(other == worker for other, _ in job.pushed):
+                raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
             contribution = self._contribution(worker, request.push, frame.tensors)
             job.pushed[worker, step] = contribution
             try:
@@ -387,13 +408,6 @@ class Service:
                 del job.pushed[worker, step]
                 raise
             job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
-        quiet = request.push.quiet
-
-        def answer() -> Frame:
-            values = self._values(job, worker, not quiet, ())
-            return values if self._shard().changes is None else self._with_changes(values, worker, step)
-
-        waiting = Waiting(worker, respond, answer)
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
 
     def _contribution(self, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
@@ -438,17 +452,48 @@ class Service:
             for table, tensor, training in zip(pull.tables, frame.tensors, pull.training, strict=True)
         ]
 
+        self._check_reply(job, pull, frame.tensors)
         waiting = Waiting(
             request.worker,
             respond,
             lambda: self._values(job, request.worker, pull.dense, wanted),
             ahead=pull.ahead,
+            nbytes=frame.nbytes,
         )
+        self._check_patience(job, waiting)
         # While the job grows, workers that are not there yet still need rows to get there.
         if job.initialized and not (job.growing and pull.dense):
             self._park(job, pull.version, waiting, [], outbox)
         else:
             job.early.append((pull.version, waiting))
+
+    def _check_reply(self, job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
+        """Repeated ids make a large reply of a small request, for which memory would be taken here."""
+        tables = job.plan.spec.tables
+        nbytes = 0
+        for index, tensor in zip(pull.tables, ids, strict=True):
+            if index >= len(tables):
+                raise ProtocolError("a message names a table this job does not have", got=index)
+            nbytes += tensor.array.size * tables[index].dim * DTYPES[tables[index].dtype]
+        if nbytes > self._most_bytes:
+            raise ConfigurationError(
+                "a reply would be larger than a message may be",
+                where=str(self._endpoint),
+                expected=f"at most {self._most_bytes >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+                got=f"{nbytes / (1 << 20):.1f} MiB of rows",
+                todo="Ask for fewer rows at once, or raise FLEET_MAX_MESSAGE_MB for every process.",
+            )
+
+    def _check_patience(self, job: Job, newcomer: Waiting) -> None:
+        """What one worker has waiting here is bounded in number and in memory."""
+        waiting = [each.nbytes for each in job.all_waiting() if each.worker == newcomer.worker]
+        if len(waiting) >= MAX_WAITING or (waiting and sum(waiting) + newcomer.nbytes > self._most_bytes):
+            raise ProtocolError(
+                f"worker {newcomer.worker} has too many requests waiting",
+                where=str(self._endpoint),
+                expected=f"at most {MAX_WAITING}, and {self._most_bytes >> 20} MiB in them (FLEET_MAX_MESSAGE_MB)",
+                got=f"{len(waiting)} with {sum(waiting) >> 20} MiB, and one more",
+            )
 
     def _park(self, job: Job, version: int, waiting: Waiting, effects: list[Effect], outbox: Outbox) -> None:
         """Carry out what a request caused and let it wait for its version, which may be there at once."""
@@ -463,7 +508,7 @@ class Service:
                     self._shard().apply([job.pushed.pop((worker, effect.step)) for worker in effect.contributors])
                 else:
                     waiting = job.parked.pop(effect.ticket)
-                    outbox.append((waiting.respond, waiting.answer()))
+                    outbox.append((waiting.respond, _answer_of(waiting)))
         except Exception as error:
             # Half a round is applied: nobody may go on from here as if nothing had happened.
             _log.exception("%s: the server failed", self._endpoint)
@@ -532,6 +577,7 @@ class Service:
             assert self._members is not None
             gone = 0 not in self._members.awaited()
         waiting = Waiting(request.worker, respond, lambda: Frame(pb.Reply(loads=job.loads)))
+        self._check_patience(job, waiting)
         claim = request.claim
         job.claims.claim(claim.name, claim.by_anyone, waiting, self._clock.now(), gone, outbox)
 
@@ -623,19 +669,21 @@ class Service:
     def _gather(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         """A barrier, or a reduction over all workers: parked until everybody has come to it."""
         job, ticket, gather = self._running(), next(self._tickets), request.gather
-        ready = job.hall.come(ticket, request.worker, gather, frame.tensors)
 
         def answer() -> Frame:
             met = job.hall.answer(gather.number)
             met.message.loads = job.loads
             return met
 
-        job.parked[ticket] = Waiting(request.worker, respond, answer, gathering=True)
+        waiting = Waiting(request.worker, respond, answer, gathering=True)
+        self._check_patience(job, waiting)
+        ready = job.hall.come(ticket, request.worker, gather, frame.tensors)
+        job.parked[ticket] = waiting
         self._answer(job, ready, outbox)
 
     def _answer(self, job: Job, tickets: Sequence[Hashable], outbox: Outbox) -> None:
         for waiting in [job.parked.pop(ticket) for ticket in tickets if ticket in job.parked]:  # none if the job failed
-            outbox.append((waiting.respond, waiting.answer()))
+            outbox.append((waiting.respond, _answer_of(waiting)))
 
     # ---------------------------------------------------------------- leaving
 
@@ -651,7 +699,7 @@ class Service:
 
     def _abort(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         reason = f"worker {request.worker} failed and ended the job"
-        self._fail(JobAbortedError(reason, got=request.abort.reason), outbox)
+        self._fail(JobAbortedError(reason, got=request.abort.reason[:MOST_REASON]), outbox)
         self._told.add(request.worker)
         outbox.append((respond, Frame(pb.Reply())))
 
@@ -760,3 +808,17 @@ class Service:
             got="; ".join(effect.refusals) or None,
             todo="Start every worker, and let them reach every server.",
         )
+
+
+def _on_one_line(text: str) -> str:
+    """What a stranger says, so that it cannot pass for lines of this server's log."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _answer_of(waiting: Waiting) -> Frame:
+    """An answer that cannot be made, for lack of memory perhaps, is the misfortune of who asked and of nobody else."""
+    try:
+        return waiting.answer()
+    except Exception as error:
+        _log.exception("an answer for worker %d could not be made", waiting.worker)
+        return error_reply(FleetError("the server could not make an answer", got=repr(error)))

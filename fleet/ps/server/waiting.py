@@ -21,3 +21,4 @@ class Waiting:
     answer: Callable[[], Frame]
     gathering: bool = False
     ahead: bool = False  #: the worker does not wait for it yet
+    nbytes: int = 0  #: what it keeps in memory until then

@@ -6,6 +6,7 @@ Not thread-safe: the caller holds the server's lock.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.staleness import DENSE, Staleness
 from fleet.ps.kernels import RULES
+from fleet.ps.kernels.rule import Rule
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense import DenseShard, Gradient
@@ -31,6 +33,11 @@ Array = np.ndarray[Any, Any]
 
 #: Where an export begins.
 FIRST = "dense:0:0"
+
+_CURSOR = re.compile(r"(?P<kind>dense|table):(?P<first>[0-9]{1,9}):(?P<second>[0-9]{1,18})")
+
+#: The options of one group are a few numbers.
+_MOST_OPTIONS = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Shard:
         self.server = server
         self._seed = seed
         self._options_text = tuple(options)
-        self._options = self._parse(plan, options)
+        self._options = self.check_options(plan, options)
         self.dense = DenseShard(plan, server, self._options)
         settings = plan.spec.settings
         self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
@@ -79,7 +86,7 @@ class Shard:
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
         """Take over a plan that continues the present one."""
-        self._options, self._options_text = self._parse(plan, options), tuple(options)
+        self._options, self._options_text = self.check_options(plan, options), tuple(options)
         self.plan = plan
         self.dense.adopt(plan, self._options)
         self._add_tables()
@@ -90,24 +97,37 @@ class Shard:
 
     def _make_table(self, index: int) -> Table:
         spec = self.plan.spec.tables[index]
-        rule = RULES[self.plan.spec.groups[spec.group].rule]
-        if rule.rows is None:
-            raise ProtocolError(f"{rule.name} cannot update the rows of a table", got=spec.name)
-        return Table(spec, rule.rows, self._seed)
+        rows = self.rule_of(self.plan, spec.group, rows=True).rows
+        assert rows is not None
+        return Table(spec, rows, self._seed)
 
     @staticmethod
-    def _parse(plan: Plan, options: Sequence[str]) -> list[dict[str, Any]]:
+    def rule_of(plan: Plan, group: int, *, rows: bool) -> Rule:
+        """The rule that updates a group's parameters, or the rows of its tables."""
+        name = plan.spec.groups[group].rule
+        rule = RULES.get(name)
+        if rule is None or (rule.rows is None if rows else not rule.dense):
+            what = "the rows of a table" if rows else "a dense parameter"
+            raise ProtocolError(f"{name[:80]!r} cannot update {what}")
+        return rule
+
+    @staticmethod
+    def check_options(plan: Plan, options: Sequence[str]) -> list[dict[str, Any]]:
+        """Read the options of every group: the names the plan has, and plain values."""
         groups = plan.spec.groups
         if len(options) != len(groups):
             raise ProtocolError("a message speaks of other param groups", expected=len(groups), got=len(options))
         parsed = []
         for group, text in zip(groups, options, strict=True):
             try:
-                values = json.loads(text)
-            except ValueError:
+                values = json.loads(text) if len(text) <= _MOST_OPTIONS else None
+            except (ValueError, RecursionError):
                 raise ProtocolError("a group's options cannot be read", got=text[:80]) from None
             if not isinstance(values, dict) or sorted(values) != sorted(group.options):
                 raise ProtocolError("a group has other options", expected=group.options, got=text[:200])
+            for name, value in values.items():
+                if not all(map(_is_plain, value if isinstance(value, list) else [value])):
+                    raise ProtocolError("an option has no plain value", where=name[:80], got=repr(value)[:80])
             # JSON has no tuples; betas and their like are tuples in torch.
             parsed.append({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
         return parsed
@@ -115,19 +135,29 @@ class Shard:
     def check(self, contribution: Contribution) -> None:
         """Refuse what does not fit before it becomes part of a round: later it would be everybody's problem."""
         if contribution.options != self._options_text:
-            self._parse(self.plan, contribution.options)
+            self._check_kinds(self.check_options(self.plan, contribution.options))
         self.dense.check(contribution.dense)
         for index, (ids, grads) in contribution.rows.items():
             spec = self._table(index).spec
-            expected = (len(ids), spec.dim)
+            expected = (ids.size, spec.dim)
             if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype.name != spec.dtype:
                 raise ProtocolError(
                     f"gradients for the rows of {spec.name!r} do not fit",
                     expected=f"int64 ids and {spec.dtype} {expected}",
                     got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
                 )
+            self._table(index).check_range(ids)
         for index in contribution.used:
             self._table(index)
+
+    def _check_kinds(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Options may change from step to step, but a number stays a number."""
+        for ours, theirs in zip(self._options, options, strict=True):
+            for name, value in theirs.items():
+                if _kind(value) != _kind(ours[name]) and None not in (value, ours[name]):
+                    raise ProtocolError(
+                        "an option has become something else", where=name, expected=ours[name], got=repr(value)[:80]
+                    )
 
     def _table(self, index: int) -> Table:
         if not 0 <= index < len(self.tables):
@@ -147,7 +177,7 @@ class Shard:
             contributions = [self._compensated(each, self.compensation) for each in contributions]
         first = contributions[0]
         if first.options != self._options_text:
-            self._options, self._options_text = self._parse(self.plan, first.options), first.options
+            self._options, self._options_text = self.check_options(self.plan, first.options), first.options
         count = len(contributions)
         self.dense.apply([c.dense for c in contributions], count, self._options)
         for index in sorted(frozenset().union(*(c.used for c in contributions))):
@@ -199,6 +229,8 @@ class Shard:
 
     def upload_rows(self, index: int, ids: Array, values: Array) -> None:
         table = self._table(index)
+        if ids.ndim != 1 or ids.dtype != np.int64:
+            raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
         if values.shape != (len(ids), table.spec.dim) or values.dtype.name != table.spec.dtype:
             raise ProtocolError(f"initial rows of {table.spec.name!r} do not fit", got=f"{values.dtype} {values.shape}")
         table.load(ids, {"weight": values})
@@ -217,13 +249,11 @@ class Shard:
         """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
         the rows that were changed in the epoch ``since`` or later, if it is given; of the blocks the values alone if
         their state is not wanted."""
-        kind, *numbers = cursor.split(":")
-        if len(numbers) == 2 and all(number.isdigit() and len(number) < 19 for number in numbers):
-            first, second = map(int, numbers)
-            if kind == "dense":
-                return self._export_dense(first, second, dense_state)
-            if kind == "table" and first < len(self.tables):
-                return self._export_rows(first, second, since)
+        found = _CURSOR.fullmatch(cursor)
+        if found and found["kind"] == "dense":
+            return self._export_dense(int(found["first"]), int(found["second"]), dense_state)
+        if found and int(found["first"]) < len(self.tables):
+            return self._export_rows(int(found["first"]), int(found["second"]), since)
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
     def _export_dense(self, position: int, start: int, state: bool) -> Piece:
@@ -264,3 +294,16 @@ class Shard:
 
     def _table_cursor(self, index: int, row: int) -> str:
         return f"table:{index}:{row}" if index < len(self.tables) else ""
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an optimizer can compute with it."""
+    if isinstance(value, int):
+        return abs(value) < 1 << 63
+    return value is None or isinstance(value, float | str)
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(None if item is None else _kind(item) for item in value)
+    return bool if isinstance(value, bool) else float if isinstance(value, int | float) else type(value)

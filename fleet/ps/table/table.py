@@ -170,8 +170,9 @@ class Table:
         gather(column, slots, rows)
         return rows
 
-    def _checked(self, ids: Ids) -> Ids:
-        ids, bound = packed_ids(ids), self.spec.num_embeddings
+    def check_range(self, ids: Ids) -> None:
+        """Refuse ids the table was not made for."""
+        bound = self.spec.num_embeddings
         if bound is not None and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
             raise ConfigurationError(
                 "an id is out of the table's range",
@@ -179,6 +180,10 @@ class Table:
                 expected=f"0 <= id < {bound}",
                 got=int(ids[(ids < 0) | (ids >= bound)][0]),
             )
+
+    def _checked(self, ids: Ids) -> Ids:
+        ids = packed_ids(ids)
+        self.check_range(ids)
         return ids
 
     def _shaped(self, name: str, values: Array, ids: Ids, width: int) -> Array:

@@ -13,13 +13,16 @@ from fleet.ps.wire.transport import Handler, Respond, TransportError
 
 _log = logging.getLogger("fleet.wire")
 
+#: Room for a long traceback; what is more was not written for a reader.
+_MOST_TEXT = 64 << 10
+
 _KINDS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, FleetError)}
 
 
 def error_reply(error: FleetError) -> Frame:
     def text(value: object) -> str:
         # A file name may hold bytes that are no text; they must not keep the error from its reader.
-        return "" if value is None else str(value).encode(errors="backslashreplace").decode()
+        return "" if value is None else str(value)[:_MOST_TEXT].encode(errors="backslashreplace").decode()
 
     return Frame(
         pb.Reply(

@@ -26,7 +26,8 @@ _MAGIC = b"FLT1"
 
 #: Pieces of this size move fastest through Python's gRPC (measured: docs/design.md).
 PIECE_BYTES = 1 << 20
-MAX_HEADER_BYTES = 64 << 20
+#: Enough to describe a hundred thousand parameters. A header may take sixteen times its size when it is read.
+MAX_HEADER_BYTES = 16 << 20
 _HEADER_PART_BYTES = 64 << 10
 #: Unless somebody says otherwise (FLEET_MAX_MESSAGE_MB).
 MAX_PAYLOAD_BYTES = SecurityKnobs.max_message_bytes
@@ -167,9 +168,8 @@ def _layout(message: Any, payload_size: int) -> list[tuple[int, int, str, tuple[
         raise ProtocolError("a frame has too many tensors", expected=MAX_TENSORS, got=len(message.tensors))
     announced, offset = [], 0
     for tensor in message.tensors:
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
-        nbytes = checked_size(dtype, shape)
-        announced.append((offset, nbytes, dtype, shape))
+        nbytes = checked_size(tensor.dtype, tensor.shape)
+        announced.append((offset, nbytes, tensor.dtype, tuple(tensor.shape)))
         offset += padded(nbytes)
         if offset > payload_size:
             break

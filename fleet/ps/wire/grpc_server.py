@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError
 from fleet.ports import holder_of, is_taken
@@ -37,6 +38,9 @@ _MAX_UNDER_WAY = 1024
 
 #: To say who it is, a new connection has so long.
 _HANDSHAKE_MS = 10_000
+
+#: A request that has begun may bring nothing for so long.
+STALL_S = 60.0
 
 #: So many replies, and so many bytes as one message may have, wait for one peer to read. More are dropped: it asks and
 #: asks and does not listen.
@@ -133,6 +137,7 @@ class _Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, details: Any) -> Any:
         presented = [value for key, value in details.invocation_metadata or () if key == TOKEN]
         refusal = self._security.refusal(presented, self._endpoint)
+        self._methods.arrivals.give_up()
         if refusal is None:
             return self._methods.of(details.method)
         return grpc.stream_stream_rpc_method_handler(lambda _, context: self._turn_away(refusal, context.peer()))
@@ -149,14 +154,20 @@ class _Methods:
     def __init__(
         self, handler: Handler, pool: ThreadPoolExecutor, threads: int, urgent: ThreadPoolExecutor, limit: int
     ) -> None:
-        # A peer has two lanes, and one thread stays free of both.
+        self.arrivals = _Arrivals()
+        # A peer has two lanes for replies, and one thread stays free of both; what it sends has a lane as well.
         lanes = _Lanes(pool, max(1, (threads - 1) // 2), limit)
 
         def exchange(request: bytes, context: Any, send: _Send) -> None:
             _Exchange(context, send, lanes).serve(handler, (request,), limit)
 
+        reading = _Lanes(pool, max(1, (threads - 1) // 2), limit)
+
         def upload(requests: Iterator[bytes], context: Any, send: _Send) -> None:
-            _Exchange(context, send, lanes).serve(handler, _as_long_as_sent(requests), limit)
+            def serve() -> None:
+                _Exchange(context, send, lanes).serve(handler, self.arrivals.read(context, requests), limit)
+
+            reading.enter(context.peer(), serve, 0, here=True)
 
         overtaking = _Lanes(urgent, 1, limit)
 
@@ -177,16 +188,36 @@ class _Methods:
         return self._methods.get(name)
 
 
-def _as_long_as_sent(requests: Iterator[bytes]) -> Iterator[bytes]:
-    try:
-        yield from requests
-    except grpc.RpcError:
-        raise TransportError("the peer hung up in the middle of its request") from None
+class _Arrivals:
+    """Requests of several pieces on their way in. Each holds a thread; one that brings nothing for long loses it."""
+
+    def __init__(self) -> None:
+        self._clock = SystemClock()
+        self._heard: dict[Any, float] = {}  # by its context, when a request's last piece came
+
+    def read(self, context: Any, requests: Iterator[bytes]) -> Iterator[bytes]:
+        self._heard[context] = self._clock.now()
+        try:
+            for piece in requests:
+                self._heard[context] = self._clock.now()
+                yield piece
+        except grpc.RpcError:
+            raise TransportError("the peer hung up in the middle of its request") from None
+        finally:
+            del self._heard[context]
+
+    def give_up(self) -> None:
+        """Whenever anything comes: threads are missed by nobody else."""
+        latest = self._clock.now() - STALL_S
+        for context, heard in list(self._heard.items()):
+            if heard < latest:
+                context.cancel()
 
 
 class _Lanes:
-    """Replies on their way out. gRPC's send waits for the peer to read, so every peer has a lane, with room for a few
-    replies side by side and the others behind them: one that stops reading never holds all threads of the pool.
+    """Replies on their way out, or large requests on their way in. gRPC waits for the peer to read, or to send, so
+    every peer has a lane, with room for a few side by side and the others behind them: one that stops halfway never
+    holds all threads of the pool.
 
     The room is more than one where the pool allows it, since a peer may wait for its second reply before its first.
     """
