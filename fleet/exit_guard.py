@@ -60,8 +60,8 @@ def _abort_all(reason: str) -> None:
 
 
 def _tell(reason: str) -> None:
-    """From a thread of its own, and not for ever: what ended the main thread (Ctrl-C, a signal) may have come between two
-    instructions, with a lock held that this needs."""
+    """From a thread of its own, and not for ever: what ended the main thread (Ctrl-C, a signal) may have come between
+    two instructions, with a lock held that this needs."""
     telling = threading.Thread(target=_abort_all, args=(reason,), daemon=True)
     telling.start()
     telling.join(TELLING_S)

@@ -65,6 +65,7 @@ ONLY: dict[str, dict[str, str]] = {
     "mpi4py": {"mpi.py": "adapter"},
     "numba llvmlite": {"ps/kernels/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
+        "checkpoint/manifest.py": "reader",
         "checkpoint/pieces.py": "writers",
         "collective/clerk.py": "clerk",
         "exit_guard.py": "lock",
