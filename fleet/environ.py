@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fleet.errors import ConfigurationError, UnsupportedError
+from fleet.errors import ConfigurationError
 
 _log = logging.getLogger("fleet")
 
 PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
-
-#: Understood, not there yet: setting one is refused by name rather than ignored.
-_REFUSED = ("FLEET_DURABLE_DIR",)
 
 #: Settings of the source documents with nothing to act on here (docs/environment.md says why), checked all the same.
 _IDLE = (
@@ -38,8 +35,9 @@ _SECURITY = (
     *("FLEET_TLS_CERT", "FLEET_TLS_KEY", "FLEET_TLS_CA", "FLEET_TLS_SERVER_NAME"),
 )
 _KNOWN = {
-    *(*_REFUSED, *_IDLE, *_ACTING, *_SECURITY),
+    *(*_IDLE, *_ACTING, *_SECURITY),
     *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"),
+    *("FLEET_DURABLE_DIR", "FLEET_DURABLE_SYNC"),
 }
 
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
@@ -140,14 +138,14 @@ class Knobs:
     job_id: str = ""
     #: where a server takes direct connections, 0: at any free port; None: no direct connections
     direct_port: int | None = 0
+    #: where servers keep what they acknowledge; empty: nowhere
+    durable_dir: str = ""
+    durable_sync: str = "interval"
     communicator: CommunicatorKnobs = CommunicatorKnobs()
     security: SecurityKnobs = SecurityKnobs()
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
-        for name in _REFUSED:
-            if environ.get(name, "").strip():
-                raise UnsupportedError(f"{name} is set and not supported yet", todo=f"Unset {name}.")
         for name in _IDLE:
             _number(environ, name, 1, whole=True, least=0)
         for name in sorted(environ):
@@ -181,6 +179,8 @@ class Knobs:
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
             direct_port=direct_port,
+            durable_dir=environ.get("FLEET_DURABLE_DIR", "").strip(),
+            durable_sync=_choice(environ, "FLEET_DURABLE_SYNC", cls.durable_sync, ("always", "interval", "os")),
             communicator=CommunicatorKnobs.read(environ),
             security=security,
         )
@@ -201,6 +201,13 @@ def _number(
         bound = f"of at least {least}" if whole else "above zero"
         raise ConfigurationError(f"{name} is not usable", expected=f"{kind} {bound}", got=repr(text))
     return value * unit
+
+
+def _choice(environ: Mapping[str, str], name: str, default: str, among: tuple[str, ...]) -> str:
+    text = environ.get(name, "").strip().lower() or default
+    if text not in among:
+        raise ConfigurationError(f"{name} is not usable", expected=" or ".join(among), got=repr(text))
+    return text
 
 
 def _token(environ: Mapping[str, str]) -> str:

@@ -138,7 +138,7 @@ class Directory:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             for _ in range(_LOCK_TRIES):
-                if _lock(descriptor):
+                if locked(descriptor):
                     break
                 SystemClock().sleep(_LOCK_PAUSE_S)
             yield
@@ -264,7 +264,7 @@ class Claimed:
             try:
                 Directory(draft).create(MARK, [self.proof.encode()])
                 self._descriptor = os.open(draft / MARK, os.O_RDONLY)
-                _lock(self._descriptor)
+                locked(self._descriptor)
                 os.rename(draft, folder.path)
             except BaseException:
                 self.close()
@@ -307,13 +307,13 @@ def is_abandoned(folder: Place) -> bool:
     except OSError:
         return True
     try:
-        return _lock(descriptor)
+        return locked(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether the lock could be had."""
+def locked(descriptor: int) -> bool:
+    """Whether this process has the lock on a file now; it has it until it closes the file."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system

@@ -6,7 +6,7 @@ free ask for version 0, which is always there; bounded staleness asks for a late
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 
 from fleet.errors import ProtocolError
 from fleet.ps.consistency.base import Answer, Apply, Effect
@@ -40,6 +40,13 @@ class ArrivalGate:
         self._clock.pop(worker, None)
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
         return self._settle()
+
+    @property
+    def clocks(self) -> dict[int, int]:
+        return dict(self._clock)
+
+    def resume(self, clocks: Mapping[int, int], version: int) -> None:
+        self._clock, self._applied = dict(clocks), version
 
     def delivered(self, worker: int) -> int:
         return self._clock[worker]

@@ -5,7 +5,7 @@ Pure: no thread, no clock, no tensor. A gate is told what arrived and answers wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,15 @@ class Gate(Protocol):
 
     def leave(self, worker: int) -> list[Effect]:
         """``worker`` said goodbye or was given up on; its waiting requests are dropped."""
+        ...
+
+    @property
+    def clocks(self) -> dict[int, int]:
+        """The newest step of every worker that is still part of this."""
+        ...
+
+    def resume(self, clocks: Mapping[int, int], version: int) -> None:
+        """Be where another gate was that had these, with nothing pending."""
         ...
 
     def delivered(self, worker: int) -> int:

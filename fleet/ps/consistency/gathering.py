@@ -12,7 +12,7 @@ Pure: no thread, no clock, no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fleet.errors import PlanMismatchError, ProtocolError
@@ -136,6 +136,20 @@ class Gatherings:
         self._came.pop(worker, None)
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
         return self._settle()
+
+    @property
+    def came(self) -> dict[int, int]:
+        """The newest gathering of every worker that is still part of this."""
+        return dict(self._came)
+
+    @property
+    def open(self) -> frozenset[int]:
+        """The gatherings that are not decided yet."""
+        return frozenset(self._open)
+
+    def resume(self, came: Mapping[int, int], decided: Iterable[int]) -> None:
+        """Be where others were that had these, with none open."""
+        self._came, self._decided = dict(came), set(decided)
 
     def reached(self, worker: int) -> int:
         """The newest gathering ``worker`` has come to."""

@@ -7,7 +7,7 @@ silent for longer than the deadline, or the whole job failed because it never ca
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fleet.errors import IdentityError
@@ -96,8 +96,20 @@ class Membership:
         member.last_heard = now
         return True
 
+    def told(self) -> list[tuple[str, int, str]]:
+        """Of every worker: how it stands, its incarnation and its label."""
+        return [(each.standing.value, each.incarnation, each.label) for each in self._members.values()]
+
+    def resume(self, told: Iterable[tuple[str, int, str]], now: float) -> None:
+        """Be what another one was that told this; everybody is heard of now."""
+        for worker, (standing, incarnation, label) in enumerate(told):
+            self._members[worker] = Member(Standing(standing), incarnation, label, now)
+
     def leave(self, worker: int) -> None:
         self._members[worker].standing = Standing.LEFT
+
+    def lose(self, worker: int) -> None:
+        self._members[worker].standing = Standing.LOST
 
     def awaited(self) -> tuple[int, ...]:
         """Who is here or may still come."""

@@ -27,6 +27,13 @@ class Staleness:
     def add(self, worker: int, name: str, staleness: int) -> None:
         self._counts.setdefault(worker, {}).setdefault(name, Counter())[bucket(staleness)] += 1
 
+    def resume(self, counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+        """What had been counted before, as it came through JSON."""
+        for worker, by_name in counts.items():
+            for name, of in by_name.items():
+                for lower, count in of.items():
+                    self._counts.setdefault(int(worker), {}).setdefault(name, Counter())[int(lower)] += count
+
     @property
     def counts(self) -> Counts:
         return self._counts

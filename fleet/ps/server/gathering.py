@@ -6,7 +6,7 @@ A reduction is computed when its gathering closes, in worker order, so that its 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fleet.errors import FleetError, ProtocolError
@@ -67,6 +67,30 @@ class Hall:
         if isinstance(outcome, FleetError):
             return error_reply(outcome)
         return Frame(pb.Reply(), [] if outcome is None else [outcome])
+
+    def is_open(self, number: int) -> bool:
+        """Whether it is not decided yet what comes of a gathering."""
+        return number in self._decisions.open
+
+    def told(self) -> dict[int, int]:
+        """The newest decided gathering that every worker has come to."""
+        return {
+            worker: max((n for n in range(came, 0, -1) if not self.is_open(n)), default=0)
+            for worker, came in self._decisions.came.items()
+        }
+
+    def outcomes(self) -> Iterator[tuple[int, Frame]]:
+        """What came of the gatherings that somebody may still ask for."""
+        for number in self._outcomes:
+            yield number, self.answer(number)
+
+    def resume(self, came: Mapping[int, int]) -> None:
+        self._decisions.resume(came, ())
+
+    def know(self, number: int, outcome: Outcome) -> None:
+        """What came of a gathering, before this process was there."""
+        self._decisions.resume(self._decisions.came, {*self._outcomes, number})
+        self._outcomes[number] = outcome
 
     def lacking(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every gathering that waits, in words, and the workers it waits for."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE
@@ -73,3 +76,35 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
             columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
             # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
             table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})
+
+
+def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+    """Fill a shard with the pieces that one of the same plan has exported."""
+    tables = {table.spec.name: table for table in shard.tables}
+    slots = {(shard.plan.param_of(slot.block).name, slot.block.offset): slot for slot in shard.dense.layout.slots}
+    starts: dict[str, list[int]] = {}
+    for name, offset in sorted(slots):
+        starts.setdefault(name, []).append(offset)
+    assembly = Assembly({_of_block(*key): slot.block.numel for key, slot in slots.items()}, "its own snapshot")
+    shard.prepare()
+    for about, tensors in pieces:
+        if DENSE in about:
+            told = []
+            for entry in about[DENSE]:
+                offsets = starts[entry["param"]]
+                start = offsets[bisect_right(offsets, entry["offset"]) - 1]
+                told.append({**entry, "param": _of_block(entry["param"], start), "offset": entry["offset"] - start})
+            assembly.add(told, tensors)
+        else:
+            ids, *columns = [tensor.numpy() for tensor in tensors]
+            tables[about[TABLE]].load(ids, dict(zip(about["columns"], columns, strict=True)))
+    states: list[BlockState] = []
+    for slot in shard.dense.layout.slots:
+        whole, flat = assembly.whole(_of_block(shard.plan.param_of(slot.block).name, slot.block.offset))
+        shard.dense.write(slot.position, whole.pop(VALUE))
+        states.append((whole, flat))
+    shard.dense.restore(states)
+
+
+def _of_block(name: str, offset: int) -> str:
+    return f"{name}[{offset}]"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
+from fleet.ps.server.durable import Durable
 from fleet.ps.server.job import Restore
 from fleet.ps.server.service import Service
 from fleet.ps.wire.transport import Network
@@ -37,7 +38,8 @@ class ServerRuntime:
     ) -> None:
         self._endpoint = endpoint
         self._clock = clock
-        self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore)
+        durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
+        self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore, durable=durable)
         self._listener = network.listen(endpoint, self._service.handle)
 
     def run(self) -> None:
@@ -53,6 +55,7 @@ class ServerRuntime:
         finally:
             self._service.stop("its process ends")
             self._listener.close(GRACE_S)
+            self._service.close()
         failure = self._service.failure
         if failure is not None and not stopped:
             raise failure.again()

@@ -8,6 +8,7 @@ round is never mistaken for a dead server.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -34,10 +35,12 @@ from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Apply, Effect
 from fleet.ps.consistency.membership import Membership, NeverCame, Standing
 from fleet.ps.server.claims import Claims
+from fleet.ps.server.durable import Durable
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
+from fleet.ps.server.remembering import Memory, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.table.shard import Contribution, Piece, Shard
@@ -70,9 +73,11 @@ class Service:
         *,
         expected: Expected | None = None,
         restore: Restore | None = None,
+        durable: Durable | None = None,
     ) -> None:
         """``expected`` is the number of workers and the servers this process was told of, where it was told;
-        ``restore`` the checkpoint to start from."""
+        ``restore`` the checkpoint to start from; ``durable`` where what is acknowledged is kept, and where it may be
+        from before."""
         self._endpoint = endpoint
         self._knobs = knobs
         self._clock = clock
@@ -89,6 +94,7 @@ class Service:
         self._told: set[int] = set()
         self._failed_at = 0.0
         self._tickets = itertools.count()
+        self._suspended = False
         self.ended = threading.Event()
         self._handlers: dict[str, Callable[[Any, Frame, Respond, Outbox], None]] = {
             "upload": self._upload,
@@ -108,6 +114,10 @@ class Service:
             "abort": self._abort,
         }
 
+        self._memory = None if durable is None else Memory(durable)
+        if self._memory is not None:
+            self._remember(self._memory)
+
     @property
     def failure(self) -> FleetError | None:
         """Why the job ended, if it did not end well."""
@@ -126,13 +136,17 @@ class Service:
         try:
             with self._lock:
                 if kind == "hello":
+                    self._note(kind, frame, outbox)
                     self._hello(request, respond, outbox)
                 elif kind in self._handlers:
                     self._check_member(request, parting=kind == "bye")
+                    self._note(kind, frame, outbox)
                     self._handlers[kind](request, frame, respond, outbox)
                 else:
                     raise ProtocolError("a request of an unknown kind", where=str(self._endpoint))
                 self._refuse_standstill(outbox)
+                if self._memory is not None and self._memory.is_due and self._can_be_kept():
+                    self._snapshot(self._memory)
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             self._send(outbox)
@@ -156,24 +170,95 @@ class Service:
                         effect.worker,
                         effect.silent_s,
                     )
-                    self._departed(effect.worker, outbox)
+                    self._lose(effect.worker, outbox)
             self._refuse_standstill(outbox)
+            if self._memory is not None:
+                self._memory.tick(now)
             if self._job is not None:
                 self._job.claims.tick(now, outbox)
         self._send(outbox)
 
     def stop(self, reason: str) -> None:
-        """End the job from outside, as a signal does."""
+        """End the job from outside, as a signal does; one that is kept on disk goes on when its server does."""
         outbox: Outbox = []
         with self._lock:
+            if self._memory is not None and not self._over:
+                self._suspended = True
+                self.ended.set()
+                return
             self._fail(JobAbortedError(f"server {self._endpoint} was stopped", got=reason), outbox)
         self._send(outbox)
+
+    # ---------------------------------------------------------------- what is kept on disk
+
+    def _note(self, kind: str, frame: Frame, outbox: Outbox) -> None:
+        """Have a request that changes anything in the journal, before it does."""
+        if self._suspended:
+            raise StillBusyError("this server is being stopped, and goes on when it is started again")
+        if self._memory is None:
+            return
+        try:
+            self._memory.note(kind, frame, self._job)
+        except OSError as error:
+            failure = JobAbortedError(f"server {self._endpoint} cannot write its journal", got=str(error))
+            self._fail(failure, outbox)
+            raise failure from None
+
+    def _can_be_kept(self) -> bool:
+        """Whether everything is there that a snapshot is made of."""
+        job = self._job
+        return not self._over and job is not None and job.initialized and not job.growing
+
+    def _snapshot(self, memory: Memory) -> None:
+        assert self._members is not None
+        with self._members_lock:
+            members = self._members.told()
+        try:
+            memory.take(self._running(), members)
+        except OSError as error:  # the journal goes on
+            _log.warning("%s: no snapshot could be taken, and the journal grows: %s", self._endpoint, error)
+
+    def _remember(self, memory: Memory) -> None:
+        """Be where the server was whose memory this is."""
+        state = memory.known()
+        if state is not None:
+            spec = JobSpec.from_json(state["spec"])
+            self._job = self._new_job(spec, state["job_id"])
+            memory.resume(self._job, state)
+            self._members = self._new_members(spec)
+            self._members.resume(state["members"], self._clock.now())
+
+        def ask(request: Frame) -> None:
+            with contextlib.suppress(FleetError):  # it was refused then as well
+                self.handle(request, lambda _: None)
+
+        memory.replay(
+            ask,
+            lambda worker: self._lose(worker, []),
+            lambda number, reply: self._running().hall.know(number, outcome_of(reply)),
+        )
+        if self._job is None:
+            return
+        if self._knobs.job_id not in ("", self._job.job_id):
+            raise ConfigurationError(
+                "the state of another job is kept here",
+                where=str(memory.directory),
+                expected=f"job {self._knobs.job_id!r} (FLEET_JOB_ID)",
+                got=f"job {self._job.job_id!r}",
+                todo="Remove the directory if that job is over, or let this one keep its state elsewhere.",
+            )
+        _log.warning("%s: goes on from %s, at version %d", self._endpoint, memory.directory, self._job.gate.version)
 
     def _send(self, outbox: Outbox) -> None:
         for respond, frame in outbox:
             respond(frame)
         if self._over and (self._failure is None or self._all_told()):
             self.ended.set()
+
+    def close(self) -> None:
+        """After the last request: keep what has to be kept."""
+        if self._memory is not None:
+            self._memory.end(over=self._over)
 
     def _all_told(self) -> bool:
         """A job that failed is not gone before every worker has heard why, within a few of its heartbeats."""
@@ -211,7 +296,7 @@ class Service:
         label = _on_one_line(hello.label[:200])
         try:
             check_cluster(self._endpoint, self._expected, spec, hello)
-            job = self._job or self._new_job(spec, hello)
+            job = self._job or self._new_job(spec, hello.job_id)
             check_same_job(self._endpoint, self._knobs.job_id or job.job_id, job.plan, spec, hello)
             check_share(self._endpoint, job.plan, hello.server, hello.options, self._most_bytes)
         except FleetError as error:
@@ -222,12 +307,7 @@ class Service:
             _log.warning("%s: worker %d (%s) was refused: %s", self._endpoint, request.worker, label, told)
             raise
         with self._members_lock:
-            members = self._members or Membership(
-                spec.settings.worker_num,
-                silence_s=self._knobs.rpc_deadline_s,
-                startup_s=self._knobs.startup_deadline_s,
-                now=self._clock.now(),
-            )
+            members = self._members or self._new_members(spec)
             members.hello(request.worker, request.incarnation, label, self._clock.now())
             self._members = members
         if self._job is None:
@@ -267,6 +347,13 @@ class Service:
             before = None if members is None else members.succeeds(request.worker, request.incarnation)
         ours = self._knobs.job_id or ("" if self._job is None else self._job.job_id)
         restarted = bool(ours) and ours == request.hello.job_id
+        if before is Standing.LIVE and not restarted and self._memory is not None and self._memory.goes_on:
+            raise IdentityError(
+                "this server goes on with a job whose state it has kept, and this worker was not part of it",
+                where=f"{self._endpoint}, {self._memory.directory}",
+                got=f"a new worker {request.worker}",
+                todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
+            )
         if not restarted and (before is Standing.LEFT or (before is not None and self._over)):
             raise StillBusyError(
                 "this server has not finished an earlier job yet",
@@ -276,12 +363,20 @@ class Service:
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
 
-    def _new_job(self, spec: JobSpec, hello: Any) -> Job:
+    def _new_members(self, spec: JobSpec) -> Membership:
+        return Membership(
+            spec.settings.worker_num,
+            silence_s=self._knobs.rpc_deadline_s,
+            startup_s=self._knobs.startup_deadline_s,
+            now=self._clock.now(),
+        )
+
+    def _new_job(self, spec: JobSpec, job_id: str) -> Job:
         plan = make_plan(spec)
         mode = MODES[spec.settings.mode]
         gate = mode.gate(range(spec.settings.worker_num), 0)
         claims = Claims(str(self._endpoint), self._knobs.rpc_deadline_s, self._grant, only_first=mode.adds)
-        return Job(plan, hello.job_id, gate, Hall(spec.settings.worker_num), claims)
+        return Job(plan, job_id, gate, Hall(spec.settings.worker_num), claims)
 
     def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
@@ -302,6 +397,8 @@ class Service:
             else:
                 with self._lock:
                     job.shard, job.initialized = shard, True
+                    if self._memory is not None:  # the journal says nothing of where this came from
+                        self._snapshot(self._memory)
                     self._release_early(job, outbox)
             self._send(outbox)
 
@@ -619,6 +716,8 @@ class Service:
             _, restore, job.shard = loaded
             job.steps_before, job.steps = restore.version, {}
             job.last = (restore.id, restore.url)
+            if self._memory is not None:
+                self._snapshot(self._memory)
 
     def _settle(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         job, settle = self._running(), request.settle
@@ -702,6 +801,14 @@ class Service:
         self._fail(JobAbortedError(reason, got=request.abort.reason[:MOST_REASON]), outbox)
         self._told.add(request.worker)
         outbox.append((respond, Frame(pb.Reply())))
+
+    def _lose(self, worker: int, outbox: Outbox) -> None:
+        if self._memory is not None:
+            self._memory.lost(worker)
+        assert self._members is not None
+        with self._members_lock:
+            self._members.lose(worker)
+        self._departed(worker, outbox)
 
     def _departed(self, worker: int, outbox: Outbox) -> None:
         job = self._running()

@@ -29,13 +29,17 @@ class History:
             for table in tables:
                 table.begin_epoch(self._epoch)
 
+    def next_epoch(self) -> int:
+        """A new epoch begins; its number."""
+        self._epoch += 1
+        self.watch(self._tables)
+        return self._epoch
+
     def begin(self, checkpoint: str, after: str) -> int:
         """A checkpoint begins to be written: from which epoch on rows belong into it if it is to follow on ``after``.
         0: all of them do."""
         known, since = self._last
-        self._epoch += 1
-        self.watch(self._tables)
-        self._begun = (checkpoint, self._epoch)
+        self._begun = (checkpoint, self.next_epoch())
         return since if after and after == known else 0
 
     def exists(self, checkpoint: str) -> None:

@@ -80,6 +80,10 @@ class Shard:
         self._add_tables()
 
     @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
     def options(self) -> tuple[str, ...]:
         """The param groups' options as they were pushed last."""
         return self._options_text

@@ -1,0 +1,206 @@
+"""What a server keeps on disk so that killing it loses nothing: a journal of what it did, and snapshots that cut it.
+
+Every request that changes anything is in the journal before it is carried out, so before anybody hears of it. A server
+does the same things when it is asked the same in the same order; so one that starts again reads its last snapshot,
+does over what the journal has since, and is where it was. Workers, whose requests broke, ask again, and no step counts
+twice.
+
+A snapshot has the rows that changed since the one before it, and names that one's files as well, until they are more
+than a whole one. A new journal begins with it, and the older one goes when it is complete; until then the older
+snapshot and both journals lead to the same state.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet.checkpoint.manifest import TABLE, read
+from fleet.checkpoint.pieces import PieceFile, PieceWriter
+from fleet.checkpoint.places import Directory, locked
+from fleet.cluster import Endpoint
+from fleet.errors import CheckpointError, ConfigurationError
+from fleet.ps.server.journal import Journal
+from fleet.ps.table.shard import Piece
+
+#: When the journal is synced: with every record, from time to time, or when the system pleases.
+ALWAYS, INTERVAL, NEVER = "always", "interval", "os"
+SYNC_S = 1.0
+#: A snapshot is taken when the journal is this long.
+JOURNAL_BYTES = 256 << 20
+_STATE = "state.json"
+_SNAPSHOT, _JOURNAL = "snapshot-", "journal-"
+
+
+class Kind(bytes, enum.Enum):
+    """What a record holds."""
+
+    REQUEST = b"Q"
+    #: a gathering's number, and what came of it, as a reply
+    OUTCOME = b"O"
+    #: a worker that was given up on
+    LOST = b"L"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a server knew, apart from its shard, and the files that hold that."""
+
+    state: dict[str, Any]
+    files: tuple[PieceFile, ...]
+
+
+class Durable:
+    def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int = JOURNAL_BYTES) -> None:
+        self.directory = Path(root).resolve() / f"{endpoint.host.replace(':', '_')}_{endpoint.port}"
+        self._sync = sync
+        self._most = journal_bytes
+        self._synced_at = 0.0
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.directory, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigurationError("FLEET_DURABLE_DIR cannot be used", where=root, got=str(error)) from None
+        if not locked(self._lock):
+            os.close(self._lock)
+            raise ConfigurationError(
+                "another server keeps its state here",
+                where=str(self.directory),
+                todo="Stop it, or give this one another endpoint or another FLEET_DURABLE_DIR.",
+            )
+        self._number = self._newest_snapshot()
+        self.snapshot: Snapshot | None = self._read_state(self._number) if self._number else None
+        self._journals = [Journal(self._path(_JOURNAL, number)) for number in self._journal_numbers()]
+
+    # ---------------------------------------------------------------- what is there
+
+    def _path(self, kind: str, number: int) -> Path:
+        return self.directory / f"{kind}{number:08d}"
+
+    def _numbers(self, kind: str) -> list[int]:
+        names = (name.removeprefix(kind) for name in os.listdir(self.directory) if name.startswith(kind))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _newest_snapshot(self) -> int:
+        complete = [n for n in self._numbers(_SNAPSHOT) if (self._path(_SNAPSHOT, n) / _STATE).is_file()]
+        return max(complete, default=0)
+
+    def _journal_numbers(self) -> list[int]:
+        return [number for number in self._numbers(_JOURNAL) if number >= self._number] or [self._number]
+
+    def _read_state(self, number: int) -> Snapshot:
+        path = self._path(_SNAPSHOT, number) / _STATE
+        try:
+            raw = json.loads(path.read_bytes())
+            if raw.pop("crc32") != _crc32(raw):
+                raise ValueError("its checksum is wrong")
+            return Snapshot(raw["state"], tuple(PieceFile.told(each) for each in raw["files"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
+
+    def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
+        """The shard's pieces in the snapshot, in the order in which they are to be taken."""
+        for file in self._files():
+            yield file.about, read(Directory(self.directory), file)
+
+    def records(self) -> Iterator[tuple[Kind, memoryview]]:
+        """What happened after the snapshot."""
+        for journal in self._journals:
+            for record in journal.read():
+                yield Kind(bytes(record[:1])), memoryview(record)[1:]
+
+    # ---------------------------------------------------------------- what happens
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a snapshot."""
+        return sum(journal.bytes for journal in self._journals) >= self._most
+
+    def record(self, kind: Kind, buffers: Iterable[bytes | memoryview]) -> None:
+        journal = self._journals[-1]
+        journal.append([kind.value, *buffers])
+        if self._sync == ALWAYS:
+            journal.sync()
+
+    def tick(self, now: float) -> None:
+        if self._sync == INTERVAL and now - self._synced_at >= SYNC_S:
+            self._synced_at = now
+            self._journals[-1].sync()
+
+    def take(
+        self,
+        state: dict[str, Any],
+        pieces: Iterable[Piece],
+        carried: Iterable[tuple[Kind, list[bytes | memoryview]]],
+        *,
+        on_top: bool,
+    ) -> None:
+        """A snapshot of this moment. ``carried`` are the records that belong to what is not finished yet. With
+        ``on_top`` the pieces come after those of the snapshot before."""
+        number = self._journal_numbers()[-1] + 1
+        self._journals.append(Journal(self._path(_JOURNAL, number)))
+        for kind, buffers in carried:
+            self.record(kind, buffers)
+        folder = self._path(_SNAPSHOT, number)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        before = [file for file in self._files() if on_top and TABLE in file.about]
+        with PieceWriter(Directory(folder), folder.name, "piece") as writer:
+            for piece in pieces:
+                writer.add(piece.about, piece.tensors)
+        self.snapshot = Snapshot(state, (*before, *writer.files))
+        content = {"state": state, "files": [asdict(file) for file in self.snapshot.files]}
+        self._journals[-1].sync()
+        Directory(folder).publish(_STATE, json.dumps({**content, "crc32": _crc32(content)}).encode())
+        self._number = number
+        self._clean()
+
+    def _files(self) -> tuple[PieceFile, ...]:
+        return () if self.snapshot is None else self.snapshot.files
+
+    @property
+    def table_bytes(self) -> int:
+        """How large the rows in the last snapshot are, those that come in it twice counted twice."""
+        return sum(file.bytes for file in self._files() if TABLE in file.about)
+
+    def _clean(self) -> None:
+        for journal in self._journals[:-1]:
+            journal.close()
+            journal.path.unlink(missing_ok=True)
+        del self._journals[:-1]
+        used = {Path(file.file).parts[0] for file in self._files()} | {self._path(_SNAPSHOT, self._number).name}
+        for number in self._numbers(_SNAPSHOT):
+            path = self._path(_SNAPSHOT, number)
+            if path.name not in used:
+                shutil.rmtree(path, ignore_errors=True)
+            elif number != self._number:
+                (path / _STATE).unlink(missing_ok=True)
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """The process ends, and the job does not."""
+        for journal in self._journals:
+            journal.sync()
+            journal.close()
+        self._journals.clear()
+        os.close(self._lock)
+
+    def forget(self) -> None:
+        """The job is over."""
+        for journal in self._journals:
+            journal.close()
+        self._journals.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

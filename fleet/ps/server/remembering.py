@@ -1,0 +1,199 @@
+"""What a server has to remember of its job, and how it becomes what it was: the job's side of ``durable.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleet.errors import FleetError, UnsupportedError
+from fleet.ps.server.durable import Durable, Kind
+from fleet.ps.server.job import Job
+from fleet.ps.server.loading import fill_own
+from fleet.ps.table.shard import FIRST, Piece, Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import raise_if_error
+from fleet.ps.wire.frame import Frame, read_frame
+
+#: Requests that change what a server would do next.
+NOTED = frozenset(("hello", "upload", "ready", "extend", "push", "gather", "bye"))
+
+
+class Memory:
+    def __init__(self, durable: Durable) -> None:
+        self._durable = durable
+        #: pushes and gatherings that may not be finished, by what tells them apart
+        self._open: dict[tuple[str, int, int], Frame] = {}
+        self._replaying = False
+        #: the epoch that began with the last snapshot
+        self._epoch = 0
+        #: whether there is anything from before
+        self.goes_on = False
+
+    @property
+    def directory(self) -> Path:
+        return self._durable.directory
+
+    # ---------------------------------------------------------------- becoming what was
+
+    def known(self) -> dict[str, Any] | None:
+        """What the last snapshot tells apart from the shard."""
+        return None if self._durable.snapshot is None else self._durable.snapshot.state
+
+    def resume(self, job: Job, state: dict[str, Any]) -> None:
+        """Make a new job the one that the last snapshot is of."""
+        shard = Shard(job.plan, state["server"], state["seed"], state["options"])
+        fill_own(shard, self._durable.pieces())
+        shard.dense.clock = state["clock"]
+        for table, step in zip(shard.tables, state["table_steps"], strict=True):
+            table.step = step
+        shard.staleness.resume(state["staleness"])
+        shard.warm()
+        self._epoch = shard.history.next_epoch()
+        job.shard, job.initialized = shard, True
+        job.gate.resume(_by_worker(state["clocks"]), state["version"])
+        job.hall.resume(_by_worker(state["came"]))
+        job.steps_before, job.steps = state["steps_before"], _by_worker(state["steps"])
+        job.loads = state["loads"]
+
+    def replay(
+        self, ask: Callable[[Frame], None], lose: Callable[[int], None], know: Callable[[int, Frame], None]
+    ) -> None:
+        """Do over what happened since."""
+        self._replaying = True
+        try:
+            for kind, data in self._durable.records():
+                self.goes_on = True
+                if kind is Kind.REQUEST:
+                    ask(read_frame(pb.Request, [bytes(data)]))
+                elif kind is Kind.OUTCOME:
+                    reply = read_frame(pb.Reply, [bytes(data)])
+                    know(reply.message.version, reply)
+                else:
+                    lose(int.from_bytes(data, "little"))
+        finally:
+            self._replaying = False
+        self.goes_on = self.goes_on or self._durable.snapshot is not None
+
+    # ---------------------------------------------------------------- remembering
+
+    def note(self, kind: str, frame: Frame, job: Job | None) -> None:
+        """A request that is about to be carried out."""
+        if self._replaying or kind not in NOTED:
+            self._hold(kind, frame)
+            return
+        if job is not None and not job.mode.lockstep and job.plan.spec.settings.dc_lambda:
+            raise _cannot("delay compensation")
+        if job is not None and job.mode.adds:
+            raise _cannot("GEO")
+        self._durable.record(Kind.REQUEST, frame.buffers())
+        self._hold(kind, frame)
+        if job is not None:
+            self._settle(job)
+
+    def _hold(self, kind: str, frame: Frame) -> None:
+        message = frame.message
+        if kind == "push":
+            self._open[kind, message.worker, message.step] = frame
+        elif kind == "gather":
+            self._open[kind, message.worker, message.gather.number] = frame
+
+    def lost(self, worker: int) -> None:
+        """A worker is given up on."""
+        if not self._replaying:
+            self._durable.record(Kind.LOST, [worker.to_bytes(4, "little")])
+
+    def _settle(self, job: Job) -> None:
+        """Let go of what is finished."""
+        self._open = {key: frame for key, frame in self._open.items() if _is_open(job, *key)}
+
+    @property
+    def is_due(self) -> bool:
+        return not self._replaying and self._durable.is_due
+
+    def tick(self, now: float) -> None:
+        self._durable.tick(now)
+
+    def take(self, job: Job, members: Sequence[tuple[str, int, str]]) -> None:
+        """A snapshot of a job whose parameters all are there."""
+        shard = job.shard
+        assert shard is not None
+        self._settle(job)
+        pending: dict[int, int] = {}
+        for kind, worker, number in self._open:
+            if kind == "push":
+                pending[worker] = min(number, pending.get(worker, number))
+        state = {
+            "spec": job.plan.spec.to_json(),
+            "job_id": job.job_id,
+            "server": shard.server,
+            "seed": shard.seed,
+            "options": shard.options,
+            "clock": shard.dense.clock,
+            "table_steps": [table.step for table in shard.tables],
+            "staleness": shard.staleness.counts,
+            "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in job.gate.clocks.items()},
+            "version": job.gate.version,
+            "came": job.hall.told(),
+            "steps_before": job.steps_before,
+            "steps": {worker: steps - self._steps_pending(worker) for worker, steps in job.steps.items()},
+            "loads": job.loads,
+            "members": members,
+        }
+        since, whole = self._epoch, sum(table.nbytes for table in shard.tables)
+        on_top = bool(since) and self._durable.table_bytes < 2 * whole
+        self._epoch = shard.history.next_epoch()
+        carried = [(Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.hall.outcomes()] + [
+            (Kind.REQUEST, frame.buffers()) for frame in self._open.values()
+        ]
+        self._durable.take(state, _pieces(shard, since if on_top else 0), carried, on_top=on_top)
+
+    def _steps_pending(self, worker: int) -> int:
+        return sum(
+            frame.message.push.steps for (kind, who, _), frame in self._open.items() if (kind, who) == ("push", worker)
+        )
+
+    def end(self, *, over: bool) -> None:
+        """This process ends, and the job with it or not."""
+        if over:
+            self._durable.forget()
+        else:
+            self._durable.close()
+
+
+def _is_open(job: Job, kind: str, worker: int, number: int) -> bool:
+    return (worker, number) in job.pushed if kind == "push" else job.hall.is_open(number)
+
+
+def _pieces(shard: Shard, since: int) -> Iterator[Piece]:
+    cursor = FIRST
+    while cursor:
+        piece = shard.export(cursor, since)
+        yield piece
+        cursor = piece.next_cursor
+
+
+def _numbered(number: int, reply: Frame) -> list[bytes | memoryview]:
+    reply.message.version = number
+    return reply.buffers()
+
+
+def _by_worker(raw: dict[str, int]) -> dict[int, int]:
+    return {int(worker): number for worker, number in raw.items()}
+
+
+def _cannot(what: str) -> FleetError:
+    return UnsupportedError(
+        f"a server with FLEET_DURABLE_DIR cannot keep what {what} remembers of each worker",
+        expected="a synchronous, asynchronous or half-asynchronous job, or one of bounded staleness",
+        todo="Unset FLEET_DURABLE_DIR, or choose another strategy.",
+    )
+
+
+def outcome_of(reply: Frame) -> Any:
+    """What came of a gathering, out of the reply that told it."""
+    try:
+        raise_if_error(reply)
+    except FleetError as error:
+        return error
+    return reply.tensors[0] if reply.tensors else None
