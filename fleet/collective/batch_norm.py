@@ -35,6 +35,9 @@ class Meeting:
         self._group: Group | None = None
         self._own: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Meeting:
+        return self  # a copy of the model (an average of weights, say) meets where the model does
+
     def open(self, group: Group) -> None:
         self._group, self._own = group, group.split()
 

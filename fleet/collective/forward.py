@@ -6,7 +6,7 @@ Both replace ``forward`` on an instance, which leaves modules, parameters and th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,4 +38,10 @@ def half_precision(device: torch.device) -> torch.dtype:
 def autocast(model: torch.nn.Module, device: torch.device) -> None:
     """Let the model's forward compute in half precision where that is safe."""
     whole: Any = model
-    whole.forward = torch.autocast(device.type, half_precision(device))(model.forward)
+    # Not torch's decorator: a copy of what that makes would go on computing with this model.
+    whole.forward = functools.partial(_in_half_precision, model.forward, device)
+
+
+def _in_half_precision(forward: Callable[..., Any], device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device.type, half_precision(device)):
+        return forward(*args, **kwargs)
