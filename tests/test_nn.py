@@ -228,7 +228,9 @@ def test_embedding_bag_is_torchs(options: dict[str, Any], call: dict[str, Any], 
     check_bag({**options, "mode": mode}, call)
 
 
-@pytest.mark.parametrize("name", ["two dimensions", "offsets", "the last offset too", "empty bags", "padding"])
+@pytest.mark.parametrize(
+    "name", ["two dimensions", "offsets", "the last offset too", "empty bags", "padding", "padding that is not there"]
+)
 def test_samples_with_weights(name: str) -> None:
     options, call = BAGS[name]
     check_bag({**options, "mode": "sum"}, {**call, "weights": SAMPLE_WEIGHTS.view(call["input"].shape)})

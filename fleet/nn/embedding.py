@@ -127,6 +127,9 @@ def _bag(
     rows, inverse, padding = _rows(module, ids)
     if not len(rows):
         rows = F.pad(rows, (0, 0, 0, 1))  # torch wants a row even where no bag has one
+    elif padding is None and module.padding_idx is not None and per_sample_weights is not None:
+        # Weighted sums are rounded otherwise by torch where there is a padding index, be it in a bag or not.
+        rows, padding = F.pad(rows, (0, 0, 0, 1)), len(rows)
     bags = Bags(offsets, module.mode, per_sample_weights, module.include_last_offset, padding)
     return pool(rows, inverse, bags)
 
