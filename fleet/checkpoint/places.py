@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
+from fleet.checkpoint.files import remove, sync_directory
 from fleet.clock import SystemClock
 from fleet.errors import ArgumentTypeError, CheckpointError
 
@@ -123,12 +123,7 @@ class Directory:
         sync_directory(self.path)
 
     def remove(self, name: str) -> None:
-        path = self.path / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        remove(self.path / name)
 
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -268,7 +263,7 @@ class Claimed:
                 os.rename(draft, folder.path)
             except BaseException:
                 self.close()
-                shutil.rmtree(draft, ignore_errors=True)
+                remove(draft)
                 raise
         else:
             folder.create(MARK, [self.proof.encode()])
@@ -324,10 +319,3 @@ def locked(descriptor: int) -> bool:
         return False
     return True
 
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

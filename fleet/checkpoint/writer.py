@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from types import TracebackType
 
+from fleet.checkpoint.files import sync_directory
 from fleet.checkpoint.manifest import MANIFEST, TABLE, Checkpoint, Manifest, Parent, Saved, is_checkpoint
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
-from fleet.checkpoint.places import Claimed, Directory, Place, is_abandoned, place_at, reference, sync_directory
+from fleet.checkpoint.places import Claimed, Directory, Place, is_abandoned, place_at, reference
 from fleet.errors import CheckpointError
 from fleet.transpiler.specs import JobSpec
 
