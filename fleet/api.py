@@ -205,14 +205,38 @@ class Fleet:
         """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all."""
         self._backend("load_persistables").load_persistables(dirname)
 
-    def save_inference_model(self, dirname: str, model: object, example_inputs: object = None) -> NoReturn:  # noqa: ARG002
-        self._not_yet("save_inference_model")
+    def save_inference_model(
+        self, dirname: str, model: torch.nn.Module, example_inputs: tuple[Any, ...] | None = None
+    ) -> None:
+        """Write what serving needs of ``model`` as a directory; called by one worker or by all.
 
-    def load_inference_model(self, dirname: str) -> NoReturn:  # noqa: ARG002
-        self._not_yet("load_inference_model")
+        ``example_inputs``, a tuple of positional arguments made of tensors, adds a ``torch.export`` program that plain
+        PyTorch runs on batches of any size (docs/serving.md).
+        """
+        backend = self._backend("save_inference_model")
+        from fleet import serving
 
-    def state_dict(self, model: object) -> NoReturn:  # noqa: ARG002
-        self._not_yet("state_dict")
+        backend.save_inference_model(serving.check_dirname(dirname), serving.check_model(model), example_inputs)
+
+    def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
+        """The tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class that was
+        saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program."""
+        from fleet import serving
+
+        return serving.load(serving.check_dirname(dirname), None if model is None else serving.check_model(model))
+
+    def state_dict(self, model: torch.nn.Module, *, tables: bool = True) -> dict[str, Any]:
+        """The job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
+
+        Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix, one that takes any id as
+        its sorted ``ids`` beside the rows; ``tables=False`` leaves remote tables out.
+        """
+        backend = self._backend("state_dict")
+        from fleet import serving
+
+        if not isinstance(tables, bool):
+            raise ArgumentTypeError("tables must be True or False", got=repr(tables))
+        return backend.state_dict(serving.check_model(model), tables=tables)
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Give the whole job the values of plain tensors, as ``state_dict`` returns them or a model in one process

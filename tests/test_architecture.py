@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
     ("collective.pace", "collective.silence"),
     ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
-    ("values", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
+    ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
     ("launch.server",),
@@ -91,6 +91,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/local.py": "events",
     },
     "secrets uuid": {
+        "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",

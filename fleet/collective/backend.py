@@ -10,7 +10,7 @@ import torch
 from fleet import exit_guard
 from fleet.clock import Clock
 from fleet.cluster import Assignment
-from fleet.collective import forward, saving
+from fleet.collective import collecting, forward, saving
 from fleet.collective.batch_norm import Meeting, synchronize
 from fleet.collective.optimizer import CollectiveOptimizer
 from fleet.collective.options import DistributedStrategy, as_collective
@@ -143,6 +143,14 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     def load_state_dict(self, model: object, state: object) -> None:
         saving.load_state(self._running_worker("load_state_dict()"), model, state)
+
+    def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
+        worker = self._running_worker("save_inference_model()")
+        collecting.save_inference_model(worker, dirname, model, example_inputs, self._meeting)
+
+    def state_dict(self, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
+        self._running_worker("state_dict()")
+        return collecting.state_dict(model, tables=tables)
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps

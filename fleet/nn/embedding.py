@@ -164,6 +164,11 @@ _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 
 
+#: Every class that can stand in front of a table, before it went remote and after.
+EMBEDDINGS = (Embedding, _RemoteEmbedding, torch.nn.Embedding)
+BAGS = (EmbeddingBag, _RemoteEmbeddingBag, torch.nn.EmbeddingBag)
+
+
 def is_remote(module: object) -> bool:
     return isinstance(module, Embedding | EmbeddingBag | _RemoteEmbedding | _RemoteEmbeddingBag)
 

@@ -22,7 +22,7 @@ from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker import loading, saving
+from fleet.ps.worker import collecting, loading, saving
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy import Strategy, as_strategy
@@ -193,6 +193,12 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def load_state_dict(self, model: object, state: object) -> None:
         loading.load_state(self._running_worker("load_state_dict()"), model, state)
+
+    def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
+        collecting.save_inference_model(self._running_worker("save_inference_model()"), dirname, model, example_inputs)
+
+    def state_dict(self, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
+        return collecting.state_dict(self._running_worker("state_dict()"), model, tables=tables)
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps

@@ -17,6 +17,7 @@ from ranks import Check, Rank, serve
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fleet.nn as fleet_nn
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.errors import (
     CheckpointError,
@@ -1065,6 +1066,55 @@ def a_checkpoint_of_servers(me: Rank) -> None:
     close([state["exp_avg"] for state in states], expected["exp_avg"], 1e-6)
     assert fleet.resume_step() == 4
     optimizer.minimize(model(torch.ones(2, 20)).sum())
+    fleet.stop_worker()
+
+
+@check(2)
+def models_to_serve(me: Rank) -> None:
+    """Tensors and a program that gives what evaluation gives, whatever options changed about the forward."""
+    options: dict[str, Any] = {
+        "plain": None,
+        "half": DistributedStrategy(use_amp=True),
+        "recompute": DistributedStrategy(recompute_checkpoints=["0", "2"]),
+        "norms": DistributedStrategy(sync_batch_norm=True),
+    }
+    for name, strategy in options.items():
+        fleet = me.fleet()
+        model = network(0)
+        optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), strategy, model=model)
+        fleet.init_worker()
+        for step in range(2):
+            optimizer.minimize(loss_of(model, me.rank, step))
+        state = fleet.state_dict(model)
+        assert list(state) == list(model.state_dict())
+        for key, value in model.state_dict().items():
+            assert torch.equal(state[key], value), key
+            assert value.numel() == 0 or state[key].data_ptr() != value.data_ptr(), "it is a copy"
+        where = me.scratch / f"serve-{name}"
+        fleet.save_inference_model(str(where), model, (batch(me.rank, 0)[:1],))
+        assert (where / "model.pt2").is_file()
+        assert model.training
+        optimizer.minimize(loss_of(model, me.rank, 2))
+        if me.rank == 1:  # alone, which the other need not know
+            fleet.save_inference_model(str(where), model, (batch(me.rank, 0),))
+            model.eval()
+            program = torch.export.load(where / "model.pt2").module()
+            loaded = fleet.load_inference_model(str(where), network(5))
+            for step, size in enumerate((1, 2, 3)):
+                given = batch(me.rank, step)[:size]
+                with torch.no_grad():
+                    assert torch.equal(program(given), model(given)), name
+                    assert name == "half" or torch.equal(loaded(given), model(given)), name
+            model.train()
+        fleet.stop_worker()
+    fleet = me.fleet()
+    model = nn.ModuleDict({"top": nn.Linear(2, 2), "table": fleet_nn.Embedding(None, 2)})
+    fleet.distributed_optimizer(torch.optim.SGD(model["top"].parameters(), lr=0.1))
+    fleet.init_worker()
+    words = "'table.weight' is a remote table that does not belong to the running job"
+    raises(UnsupportedError, words, lambda: fleet.state_dict(model))
+    raises(UnsupportedError, words, lambda: fleet.save_inference_model(str(me.scratch / "no"), model))
+    assert list(fleet.state_dict(model, tables=False)) == ["top.weight", "top.bias"]
     fleet.stop_worker()
 
 

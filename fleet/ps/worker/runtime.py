@@ -52,6 +52,7 @@ from fleet.ps.worker.rows import Ahead, RowReader
 from fleet.ps.worker.summary import summary
 from fleet.strategy import Strategy
 from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import ParamSpec, TableSpec
 from fleet.values import UserValue, reduce_over_workers
 
 _log = logging.getLogger("fleet.worker")
@@ -280,6 +281,16 @@ class WorkerRuntime:
             client.close()
         if self._communicator is not None:
             self._communicator.join()
+
+    # ---------------------------------------------------------------- what is trained
+
+    def parts(self) -> tuple[dict[int, ParamSpec], dict[int, TableSpec]]:
+        """The job's dense parameters, by their identities, and its tables, by those of their handles."""
+        described = self._description
+        return (
+            {id(param): spec for param, spec in zip(described.params, described.spec.params, strict=True)},
+            {id(handle): spec for handle, spec in zip(described.handles, described.spec.tables, strict=True)},
+        )
 
     # ---------------------------------------------------------------- initial values
 
@@ -565,6 +576,11 @@ class WorkerRuntime:
 
         if self._description.handles:
             self._foresight = Foresight(model, fetch, self._rows.forget)
+
+    def unwatched(self) -> dict[int, object]:
+        """For a copy of the model that stands in no job: by identity, what it has in the place of what watches."""
+        blind = Foresight(torch.nn.Module(), lambda _: None, lambda: None)
+        return {} if self._foresight is None else {id(self._foresight): blind}
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         self.settle("a look-up")

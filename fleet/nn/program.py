@@ -1,0 +1,80 @@
+"""A model as a ``torch.export`` program that takes batches of any size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx.experimental import _config
+from torch.utils._pytree import tree_map
+
+from fleet.errors import ArgumentTypeError, UnsupportedError
+
+
+def check_examples(example_inputs: object) -> None:
+    """Refuse what is no tuple of positional arguments, each a tensor or dicts and lists of them."""
+    if not isinstance(example_inputs, tuple):
+        raise ArgumentTypeError(
+            "example_inputs must be a tuple of the positional arguments of forward",
+            got=type(example_inputs).__name__,
+            todo="One argument is written (x,).",
+        )
+    for where, leaf in _leaves(example_inputs, "example_inputs"):
+        if not isinstance(leaf, torch.Tensor):
+            raise ArgumentTypeError(
+                "example_inputs must hold tensors, and dicts, lists and tuples of them",
+                where=where,
+                got=type(leaf).__name__,
+                todo="Leave arguments that have defaults out, and write constants into forward.",
+            )
+
+
+def _leaves(value: object, where: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves(each, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{where}[{index}]")
+    else:
+        yield where, value
+
+
+def export_program(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    """``model``, which is on the CPU and in evaluation mode. The first dimension of every tensor may have any size."""
+    dynamic = getattr(torch.export.Dim, "DYNAMIC", None)
+    if dynamic is None or not hasattr(_config, "backed_size_oblivious"):
+        raise UnsupportedError(
+            "this torch cannot export a model for batches of any size",
+            expected="torch 2.8 or later",
+            got=torch.__version__,
+            todo="Leave example_inputs out, or upgrade torch.",
+        )
+    example = tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), example_inputs)
+    try:
+        arguments = dict(inspect.signature(model.forward).bind(*example).arguments)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            "example_inputs do not fit forward", where=type(model).__name__, got=str(error)
+        ) from None
+    sizes = tree_map(lambda tensor: {0: dynamic} if tensor.dim() else {}, arguments)
+    try:
+        # Else torch takes a first dimension of 1 for a constant, and excludes a batch of 1 where the example has more.
+        with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            return torch.export.export(model, example, dynamic_shapes=sizes, strict=False)
+    except Exception as error:
+        raise UnsupportedError(
+            "torch.export cannot export the model for batches of any size",
+            where=type(model).__name__,
+            got=f"{type(error).__name__}: {_beginning(str(error))}",
+            todo="Keep Python from deciding by the values or the batch size of tensors in forward, or leave "
+            "example_inputs out: the tensors are saved without a program.",
+        ) from error
+
+
+def _beginning(text: str) -> str:
+    """What torch says first; its hints for its own developers follow."""
+    lines = [line.strip(" -") for line in text.splitlines()]
+    return " ".join(line for line in lines if line)[:400]

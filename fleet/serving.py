@@ -1,0 +1,152 @@
+"""Models to serve: from what a job has learnt to a directory, and from that to a model of plain torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from fleet.checkpoint import inference
+from fleet.checkpoint.inference import InferenceModel, TableFacts, ids_key
+from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
+from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
+from fleet.nn.frozen import FrozenTable, freeze
+from fleet.nn.handle import TableHandle, handle_of
+from fleet.nn.program import check_examples, export_program
+
+
+def check_model(model: object) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
+    return model
+
+
+def check_dirname(dirname: object) -> str:
+    if not isinstance(dirname, str | os.PathLike):
+        raise ArgumentTypeError("dirname must be a path", got=type(dirname).__name__)
+    return os.fspath(dirname)
+
+
+def own_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What stands in ``state_dict()``: the parameters and buffers themselves. Extra state may be anything."""
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for key in remote_tables(state):
+        if ids_key(key) in state:
+            raise UnsupportedError(
+                f"{ids_key(key)!r} of the model has the name that the ids of the table {key!r} need", todo="Rename it."
+            )
+    return state
+
+
+def state_in_job(model: torch.nn.Module, tables: Collection[int]) -> dict[str, torch.Tensor]:
+    """``own_state``, if the running job has all of the model's remote tables. It has those of these identities."""
+    state = own_state(model)
+    for key, handle in remote_tables(state).items():
+        if id(handle) not in tables:
+            raise UnsupportedError(
+                f"{key!r} is a remote table that does not belong to the running job",
+                todo="Hand its weight to the job's optimizer. One that joined late belongs to it after the next step.",
+            )
+    return state
+
+
+def remote_tables(state: Mapping[str, torch.Tensor]) -> dict[str, TableHandle]:
+    handles = {key: handle_of(value) for key, value in state.items()}
+    return {key: handle for key, handle in handles.items() if handle is not None}
+
+
+def state_to_save(model: torch.nn.Module, tables: Collection[int], example_inputs: object) -> dict[str, torch.Tensor]:
+    """``state_in_job``, if it can be saved; what cannot is refused on every worker, whoever will write."""
+    if example_inputs is not None:
+        check_examples(example_inputs)
+    state = state_in_job(model, tables)
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{key!r} of the model's state cannot be saved for serving",
+                expected="a dense tensor",
+                got=value.layout if isinstance(value, torch.Tensor) else type(value).__name__,
+            )
+    return state
+
+
+def save(
+    dirname: str,
+    model: torch.nn.Module,
+    learn: Callable[[], dict[str, torch.Tensor]],
+    tables: Mapping[str, TableFacts],
+    example_inputs: object,
+    instead: Mapping[int, object],
+) -> None:
+    """Write what the job has learnt of a model, which ``learn`` gathers; with examples also a program of the model.
+    ``instead`` is for ``freeze``."""
+    inference.check_place(dirname)
+    learnt = InferenceModel(learn(), tables)
+    if not isinstance(example_inputs, tuple):
+        inference.write(dirname, learnt, None)
+        return
+    program = export_program(_frozen(model, learnt, instead), example_inputs)
+    inference.write(dirname, learnt, lambda path: torch.export.save(program, path))
+
+
+def load(dirname: str, model: torch.nn.Module | None) -> dict[str, torch.Tensor] | torch.nn.Module:
+    """What ``save`` wrote: its tensors, or a copy of ``model`` that serves with them."""
+    saved = inference.read(dirname)
+    if model is None:
+        return dict(saved.values)
+    _check_fits(dirname, saved, model)
+    return _frozen(model, saved, {})
+
+
+def _frozen(model: torch.nn.Module, saved: InferenceModel, instead: Mapping[int, object]) -> torch.nn.Module:
+    tables = {
+        key: FrozenTable(
+            saved.values[ids_key(key)], saved.values[key], facts.num_embeddings, facts.mean, facts.zero_padding
+        )
+        for key, facts in saved.tables.items()
+    }
+    return freeze(model, saved.values, tables, instead)
+
+
+def _check_fits(dirname: str, saved: InferenceModel, model: torch.nn.Module) -> None:
+    there = {key: _kind(value) for key, value in saved.values.items()}
+    for key, facts in saved.tables.items():
+        del there[ids_key(key)]
+        there[key] = _table_kind(saved.values[key], facts.num_embeddings, facts.embedding_dim)
+    wanted = _wanted(model, saved.tables)
+    problems = [
+        f"{key!r}: {there.get(key, 'absent')} in the directory, {wanted.get(key, 'absent')} in the model"
+        for key in sorted(there.keys() | wanted.keys())
+        if there.get(key) != wanted.get(key)
+    ]
+    if problems:
+        raise CheckpointError("the model is not the one that was saved", where=dirname, got="; ".join(problems))
+
+
+def _wanted(model: torch.nn.Module, tables: Mapping[str, TableFacts]) -> dict[str, str]:
+    """What a model needs, in the words of ``_kind``; an embedding of torch's may take either a table or all rows."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    wanted = {}
+    for key, value in own_state(model).items():
+        module: Any = modules.get(key.rpartition(".")[0])
+        takes_rows = is_remote(module) or (key in tables and isinstance(module, EMBEDDINGS + BAGS))
+        if key.rpartition(".")[2] == "weight" and takes_rows:
+            wanted[key] = _table_kind(value, module.num_embeddings, module.embedding_dim)
+        else:
+            wanted[key] = _kind(value)
+    return wanted
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def _table_kind(weight: torch.Tensor, num_embeddings: object, dim: object) -> str:
+    ids = "any id" if num_embeddings is None else f"{num_embeddings} ids"
+    return f"table of {_name(weight.dtype)} x {dim} for {ids}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
