@@ -181,7 +181,7 @@ def read(dirname: str) -> InferenceModel:
         raise CheckpointError(
             "there is no model to serve here",
             where=str(directory),
-            expected=f"a directory with a {DESCRIPTION}, as fleet.save_inference_model writes it",
+            expected=f"a directory with {DESCRIPTION}, as fleet.save_inference_model writes it",
             got="no such directory" if not directory.is_dir() else "a directory without one",
         )
     try:

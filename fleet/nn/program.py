@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,14 +69,21 @@ def export_program(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> t
     except Exception as error:
         raise UnsupportedError(
             "torch.export cannot export the model for batches of any size",
-            where=type(model).__name__,
+            where=f"{type(model).__name__}{_line(error)}",
             got=f"{type(error).__name__}: {_beginning(str(error))}",
             todo="Keep Python from deciding by the values or the batch size of tensors in forward, or leave "
             "example_inputs out: the tensors are saved without a program.",
         ) from error
 
 
+def _line(error: Exception) -> str:
+    """Where in the user's code it happened, if it did."""
+    others = (str(Path(torch.__path__[0])), str(Path(__file__).parents[1]))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(others)]
+    return f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
 def _beginning(text: str) -> str:
     """What torch says first; its hints for its own developers follow."""
     lines = [line.strip(" -") for line in text.splitlines()]
-    return " ".join(line for line in lines if line)[:400]
+    return " ".join([line for line in lines if line][:2])[:400].rstrip(".")
