@@ -1091,12 +1091,12 @@ def models_to_serve(me: Rank) -> None:
             assert torch.equal(state[key], value), key
             assert value.numel() == 0 or state[key].data_ptr() != value.data_ptr(), "it is a copy"
         where = me.scratch / f"serve-{name}"
-        fleet.save_inference_model(str(where), model, (batch(me.rank, 0)[:1],))
-        assert (where / "model.pt2").is_file()
-        assert model.training
+        fleet.save_inference_model(str(where), model)
+        assert (where / "model.safetensors").is_file()
         optimizer.minimize(loss_of(model, me.rank, 2))
         if me.rank == 1:  # alone, which the other need not know
-            fleet.save_inference_model(str(where), model, (batch(me.rank, 0),))
+            fleet.save_inference_model(str(where), model, (batch(me.rank, 0)[:1],))
+            assert model.training
             model.eval()
             program = torch.export.load(where / "model.pt2").module()
             loaded = fleet.load_inference_model(str(where), network(5))
