@@ -318,4 +318,3 @@ def locked(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-

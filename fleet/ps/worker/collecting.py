@@ -7,7 +7,7 @@ so memory beyond the result is that of one piece, and of one column where rows h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from fleet import serving
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE, joined, split
 from fleet.checkpoint.inference import TableFacts, ids_key
+from fleet.checkpoint.manifest import DENSE
 from fleet.nn.handle import TableHandle
 from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.table import WEIGHT
-from fleet.ps.worker.claiming import write_once
 from fleet.ps.worker.exporting import exported
+from fleet.ps.worker.once import once
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.transpiler.specs import TableSpec
 
@@ -57,7 +58,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
     """Written by the first worker that calls it; the others wait until it has been."""
     state = serving.state_to_save(model, worker.parts()[1], example_inputs)
 
-    def write() -> None:
+    def write(_: dict[str, Any]) -> None:
         def learn() -> dict[str, torch.Tensor]:
             return _collect(worker, state, lambda _handle, spec, _seed, count: SortedRows(spec, count))
 
@@ -66,7 +67,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
 
     worker.settle("save_inference_model()")
     worker.flush()
-    write_once(worker, f"model {dirname}", write, by_anyone=True)
+    once(worker, f"save_inference_model({dirname!r})", write, by_anyone=True)
 
 
 def _facts(handle: TableHandle) -> TableFacts:
@@ -86,10 +87,11 @@ def _collect(
     sizes = worker.summary()["tables"] if wanted else {}
     found: dict[str, Collector] = {}
     for client in worker.clients:
-        for about, tensors in exported(client, worker.completed):
-            if "dense" in about:
+        for piece in exported(client, worker.completed):
+            about, tensors = piece.about, [torch.as_tensor(each) for each in piece.tensors.values()]
+            if DENSE in about:
                 seed = about["seed"]
-                values.add(*split(pair for pair in joined(about["dense"], tensors) if pair[0]["key"] == VALUE))
+                values.add(*split(pair for pair in joined(about[DENSE], tensors) if pair[0]["key"] == VALUE))
             elif make is None or not wanted:
                 break
             elif about["table"] in wanted:

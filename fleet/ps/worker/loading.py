@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
 from fleet.errors import ArgumentTypeError, CheckpointError
@@ -21,9 +22,6 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.once import once
 from fleet.ps.worker.runtime import Array, WorkerRuntime
-
-#: Where the ids of a table stand whose rows are not simply numbered, beside its "weight".
-IDS = "ids"
 
 
 def load(worker: WorkerRuntime, dirname: object) -> None:
@@ -72,21 +70,21 @@ class _Sorted:
     itself. All of it fits, and nothing is missing."""
 
     def __init__(self, worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        self.dense: dict[int, torch.Tensor] = {}
-        self.rows: dict[int, tuple[Array, torch.Tensor]] = {}
+        self.dense: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, tuple[Array, torch.Tensor]] = {}
         self.local: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._problems: list[str] = []
-        params, tables = worker.places()
+        params, tables = worker.parts()
         wanted: set[str] = set()
         for name, mine in model.state_dict(keep_vars=True).items():
             handle = handle_of(mine)
             if handle is not None and id(handle) in tables:
-                wanted |= self._sort_table(name, handle, tables[id(handle)], state)
+                wanted |= self._sort_table(name, handle, tables[id(handle)].name, state)
                 continue
             wanted.add(name)
             value = self._checked(name, state, tuple(mine.shape))
             if value is not None and id(mine) in params:
-                self.dense[params[id(mine)]] = value.to(mine.dtype)
+                self.dense[params[id(mine)].name] = value.to(mine.dtype)
             elif value is not None:
                 self.local.append((mine, value))
         self._problems += [f"{name!r}: in the state, absent in the model" for name in state if name not in wanted]
@@ -107,13 +105,13 @@ class _Sorted:
             return value.detach()
         return None
 
-    def _sort_table(self, name: str, handle: TableHandle, index: int, state: Mapping[str, Any]) -> set[str]:
+    def _sort_table(self, name: str, handle: TableHandle, table: str, state: Mapping[str, Any]) -> set[str]:
         """A table stands there as a whole matrix, or as some rows with their ids beside it. Returns its names."""
-        of_ids = f"{name.rpartition('.')[0]}.{IDS}".lstrip(".")
+        of_ids = ids_key(name)
         if of_ids not in state and handle.num_embeddings is not None:
             rows = self._checked(name, state, (handle.num_embeddings, handle.dim))
             if rows is not None:
-                self.rows[index] = (np.arange(len(rows)), rows.to(handle.weight.dtype))
+                self.rows[table] = (np.arange(len(rows)), rows.to(handle.weight.dtype))
             return {name}
         ids, rows = self._checked(of_ids, state, (None,)), self._checked(name, state, (None, handle.dim))
         if ids is not None and rows is not None:
@@ -121,5 +119,5 @@ class _Sorted:
             if len(ids) != len(rows) or numbers.dtype != np.int64 or len(np.unique(numbers)) != len(ids):
                 self._problems.append(f"{of_ids!r}: not one int64 id of its own for each of the {len(rows)} rows")
             else:
-                self.rows[index] = (numbers, rows.to(handle.weight.dtype))
+                self.rows[table] = (numbers, rows.to(handle.weight.dtype))
         return {name, of_ids}

@@ -301,17 +301,18 @@ class WorkerRuntime:
             client.call(Frame(client.request(0, upload=frame.message), frame.tensors), "initial values")
         client.call(Frame(client.request(0, ready=pb.Ready())), "initial values")
 
-    def places(self) -> tuple[dict[int, int], dict[int, int]]:
-        """The positions of the job's parameters, and of its tables' handles, by identity."""
-        params = {id(param): index for index, param in enumerate(self._description.params)}
-        return params, {id(handle): index for index, handle in enumerate(self._description.handles)}
-
-    def replace(self, dense: Mapping[int, torch.Tensor], rows: Mapping[int, tuple[Array, torch.Tensor]]) -> None:
-        """Give the servers other values of some parameters and rows, by position; rows come with their ids."""
+    def replace(self, dense: Mapping[str, torch.Tensor], rows: Mapping[str, tuple[Array, torch.Tensor]]) -> None:
+        """Give the servers other values of some parameters and rows, by name; rows come with their ids."""
+        params = {index: dense[spec.name] for index, spec in enumerate(self.plan.spec.params) if spec.name in dense}
         for server, client in enumerate(self.clients):
-            blocks = [slot for slot in self._layouts[server].slots if slot.block.param in dense]
-            tables = (frame for index, given in rows.items() for frame in self._rows_of(server, index, *given))
-            for frame in chain(self._blocks_of(blocks, dense), tables):
+            blocks = [slot for slot in self._layouts[server].slots if slot.block.param in params]
+            tables = (
+                frame
+                for index, spec in enumerate(self.plan.spec.tables)
+                if spec.name in rows
+                for frame in self._rows_of(server, index, *rows[spec.name])
+            )
+            for frame in chain(self._blocks_of(blocks, params), tables):
                 frame.message.anew = True
                 client.call(Frame(client.request(self.completed, upload=frame.message), frame.tensors), "other values")
 
