@@ -1,0 +1,293 @@
+"""Damaged requests for a server: good ones of every kind, with bytes flipped, cut, inserted and numbers made huge.
+
+    python tests/fuzz.py --minutes 5 [--seed 1] [--corpus tests/corpus]
+
+One member of a running job sends them, so that most get past the door. Whatever they are, they have to end in a
+``FleetError`` for their sender, and the job has to go on. An input that ends in a way not seen before is kept in the
+corpus, which test_hostile.py sends again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import random
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+from google.protobuf.descriptor import FieldDescriptor
+
+from fleet.clock import SystemClock
+from fleet.cluster import Endpoint
+from fleet.environ import Knobs, SecurityKnobs
+from fleet.errors import FleetError
+from fleet.ps.kernels import RULES
+from fleet.ps.server.service import Service
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import raise_if_error
+from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.tensors import WireTensor
+from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
+
+CORPUS = Path(__file__).parent / "corpus"
+
+#: What the process may take beyond what it has at the beginning.
+MOST_BYTES = 1 << 30
+#: A server answers so many, then there is a new one.
+_LIFE = 2000
+
+SGD = RULES["SGD"].rows
+assert SGD is not None
+OPTIONS = json.dumps(dict(SGD.options))
+
+MODES = ("sync", "async", "ssp", "geo")
+SPECS = {
+    mode: JobSpec(
+        params=(ParamSpec("weight", (3, 2), "float32", 0), ParamSpec("bias", (3,), "float64", 0)),
+        tables=(
+            TableSpec("user", 2, "float32", 0, 100, Initializer("normal", 0.0, 1.0)),
+            TableSpec("item", 3, "float64", 0, None, Initializer("zeros")),
+        ),
+        groups=(GroupSpec("SGD", 0, tuple(SGD.options)),),
+        settings=PlanSettings(server_num=1, worker_num=2, mode=mode, staleness=2 if mode == "ssp" else 0),
+    )
+    for mode in MODES
+}
+ENDPOINT = Endpoint("server", 1)
+
+
+def _tensors(*arrays: np.ndarray) -> list[WireTensor]:
+    return [WireTensor.of(array) for array in arrays]
+
+
+def _ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def requests(mode: str, step: int) -> dict[str, tuple[dict[str, object], list[WireTensor]]]:
+    """A good request of every kind but those that end a worker's part."""
+    weight, bias = np.ones(6, np.float32), np.ones(3)
+    told = {"spec": SPECS[mode].to_json(), "fingerprint": make_plan(SPECS[mode]).fingerprint, "options": [OPTIONS]}
+    push = pb.Push(options=[OPTIONS], present=b"\1\1", row_tables=[0, 1], used_tables=[0, 1], rows_read_at=[0, 0])
+    push.steps = 1
+    rows = (_ids(1, 2), np.ones((2, 2), np.float32), _ids(-7, 2**62), np.ones((2, 3)))
+    return {
+        "hello": ({"hello": pb.Hello(endpoints=[str(ENDPOINT)], label="host:1", **told)}, []),
+        "upload": ({"upload": pb.Upload(blocks=[0, 1])}, _tensors(weight, bias)),
+        "rows": ({"upload": pb.Upload(rows=True, table=0)}, _tensors(_ids(3, 4), np.ones((2, 2), np.float32))),
+        "ready": ({"ready": pb.Ready()}, []),
+        "push": ({"push": push}, _tensors(weight, bias, *rows)),
+        "pull": ({"pull": pb.Pull(dense=True, tables=[0, 1], training=[1, 0])}, _tensors(_ids(1, 1, 9), _ids(-1))),
+        "later": ({"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1])}, _tensors(_ids(5))),
+        "beat": ({"beat": pb.Beat()}, []),
+        "export": ({"export": pb.Export(cursor="table:0:0", version=step - 1)}, []),
+        "claim": ({"claim": pb.Claim(name="ckpt@1")}, []),
+        "release": ({"release": pb.Release(name="ckpt@1", failure="no room")}, []),
+        "gather": ({"gather": pb.Gather(number=1, op="sum", dtype="float32")}, _tensors(weight)),
+        "survey": ({"survey": pb.Survey()}, []),
+        "extend": ({"extend": pb.Extend(**told)}, []),
+    }
+
+
+class Target:
+    """A server in the midst of a job of two workers."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.over = False
+        self.step = 1  #: the next one of the member that behaves
+        knobs = Knobs(security=SecurityKnobs(max_message_bytes=16 << 20))
+        self._service = Service(ENDPOINT, knobs, SystemClock())
+        for worker in (0, 1):
+            self._must(worker, 0, *requests(mode, 1)["hello"])
+        self._must(0, 0, *requests(mode, 1)["upload"])
+        self._must(0, 0, *requests(mode, 1)["ready"])
+
+    def _must(self, worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> Frame:
+        frame = Frame(pb.Request(worker=worker, incarnation=worker + 1, step=step, **kind), tensors)  # type: ignore[arg-type]
+        replies: list[Frame] = []
+        self._service.handle(frame, replies.append)
+        (reply,) = replies
+        return raise_if_error(reply)
+
+    def feed(self, data: bytes) -> str:
+        """What becomes of some bytes, in a word. Everything that must not happen is raised."""
+        try:
+            frame = read_frame(pb.Request, [data], 16 << 20)
+        except FleetError as error:
+            return f"unread: {_outline(error)}"
+        kind = frame.message.WhichOneof("kind")
+        if kind in ("bye", "abort"):
+            return f"{kind}: not sent"
+        replies: list[Frame] = []
+        try:
+            self._service.handle(frame, replies.append)
+            for reply in replies:
+                read_frame(pb.Reply, reply.pieces())
+                raise_if_error(reply)
+        except FleetError as error:
+            return f"{kind}: {_outline(error)}"
+        finally:
+            self._check_running()
+        return f"{kind}: {'answered' if replies else 'waits'}"
+
+    def _check_running(self) -> None:
+        failure = self._service.failure
+        # A gathering of one worker and a step of the other is honest, and the end of any job.
+        self.over = failure is not None and failure.what == "the workers wait for each other"
+        assert failure is None or self.over, f"the job ended: {failure}"
+
+    def check(self) -> None:
+        """The other worker is served as ever, and its steps close the rounds that are open."""
+        reply = self._must(1, 0, {"pull": pb.Pull(tables=[0], training=[True])}, _tensors(_ids(50)))
+        assert reply.tensors[0].shape == (1, 2)
+        self._must(1, 0, {"beat": pb.Beat()}, [])
+        kind, tensors = requests(self.mode, self.step)["push"]
+        data = _written(1, self.step, kind, tensors)
+        if self.feed(data) in ("push: answered", "push: waits"):
+            self.step += 1
+
+
+def _outline(error: FleetError) -> str:
+    return f"{type(error).__name__}: {re.sub('[0-9]+', '#', error.what)[:80]}"
+
+
+def _written(worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> bytes:
+    message = pb.Request(worker=worker, incarnation=worker + 1, step=step, **kind)  # type: ignore[arg-type]
+    return b"".join(Frame(message, tensors).pieces())
+
+
+def good(mode: str, step: int = 1) -> dict[str, bytes]:
+    """Good requests of worker 0, as bytes."""
+    return {name: _written(0, step, kind, tensors) for name, (kind, tensors) in requests(mode, step).items()}
+
+
+_NUMBERS = (0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """Some bytes with a few things wrong; often with a prefix that fits again, so that the rest is looked at."""
+    header_size = int.from_bytes(data[4:8], "little")
+    header, rest = bytearray(data[16 : 16 + header_size]), bytearray(data[16 + -(-header_size // 16) * 16 :])
+    for _ in range(chance.randint(1, 4)):
+        part = header if chance.random() < 0.8 else rest
+        at = chance.randrange(len(part) + 1)
+        match chance.randrange(6):
+            case 0 if at < len(part):
+                part[at] ^= 1 << chance.randrange(8)
+            case 1 if at < len(part):
+                part[at] = chance.randrange(256)
+            case 2:
+                del part[at : at + chance.randint(1, 8)]
+            case 3:
+                part[at:at] = chance.randbytes(chance.randint(1, 8))
+            case 4:
+                part[at:at] = part[at : at + chance.randint(1, 32)]
+            case _:
+                part[at : at + 8] = chance.choice(_NUMBERS).to_bytes(8, chance.choice(("little", "big")))
+    payload_size = len(rest)
+    if chance.random() < 0.05:
+        payload_size = chance.choice(_NUMBERS)
+    prefix = b"FLT1" + len(header).to_bytes(4, "little") + payload_size.to_bytes(8, "little")
+    return prefix + bytes(header) + bytes(-len(header) % 16) + bytes(rest)
+
+
+def twisted(data: bytes, chance: random.Random) -> bytes:
+    """A good request with other values in its fields and other tensors, well-formed."""
+    frame = read_frame(pb.Request, [data])
+    message = frame.message
+    inner = getattr(message, message.WhichOneof("kind"))
+    for _ in range(chance.randint(1, 3)):
+        place = inner if inner.DESCRIPTOR.fields and chance.random() < 0.8 else message
+        field = chance.choice([each for each in place.DESCRIPTOR.fields if each.message_type is None])
+        if field.name in ("worker", "incarnation"):
+            continue
+        value = getattr(place, field.name)
+        if isinstance(value, int | str | bytes):
+            setattr(place, field.name, _other(value, field.type, chance))
+        elif len(value) and chance.random() < 0.7:
+            at = chance.randrange(len(value))
+            value[at] = _other(value[at], field.type, chance)
+        elif len(value):
+            value.extend([value[0]] * chance.choice((1, 100))) if chance.random() < 0.5 else value.pop()
+    if frame.tensors and chance.random() < 0.4:
+        at = chance.randrange(len(frame.tensors))
+        shape = chance.choice(((), (0,), (1,), (2,), (5,), (2, 2), (2, 3), (0, 2), (1, 1, 1)))
+        dtype = chance.choice((np.int64, np.float32, np.float64, np.uint8, np.float16))
+        numbers = [chance.choice((0, 1, -1, 99, 100, 2**62, -(2**63))) for _ in range(int(np.prod(shape)))]
+        with np.errstate(all="ignore"):
+            frame.tensors[at] = WireTensor.of(np.array(numbers, np.int64).astype(dtype).reshape(shape))
+    return b"".join(frame.pieces())
+
+
+def _other(value: object, kind: int, chance: random.Random) -> object:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        bits = 32 if kind == FieldDescriptor.TYPE_UINT32 else 64
+        return chance.choice((0, 1, value + 1, 2, 1000, 2**31, 2**bits - 1)) % 2**bits
+    if isinstance(value, bytes):
+        return bytes(chance.choice((0, 1, 255)) for _ in range(len(value) + chance.choice((-1, 0, 0, 0, 1))))
+    assert isinstance(value, str)
+    numbers = [match.span() for match in re.finditer(r"[0-9][0-9.e-]*|true|false|null", value)]
+    if not numbers or chance.random() < 0.2:
+        return chance.choice(
+            ("", "\x00", "dense:0", "dense:99999", "table:1:0", "table:0:7", "barrier", "max", value * 50)
+        )
+    start, stop = chance.choice(numbers)
+    odd = ("-1", "0", "1e999", "NaN", "1" + "0" * 400, "null", "true", '"x"', "[1]", "{}", str(2**62), "[" * 5000)
+    return value[:start] + chance.choice(odd) + value[stop:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--corpus", type=Path, default=None, help="keep here what ends in a new way")
+    options = parser.parse_args()
+    logging.disable()
+    seen: Counter[str] = Counter()
+    began = psutil.Process().memory_info().rss
+    end = time.monotonic() + options.minutes * 60
+    chance = random.Random(options.seed)
+    target = Target(MODES[0])
+    for number in itertools.count():
+        if target.over or number % _LIFE == _LIFE - 1:
+            target = Target(MODES[number // _LIFE % len(MODES)])
+        if number % 50 == 0:
+            seeds = list(good(target.mode, target.step).values())
+        change = chance.choices((bytes, damaged, twisted), (2, 29, 69))[0]
+        seed = chance.choice(seeds)
+        data = seed if change is bytes else change(seed, chance)
+        try:
+            outcome = target.feed(data)
+            if number % 50 == 49 and not target.over:
+                target.check()
+            taken = psutil.Process().memory_info().rss - began
+            assert number % 500 or taken < MOST_BYTES, f"{taken >> 20} MiB were taken"
+        except Exception:
+            print(f"input {number} of seed {options.seed}, {target.mode}: {data.hex()}")
+            raise
+        if not seen[outcome] and options.corpus is not None:
+            options.corpus.mkdir(parents=True, exist_ok=True)
+            name = re.sub("[^a-z0-9]+", "-", outcome.lower()).strip("-")[:60]
+            (options.corpus / f"{target.mode}.{name}.bin").write_bytes(data)
+        seen[outcome] += 1
+        if time.monotonic() > end:
+            break
+    for outcome, times in sorted(seen.items()):
+        print(f"{times:9d}  {outcome}")
+    print(f"{sum(seen.values())} requests, {len(seen)} ways to end, {taken >> 20} MiB taken")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
