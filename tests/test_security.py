@@ -7,6 +7,7 @@ import datetime
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -516,3 +517,23 @@ def test_collective_jobs_refuse_what_they_cannot_honour(name: str) -> None:
         Fleet(environ={name: SECRET}).init(UserDefinedCollectiveRoleMaker(0, ["127.0.0.1:6170"]))
     assert isinstance(caught.value, FleetError)
     assert SECRET not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- the documentation
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
+def test_the_certificates_of_the_documentation(
+    tmp_path: Path, endpoint: Endpoint, listen: Callable[[Environ], None]
+) -> None:
+    (commands,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "security.md").read_text(), re.DOTALL)
+    subprocess.run(["sh", "-e", "-c", commands], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    def shown(who: str) -> Environ:
+        variables = {"CERT": f"{who}.pem", "KEY": f"{who}.key", "CA": "ca.pem"}
+        return {f"FLEET_TLS_{name}": str(tmp_path / file) for name, file in variables.items()}
+
+    listen(shown("server"))
+    assert asked(endpoint, shown("worker")) == 7
+    with pytest.raises(AuthenticationError, match="does not take this worker's certificate"):
+        asked(endpoint, {"FLEET_TLS_CA": str(tmp_path / "ca.pem")})
