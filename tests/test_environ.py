@@ -1,7 +1,7 @@
 import pytest
 
 from fleet.environ import Knobs
-from fleet.errors import ConfigurationError, UnsupportedError
+from fleet.errors import ConfigurationError
 
 
 def test_defaults() -> None:
@@ -67,7 +67,8 @@ def test_heartbeats_fit_in_the_deadline() -> None:
     assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).beat_s == 0.25
 
 
-def test_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="FLEET_DURABLE_DIR"):
-        Knobs.read({"FLEET_DURABLE_DIR": "x"})
+def test_how_surely_servers_keep_things() -> None:
+    assert Knobs.read({"FLEET_DURABLE_DIR": " x ", "FLEET_DURABLE_SYNC": "Always"}).durable_sync == "always"
     assert Knobs.read({"FLEET_DURABLE_DIR": ""}) == Knobs()
+    with pytest.raises(ConfigurationError, match="FLEET_DURABLE_SYNC.*always or interval or os; got 'often'"):
+        Knobs.read({"FLEET_DURABLE_SYNC": "often"})

@@ -160,8 +160,8 @@ def test_any_text_as_options(text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_value_in_a_manifest(data: st.DataObject) -> None:
-    raw = json.loads(Manifest(3, 1, SPEC, ()).to_json())
-    raw["pieces"] = [{"file": "p/0", "bytes": 1, "crc32": 1, "about": {"dense": []}}]
+    raw = json.loads(Manifest("1f", 3, 1, SPEC, ()).to_json())
+    raw["pieces"] = [{"file": "p/0", "bytes": 1, "crc32": 1, "tensors": ["a"], "about": {"dense": []}}]
     del raw["crc32"]
     raw = replaced(raw, data.draw(st.sampled_from(list(places(raw)))), data.draw(odd))
     if isinstance(raw, dict):  # one that was not damaged by accident

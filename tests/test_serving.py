@@ -158,7 +158,7 @@ def test_a_plain_model_takes_the_state() -> None:
 
 def test_rows_come_in_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every size, from three servers, and in the order of their ids in the end."""
-    monkeypatch.setattr("fleet.ps.table.shard.EXPORT_BYTES", 100)
+    monkeypatch.setattr("fleet.ps.table.shard.PIECE_BYTES", 100)
     monkeypatch.setattr("fleet.ps.worker.collecting._IDS_AT_ONCE", 7)
     ids = torch.cat([drawn(0, -(2**60), 2**60, 50), torch.tensor([INT64.min, INT64.max, 0, -1])])
 
