@@ -70,5 +70,5 @@ def test_heartbeats_fit_in_the_deadline() -> None:
 def test_how_surely_servers_keep_things() -> None:
     assert Knobs.read({"FLEET_DURABLE_DIR": " x ", "FLEET_DURABLE_SYNC": "Always"}).durable_sync == "always"
     assert Knobs.read({"FLEET_DURABLE_DIR": ""}) == Knobs()
-    with pytest.raises(ConfigurationError, match="FLEET_DURABLE_SYNC.*always or interval or os; got 'often'"):
+    with pytest.raises(ConfigurationError, match=r"FLEET_DURABLE_SYNC.*always or interval or os; got 'often'"):
         Knobs.read({"FLEET_DURABLE_SYNC": "often"})

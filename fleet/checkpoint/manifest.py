@@ -117,11 +117,11 @@ def is_checkpoint(place: Place) -> bool:
 
 
 def _content(place: Place) -> bytes:
-    with place.open(MANIFEST) as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
+    size = place.size(MANIFEST)
+    if size > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return data
+    with place.open(MANIFEST) as file:
+        return bytes(filled(file, size))
 
 
 @dataclass(frozen=True)
