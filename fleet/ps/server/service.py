@@ -129,7 +129,8 @@ class Service:
         request = frame.message
         kind = request.WhichOneof("kind")
         if kind == "beat":
-            self._check_member(request)
+            # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
+            self._check_member(request, parting=True)
             respond(Frame(pb.Reply()))
             return
         outbox: Outbox = []
