@@ -86,6 +86,10 @@ class AuthenticationError(FleetError, PermissionError):
     """A process did not prove to another one who it is: no token or a wrong one, no certificate or a wrong one."""
 
 
+class PlaceTakenError(IdentityError):
+    """Another process has this worker's place, and was heard of lately. If it has died the place is free soon."""
+
+
 class StillBusyError(FleetError, RuntimeError):
     """A server has not finished an earlier job yet. A worker that waits for its servers asks again."""
 

@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.errors import IdentityError
+from fleet.errors import IdentityError, PlaceTakenError
 from fleet.ps.consistency.membership import Lost, Membership, NeverCame, Standing
 
 SILENCE_S = 10.0
+QUIET_S = 3.0
 STARTUP_S = 60.0
 BORN = 1000.0
 
 
 def members(worker_num: int = 2) -> Membership:
     """A membership that was made at the time ``BORN``."""
-    return Membership(worker_num, silence_s=SILENCE_S, startup_s=STARTUP_S, now=BORN)
+    return Membership(worker_num, silence_s=SILENCE_S, quiet_s=QUIET_S, startup_s=STARTUP_S, now=BORN)
 
 
 def joined(worker_num: int = 2) -> Membership:
@@ -77,14 +78,43 @@ def test_nobody_comes_back_after_leaving(incarnation: int) -> None:
     assert made.standing(0) is Standing.LEFT
 
 
-@pytest.mark.parametrize("incarnation", [7, 8])
-def test_nobody_comes_back_after_being_given_up_on(incarnation: int) -> None:
+def test_who_was_given_up_on_stays_out_but_its_successor_is_let_in() -> None:
     made = members()
     made.hello(0, 7, "a:1", BORN)
     made.tick(BORN + SILENCE_S + 1)
-    with pytest.raises(IdentityError, match="worker 0 has already been given up on; at b:2"):
-        made.hello(0, incarnation, "b:2", BORN + SILENCE_S + 2)
+    with pytest.raises(IdentityError, match="worker 0 has already been given up on; at a:1"):
+        made.hello(0, 7, "a:1", BORN + SILENCE_S + 2)
     assert made.standing(0) is Standing.LOST
+    assert made.hello(0, 8, "b:2", BORN + SILENCE_S + 3) is Standing.LOST
+    assert made.heard(0, 8, BORN + SILENCE_S + 4)
+    assert not made.heard(0, 7, BORN + SILENCE_S + 4)
+
+
+def test_a_silent_process_is_succeeded_and_fenced_off() -> None:
+    made = members()
+    made.hello(0, 7, "a:1", BORN)
+    with pytest.raises(PlaceTakenError, match="already a worker 0"):
+        made.hello(0, 8, "b:2", BORN + QUIET_S)
+    assert made.hello(0, 8, "b:2", BORN + QUIET_S + 0.1) is Standing.LIVE
+    assert made.heard(0, 8, BORN + QUIET_S + 0.2)
+    assert not made.heard(0, 7, BORN + QUIET_S + 0.2)
+    assert made.hello(0, 8, "b:2", BORN + QUIET_S + 0.3) is None, "a repetition"
+
+
+def test_who_was_admitted_once_is_admitted_again_whatever_the_time() -> None:
+    made = members()
+    made.hello(0, 7, "a:1", BORN)
+    assert made.hello(0, 8, "b:2", BORN, surely=True) is Standing.LIVE
+
+
+def test_what_is_told_of_members_makes_the_same_members() -> None:
+    made = joined()
+    made.leave(1)
+    again = members()
+    again.resume(made.told(), BORN + 1)
+    assert again.told() == made.told()
+    assert again.heard(0, 100, BORN + 2)
+    assert again.standing(1) is Standing.LEFT
 
 
 # --- Heartbeats -------------------------------------------------------------------------------------------------------
@@ -269,7 +299,7 @@ def test_time_alone_decides() -> None:
     """The same events at the same times give the same effects, whatever the clock on the wall says."""
 
     def run(offset: float) -> list[Lost | NeverCame]:
-        made = Membership(3, silence_s=SILENCE_S, startup_s=STARTUP_S, now=offset)
+        made = Membership(3, silence_s=SILENCE_S, quiet_s=QUIET_S, startup_s=STARTUP_S, now=offset)
         made.hello(0, 1, "a:1", offset + 1)
         made.hello(1, 2, "b:1", offset + 2)
         effects = made.tick(offset + 5)

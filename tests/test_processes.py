@@ -205,6 +205,32 @@ def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int]
     assert "KeyboardInterrupt" in err
 
 
+@pytest.mark.parametrize("job_id", ["", "one"])
+def test_a_killed_worker_that_starts_again(
+    processes: Processes, free_endpoints: Callable[[int], list[str]], job_id: str
+) -> None:
+    """It goes on with the job's next step, and everybody ends where they would have ended."""
+    endpoints = free_endpoints(2)
+    named = {"FLEET_JOB_ID": job_id, "FLEET_BEAT": "0.2"}
+    servers = [processes.server(endpoint, endpoints, 2, **named) for endpoint in endpoints]
+    workers = [processes.worker(index, endpoints, 2, "again", **named) for index in range(2)]
+    assert workers[1].stdout is not None
+    first = [workers[1].stdout.readline() for _ in range(7)]
+    assert first == ["joined\n", "from 0\n", *(f"step {step}\n" for step in range(5))]
+    workers[1].kill()
+    workers[1] = processes.worker(1, endpoints, 2, "again", **named)
+    outs = [ended(worker, 60) for worker in workers]
+    assert [code for code, _, _ in outs] == [0, 0], outs
+    for _, out, _ in outs:
+        assert out.endswith(f"weight {-sum(range(1, 41))}.0 row -14.0\n")
+    resumed = int(outs[1][1].splitlines()[1].removeprefix("from "))
+    assert 5 <= resumed < 40
+    for server in servers:
+        code, _, err = ended(server, 30)
+        assert code == 0
+        assert "worker 1 has started again" in err
+
+
 def test_sigterm_on_a_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     """As when a pod is evicted: the job ends at once and says why, and the process still dies of the signal."""
     endpoints = free_endpoints(1)

@@ -23,6 +23,9 @@ def main(variant: str) -> None:
         return
     fleet.init_worker()
     print("joined", flush=True)
+    if variant == "again":
+        again(weight, table, optimizer)
+        return
     for step in range(5):
         optimizer.minimize(weight.sum() + table(torch.tensor([fleet.worker_index()])).sum())
         if step == 2 and variant == "fail" and fleet.worker_index() == 1:
@@ -37,6 +40,17 @@ def main(variant: str) -> None:
     print(f"weight {weight[0].item()} row {table(torch.tensor([0]))[0, 0].item()}")
     if variant != "forget":
         fleet.stop_worker()
+
+
+def again(weight: torch.nn.Parameter, table: fleet.nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
+    """Steps that know which they are, from the first one that the job does not have yet."""
+    print(f"from {fleet.resume_step()}", flush=True)
+    for step in range(fleet.resume_step(), 40):
+        optimizer.minimize((step + 1) * weight.sum() + table(torch.tensor([step % 3])).sum())
+        print(f"step {step}", flush=True)
+        time.sleep(0.05)
+    print(f"weight {weight[0].item()} row {table(torch.tensor([0]))[0, 0].item()}")
+    fleet.stop_worker()
 
 
 if __name__ == "__main__":

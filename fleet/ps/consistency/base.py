@@ -58,6 +58,10 @@ class Gate(Protocol):
         """Be where another gate was that had these, with nothing pending."""
         ...
 
+    def join(self, worker: int) -> None:
+        """``worker``, which had left, is part of this again."""
+        ...
+
     def delivered(self, worker: int) -> int:
         """The newest step ``worker`` has delivered."""
         ...

@@ -151,6 +151,10 @@ class Gatherings:
         """Be where others were that had these, with none open."""
         self._came, self._decided = dict(came), set(decided)
 
+    def join(self, worker: int) -> None:
+        """``worker``, which had left, takes part again, in the gatherings after those that are decided."""
+        self._came[worker] = max(self._decided, default=0)
+
     def reached(self, worker: int) -> int:
         """The newest gathering ``worker`` has come to."""
         return self._came[worker]

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fleet.errors import IdentityError
+from fleet.errors import IdentityError, PlaceTakenError
 
 
 class Standing(enum.Enum):
@@ -49,8 +49,10 @@ class NeverCame:
 
 
 class Membership:
-    def __init__(self, worker_num: int, *, silence_s: float, startup_s: float, now: float) -> None:
+    def __init__(self, worker_num: int, *, silence_s: float, quiet_s: float, startup_s: float, now: float) -> None:
+        """Who is silent for ``silence_s`` is given up on; one that is for ``quiet_s`` may be replaced."""
         self._members = {worker: Member() for worker in range(worker_num)}
+        self._quiet_s = quiet_s
         self._silence_s = silence_s
         self._startup_s = startup_s
         self._started_at = now
@@ -60,8 +62,10 @@ class Membership:
         """Nobody is left to wait for."""
         return all(m.standing in (Standing.LEFT, Standing.LOST) for m in self._members.values())
 
-    def hello(self, worker: int, incarnation: int, label: str, now: float) -> None:
-        """Admit a worker, or say who holds its place. Repeating a hello is no second worker."""
+    def hello(self, worker: int, incarnation: int, label: str, now: float, *, surely: bool = False) -> Standing | None:
+        """Admit a worker, or say who holds its place. Repeating a hello is no second worker. Where it takes the place
+        of a process that has fallen silent, whose requests count no more, how that one stood. ``surely``: it was
+        admitted once."""
         member = self._members.get(worker)
         if member is None:
             raise IdentityError(
@@ -69,12 +73,18 @@ class Membership:
                 expected=f"an index from 0 to {len(self._members) - 1}",
                 todo="Start every process with the same number of workers.",
             )
-        if member.standing is Standing.EXPECTED:
-            self._members[worker] = Member(Standing.LIVE, incarnation, label, now)
-        elif member.incarnation != incarnation or member.standing is not Standing.LIVE:
-            raise self._taken(worker, member, label, now)
-        else:
+        if member.standing is Standing.LIVE and member.incarnation == incarnation:
             member.last_heard = now
+            return None
+        is_silent = member.standing is Standing.LIVE and (surely or now - member.last_heard > self._quiet_s)
+        if member.standing is not Standing.EXPECTED and not is_silent and not self._is_lost(member, incarnation):
+            raise self._taken(worker, member, label, now)
+        self._members[worker] = Member(Standing.LIVE, incarnation, label, now)
+        return None if member.standing is Standing.EXPECTED else member.standing
+
+    def _is_lost(self, member: Member, incarnation: int) -> bool:
+        """Whether a place is free because its process was given up on; that process itself stays out."""
+        return member.standing is Standing.LOST and member.incarnation not in (0, incarnation)
 
     def refused(self, worker: int, reason: str) -> None:
         """Remember why a worker was turned away, to be told if it never comes back better."""
@@ -147,7 +157,7 @@ class Membership:
 
     def _taken(self, worker: int, member: Member, label: str, now: float) -> IdentityError:
         if member.standing is Standing.LIVE:
-            return IdentityError(
+            return PlaceTakenError(
                 f"there is already a worker {worker}",
                 where=f"{member.label}, last heard {now - member.last_heard:.1f} s ago",
                 got=f"a second one at {label}",

@@ -18,6 +18,7 @@ class SyncGate:
     def __init__(self, workers: Iterable[int], version: int = 0) -> None:
         self._clock = dict.fromkeys(workers, version)
         self._applied = version
+        self._gone: dict[int, int] = {}
         self._pending: dict[int, set[int]] = {}
         self._waiting: dict[Hashable, tuple[int, int]] = {}
 
@@ -40,7 +41,7 @@ class SyncGate:
         return self._settle()
 
     def leave(self, worker: int) -> list[Effect]:
-        self._clock.pop(worker, None)
+        self._gone[worker] = self._clock.pop(worker, 0)
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
         return self._settle()
 
@@ -50,6 +51,9 @@ class SyncGate:
 
     def resume(self, clocks: Mapping[int, int], version: int) -> None:
         self._clock, self._applied = dict(clocks), version
+
+    def join(self, worker: int) -> None:
+        self._clock[worker] = max(self._applied, self._gone.pop(worker, 0))
 
     def delivered(self, worker: int) -> int:
         return self._clock[worker]

@@ -61,6 +61,9 @@ class Hall:
     def leave(self, worker: int) -> list[Hashable]:
         return self._carry_out(self._decisions.leave(worker))
 
+    def join(self, worker: int) -> None:
+        self._decisions.join(worker)
+
     def answer(self, number: int) -> Frame:
         """What came of a gathering."""
         outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))

@@ -24,7 +24,7 @@ class Memory:
         self._durable = durable
         #: pushes and gatherings that may not be finished, by what tells them apart
         self._open: dict[tuple[str, int, int], Frame] = {}
-        self._replaying = False
+        self.replaying = False
         #: the epoch that began with the last snapshot
         self._epoch = 0
         #: whether there is anything from before
@@ -60,7 +60,7 @@ class Memory:
         self, ask: Callable[[Frame], None], lose: Callable[[int], None], know: Callable[[int, Frame], None]
     ) -> None:
         """Do over what happened since."""
-        self._replaying = True
+        self.replaying = True
         try:
             for kind, data in self._durable.records():
                 self.goes_on = True
@@ -72,14 +72,14 @@ class Memory:
                 else:
                     lose(int.from_bytes(data, "little"))
         finally:
-            self._replaying = False
+            self.replaying = False
         self.goes_on = self.goes_on or self._durable.snapshot is not None
 
     # ---------------------------------------------------------------- remembering
 
     def note(self, kind: str, frame: Frame, job: Job | None) -> None:
         """A request that is about to be carried out."""
-        if self._replaying or kind not in NOTED:
+        if self.replaying or kind not in NOTED:
             self._hold(kind, frame)
             return
         if job is not None and not job.mode.lockstep and job.plan.spec.settings.dc_lambda:
@@ -100,7 +100,7 @@ class Memory:
 
     def lost(self, worker: int) -> None:
         """A worker is given up on."""
-        if not self._replaying:
+        if not self.replaying:
             self._durable.record(Kind.LOST, [worker.to_bytes(4, "little")])
 
     def _settle(self, job: Job) -> None:
@@ -109,7 +109,7 @@ class Memory:
 
     @property
     def is_due(self) -> bool:
-        return not self._replaying and self._durable.is_due
+        return not self.replaying and self._durable.is_due
 
     def tick(self, now: float) -> None:
         self._durable.tick(now)

@@ -56,6 +56,8 @@ _log = logging.getLogger("fleet.server")
 
 #: For so many heartbeats a failed job's server stays, to tell its workers why.
 LINGER_BEATS = 4
+#: A worker that is silent for so many heartbeats may be replaced by another process under its index.
+QUIET_BEATS = 3
 
 #: So many requests of one worker may wait. More is no worker of ours: it would be a prefetch of as many batches.
 MAX_WAITING = 512
@@ -137,8 +139,7 @@ class Service:
         try:
             with self._lock:
                 if kind == "hello":
-                    self._note(kind, frame, outbox)
-                    self._hello(request, respond, outbox)
+                    self._hello(request, frame, respond, outbox)
                 elif kind in self._handlers:
                     self._check_member(request, parting=kind == "bye")
                     self._note(kind, frame, outbox)
@@ -287,7 +288,7 @@ class Service:
 
     # ---------------------------------------------------------------- joining
 
-    def _hello(self, request: Any, respond: Respond, outbox: Outbox) -> None:
+    def _hello(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         hello = request.hello
         self._refuse_successor(request)
         if self._failure is not None:
@@ -309,8 +310,12 @@ class Service:
             raise
         with self._members_lock:
             members = self._members or self._new_members(spec)
-            members.hello(request.worker, request.incarnation, label, self._clock.now())
+            surely = self._memory is not None and self._memory.replaying
+            before = members.hello(request.worker, request.incarnation, label, self._clock.now(), surely=surely)
             self._members = members
+        self._note("hello", frame, outbox)  # only now: whether it is let in is a matter of time
+        if before is not None:
+            self._replaced(job, request.worker, label, before, outbox)
         if self._job is None:
             self._job = job
             _log.info(
@@ -336,10 +341,21 @@ class Service:
             delivered=job.gate.delivered(request.worker),
             steps=job.steps_of(request.worker),
             loads=job.loads,
+            gathered=job.hall.told()[request.worker],
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:
             self._release_early(job, outbox)
+
+    def _replaced(self, job: Job, worker: int, label: str, before: Standing, outbox: Outbox) -> None:
+        """A worker has started again: what its earlier process waited for nobody waits for now."""
+        _log.warning(
+            "%s: worker %d has started again (%s); its earlier process is fenced off", self._endpoint, worker, label
+        )
+        self._drop_requests(job, worker, outbox)
+        if before is Standing.LOST:
+            job.gate.join(worker)
+            job.hall.join(worker)
 
     def _refuse_successor(self, request: Any) -> None:
         """A worker of the next job may be early: the process that had its place here has left, others have not."""
@@ -368,6 +384,7 @@ class Service:
         return Membership(
             spec.settings.worker_num,
             silence_s=self._knobs.rpc_deadline_s,
+            quiet_s=QUIET_BEATS * self._knobs.beat_s,
             startup_s=self._knobs.startup_deadline_s,
             now=self._clock.now(),
         )
@@ -605,8 +622,9 @@ class Service:
                 if isinstance(effect, Apply):
                     self._shard().apply([job.pushed.pop((worker, effect.step)) for worker in effect.contributors])
                 else:
-                    waiting = job.parked.pop(effect.ticket)
-                    outbox.append((waiting.respond, _answer_of(waiting)))
+                    waiting = job.parked.pop(effect.ticket, None)
+                    if waiting is not None:  # else it was a process's whose worker has started again
+                        outbox.append((waiting.respond, _answer_of(waiting)))
         except Exception as error:
             # Half a round is applied: nobody may go on from here as if nothing had happened.
             _log.exception("%s: the server failed", self._endpoint)
@@ -816,17 +834,21 @@ class Service:
         if worker == 0 and not job.initialized:
             self._fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
             return
+        self._drop_requests(job, worker, outbox)
+        self._carry_out(job, job.gate.leave(worker), outbox)
+        self._answer(job, job.hall.leave(worker), outbox)
+        assert self._members is not None
+        with self._members_lock:
+            self._over = self._over or self._members.finished
+
+    def _drop_requests(self, job: Job, worker: int, outbox: Outbox) -> None:
+        """Nobody waits for them any more."""
         job.claims.left(worker, outbox)
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))
         if job.shard is not None:
             job.shard.forget(worker)
-        self._carry_out(job, job.gate.leave(worker), outbox)
-        self._answer(job, job.hall.leave(worker), outbox)
-        assert self._members is not None
-        with self._members_lock:
-            self._over = self._over or self._members.finished
 
     def _fail(self, error: FleetError, outbox: Outbox) -> None:
         """The job is over: tell everybody who waits now, and everybody who will ask."""

@@ -168,7 +168,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "changed", "clock", "cursor", "delivered", "direct", "error", "granted", "initialized", "loads", "steps", "table_clocks", "tensors", "version"]
+    __slots__ = ["about", "changed", "clock", "cursor", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "steps", "table_clocks", "tensors", "version"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class Reply(_message.Message):
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    GATHERED_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +191,7 @@ class Reply(_message.Message):
     delivered: int
     direct: DirectAddress
     error: Error
+    gathered: int
     granted: bool
     initialized: bool
     loads: int
@@ -197,7 +199,7 @@ class Reply(_message.Message):
     table_clocks: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., loads: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ["abort", "beat", "bye", "claim", "direct", "export", "extend", "gather", "hello", "incarnation", "load", "pull", "push", "ready", "release", "save", "settle", "step", "survey", "tensors", "upload", "worker"]

@@ -21,6 +21,7 @@ from fleet.errors import (
     FleetError,
     IdentityError,
     JobAbortedError,
+    PlaceTakenError,
     ServerLostError,
     StillBusyError,
 )
@@ -34,6 +35,8 @@ _log = logging.getLogger("fleet.worker")
 #: After this much silence, and then ever so often, the log says who is waited for.
 NOTICE_S = 10.0
 RETRY_PAUSE_S = 0.2
+#: For so many heartbeats a worker asks again for a place that another process has: it may have just died.
+TAKEN_BEATS = 4
 FAREWELL_S = 2.0
 
 #: After one of these there is nothing to ask the server any more.
@@ -74,11 +77,16 @@ class ServerClient:
     def hello(self, frame: Frame, *, wait: bool) -> Frame:
         """Say hello, waiting for a server that is not up yet until the start-up deadline (or not, if not told to)."""
         began = self._clock.now()
-        noticed = began
+        noticed, taken_at = began, 0.0
         while True:
             rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
             try:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
+            except PlaceTakenError:
+                taken_at = taken_at or self._clock.now()
+                if self._clock.now() - taken_at > TAKEN_BEATS * self._knobs.beat_s:
+                    raise
+                self._clock.sleep(RETRY_PAUSE_S)
             except (TransportError, StillBusyError) as error:
                 now = self._clock.now()
                 if not wait or now - began >= self._knobs.startup_deadline_s:

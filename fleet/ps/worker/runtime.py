@@ -137,15 +137,19 @@ class WorkerRuntime:
         """Say hello to every server, bring the initial values if that is this worker's part, and take them over."""
         try:
             replies = [self._hello(server) for server in range(len(self.clients))]
-            versions = {reply.version for reply in replies}
-            if self.mode.lockstep and len(versions) > 1:
+            versions = [reply.version for reply in replies]
+            # Servers may be a round apart where this worker starts again, while others train.
+            is_mixed = max(versions) > 0 and len({reply.initialized for reply in replies}) > 1
+            if self.mode.lockstep and (is_mixed or max(versions) - min(versions) > 1):
                 raise ServerLostError(
                     "the servers are not at the same step: one was restarted without its state",
                     got=", ".join(f"{c.endpoint} at {r.version}" for c, r in zip(self.clients, replies, strict=True)),
                     todo="Start the whole job again, from its last checkpoint if there is one.",
                 )
-            self.completed, self.steps = replies[0].delivered, replies[0].steps
-            self._taken = self.steps
+            # Where this worker starts again, some servers may have its last step and some not: it is taken once more.
+            self.completed = min(reply.delivered for reply in replies)
+            self.steps = self._taken = min(reply.steps for reply in replies)
+            self._gathered = replies[0].gathered
             self._loads = [reply.loads for reply in replies]
             if self.assignment.index == 0:
                 for server, reply in enumerate(replies):
