@@ -115,8 +115,7 @@ def is_checkpoint(place: Place) -> bool:
 
 
 def _content(place: Place) -> bytes:
-    with place.open(MANIFEST) as file:
-        data = file.read(_MOST_BYTES + 1)
+    data = place.read(MANIFEST, _MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     return data
@@ -195,7 +194,11 @@ class Checkpoint:
 
     def lineage(self) -> list[Checkpoint]:
         """The checkpoints this one consists of, the first one first."""
-        return [*(self.before.lineage() if self.before is not None else []), self]
+        lineage, before = [self], self.before
+        while before is not None:
+            lineage.append(before)
+            before = before.before
+        return lineage[::-1]
 
     def files(self, kind: str) -> list[tuple[Place, PieceFile]]:
         """The pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of the
@@ -206,14 +209,31 @@ class Checkpoint:
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """What the pieces of a kind are, and their tensors, each read and verified."""
         for place, piece in self.files(kind):
-            yield piece.about, read(place, piece)
+            try:
+                tensors = read(place, piece)
+            except CheckpointError:
+                self._refuse_replaced()
+                raise
+            yield piece.about, tensors
+
+    def _refuse_replaced(self) -> None:
+        """Say so if another checkpoint has come to where one of these was: its pieces are gone, and not damaged."""
+        for each in self.lineage():
+            present = self.open_manifest(each.place)[1]
+            if present.id != each.manifest.id:
+                raise CheckpointError(
+                    "the checkpoint was replaced while it was read",
+                    where=each.where,
+                    expected=f"checkpoint {each.manifest.id}",
+                    got=f"checkpoint {present.id}",
+                    todo="Load again.",
+                )
 
 
 def read(place: Place, piece: PieceFile) -> list[torch.Tensor]:
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
-        with place.open(piece.file) as file:
-            data = file.read(piece.bytes + 1)
+        data = place.read(piece.file, piece.bytes + 1)
     except Exception as error:  # every store has errors of its own
         raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
     return decoded(piece, data, where)
