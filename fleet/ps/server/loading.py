@@ -61,10 +61,11 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
     servers = shard.plan.spec.settings.server_num
-    if shard.changes is None:
-        shard.prepare()
+    shard.prepare()
     for about, tensors in checkpoint.pieces(TABLE):
-        table = tables[about["table"]]
+        table = tables.get(about["table"])
+        if table is None:
+            continue  # it joined the job while the checkpoint was saved by a worker that did not know of it yet
         table.step = max(table.step, int(about["step"]))
         arrays: Sequence[Any] = [tensor.numpy() for tensor in tensors]
         mine = partition(arrays[0], servers)[server]
