@@ -245,6 +245,7 @@ class Service:
             delivered=job.gate.delivered(request.worker),
             steps=job.steps_of(request.worker),
             loads=job.loads,
+            about="" if self._restore is None else self._restore.id,
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:

@@ -23,6 +23,7 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
 from fleet.errors import (
+    CheckpointError,
     DeadlineError,
     FleetError,
     NonFiniteGradientError,
@@ -142,6 +143,14 @@ class WorkerRuntime:
                     "the servers are not at the same step: one was restarted without its state",
                     got=", ".join(f"{c.endpoint} at {r.version}" for c, r in zip(self.clients, replies, strict=True)),
                     todo="Start the whole job again, from its last checkpoint if there is one.",
+                )
+            if len({reply.about for reply in replies}) > 1:
+                raise CheckpointError(
+                    "the servers do not start from the same checkpoint",
+                    got=", ".join(
+                        f"{c.endpoint} from {r.about or 'none'}" for c, r in zip(self.clients, replies, strict=True)
+                    ),
+                    todo="Give every server the same directory, and let no other job save there meanwhile.",
                 )
             self.completed, self.steps = replies[0].delivered, replies[0].steps
             self._taken = self.steps
