@@ -30,9 +30,12 @@ class Net(torch.nn.Module):
         self.open = fleet.nn.Embedding(None, 4)
         self.closed = torch.nn.Embedding(30, 4, sparse=True)
 
+    @staticmethod
+    def ids(step: int) -> torch.Tensor:
+        return torch.randint(0, 30, (6,), generator=torch.Generator().manual_seed(step))
+
     def loss(self, step: int) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, 30, (6,), generator=draw)
+        ids = self.ids(step)
         return self.dense(self.open(ids * 2 - 20 + step) + self.closed(ids)).square().mean()
 
     def seen(self) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,7 +315,7 @@ def test_two_jobs_save_to_one_place_and_a_third_one_reads(existing: bool, store:
     told = ("no checkpoint here", "was replaced while it was read", "something else has come to where")
     if existing and store == "local":
         (tmp_path / "ckpt").mkdir()
-    for repetition in range(15):
+    for repetition in range(8):
         where = str(tmp_path / "ckpt") if existing else str(tmp_path / f"ckpt-{repetition}")
         dirname = where if store == "local" else f"memory:/{where}"
         problems: list[BaseException] = []
@@ -401,17 +402,23 @@ def test_servers_that_start_from_different_checkpoints_are_refused(
 # ---------------------------------------------------------------------------------------------- loading that fails
 
 
-def shards() -> int:
-    gc.collect()
-    return sum(type(each) is Shard for each in gc.get_objects())
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_load_that_fails_on_one_server_changes_nothing(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, on all of them; nor does what the others have read stay in their memory."""
-    restore_from, broken = service.restore_from, []
+    restore_from, broken, made = service.restore_from, [], weakref.WeakSet()
+
+    class Watched(Shard):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.add(self)
+
+    def shards() -> int:
+        gc.collect()
+        return len(made)
+
+    monkeypatch.setattr(service, "Shard", Watched)
 
     def failing(url: object) -> Any:
         if broken and threading.current_thread().name.startswith("fleet-load"):
@@ -427,18 +434,19 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
         fleet_.save_persistables(tmp_path / "ckpt")
         train(model, optimizer, range(2, 5))
         fleet_.save_persistables(tmp_path / "before")
-        step, present = fleet_.resume_step(), shards()
+        step = fleet_.resume_step()
+        assert shards() == 2
         broken.append(True)
         with pytest.raises(CheckpointError, match="this one does not get it"):
             fleet_.load_persistables(tmp_path / "ckpt")
-        assert shards() == present
+        assert shards() == 2
         assert fleet_.resume_step() == step
         fleet_.save_persistables(tmp_path / "after")
         train(model, optimizer, range(5, 7))
         fleet_.load_persistables(tmp_path / "ckpt")
         fleet_.load_persistables(tmp_path / "ckpt")
         assert fleet_.resume_step() == 2
-        assert shards() == present
+        assert shards() == 2
         return model.seen()
 
     (found,) = run_job(body, 1, 2)
@@ -504,8 +512,10 @@ def test_a_server_that_cannot_take_over_ends_the_job() -> None:
 # ---------------------------------------------------------------------------------------------- lines that break
 
 
-@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
-@pytest.mark.parametrize("strategy", ["sync", "geo"])
+@pytest.mark.parametrize(
+    "action", [pytest.param(Action.DROP_REQUEST, marks=pytest.mark.slow), Action.DROP_REPLY, Action.DUPLICATE]
+)
+@pytest.mark.parametrize("strategy", ["sync", pytest.param("geo", marks=pytest.mark.slow)])
 def test_requests_that_get_lost_or_come_twice(strategy: str, action: Action, tmp_path: Path) -> None:
     """Of every kind once, on every line: the outcome is the same."""
     kinds = ("claim", "save", "export", "settle", "load", "upload", "ready", "release")
@@ -575,7 +585,7 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its claim and its release: the others hear of it within the deadline, and do it themselves."""
-    claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT": "0.2"}
+    claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "1000"}
     ask_all = WorkerRuntime.ask_all
 
     def dying(worker: Any, make: Any, what: str, *rest: Any) -> Any:

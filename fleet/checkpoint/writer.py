@@ -66,7 +66,8 @@ class CheckpointWriter:
             )
 
     def _go_on_from(self, after: Saved) -> None:
-        before = _still_there(after)
+        before = Checkpoint.open(after.url)
+        _check_present(after, before.manifest)
         if before.place.url == self._final.url:
             self._kept = tuple(piece for piece in before.manifest.pieces if TABLE in piece.about)
             self._parent = before.manifest.parent
@@ -142,7 +143,7 @@ class CheckpointWriter:
         data = manifest.to_json().encode()
         with self._ground.alone():
             if self._after is not None:
-                _still_there(self._after)
+                _check_present(self._after, Checkpoint.open_manifest(place_at(self._after.url))[1])
             if self._inside:
                 before = _manifest_of(self._final)
                 self._publishing = True
@@ -206,18 +207,16 @@ class CheckpointWriter:
         return present == self.id
 
 
-def _still_there(saved: Saved) -> Checkpoint:
-    """The checkpoint that a delta goes on from."""
-    checkpoint = Checkpoint.open(saved.url)
-    if checkpoint.manifest.id != saved.id:
+def _check_present(saved: Saved, present: Manifest) -> None:
+    """Whether the checkpoint that a delta goes on from is still where it was saved."""
+    if present.id != saved.id:
         raise CheckpointError(
             "the checkpoint that a delta would go on from has been replaced",
             where=saved.url,
             expected=f"checkpoint {saved.id}",
-            got=f"checkpoint {checkpoint.manifest.id}",
+            got=f"checkpoint {present.id}",
             todo="Save a full checkpoint.",
         )
-    return checkpoint
 
 
 def _folder(file: str) -> str:
