@@ -209,12 +209,14 @@ class Checkpoint:
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """What the pieces of a kind are, and their tensors, each read and verified."""
         for place, piece in self.files(kind):
-            try:
-                tensors = read(place, piece)
-            except CheckpointError:
-                self._refuse_replaced()
-                raise
-            yield piece.about, tensors
+            yield piece.about, self._read(place, piece)  # and held no longer than the next one takes to read
+
+    def _read(self, place: Place, piece: PieceFile) -> list[torch.Tensor]:
+        try:
+            return read(place, piece)
+        except CheckpointError:
+            self._refuse_replaced()
+            raise
 
     def _refuse_replaced(self) -> None:
         """Say so if another checkpoint has come to where one of these was: its pieces are gone, and not damaged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleet.checkpoint.assembly import Assembly
@@ -13,7 +13,7 @@ from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
-from fleet.ps.table.table import WEIGHT
+from fleet.ps.table.table import WEIGHT, Table
 
 
 def restore_from(dirname: object) -> Restore:
@@ -60,16 +60,17 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
 
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
-    servers = shard.plan.spec.settings.server_num
     shard.prepare()
     for about, tensors in checkpoint.pieces(TABLE):
-        table = tables.get(about["table"])
-        if table is None:
-            continue  # it joined the job while the checkpoint was saved by a worker that did not know of it yet
-        table.step = max(table.step, int(about["step"]))
-        arrays: Sequence[Any] = [tensor.numpy() for tensor in tensors]
-        mine = partition(arrays[0], servers)[server]
-        if len(mine):
-            columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
-            # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
-            table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})
+        # A table may have joined the job while a worker saved that did not know of it yet.
+        if about["table"] in tables:
+            _restore_piece(tables[about["table"]], about, [tensor.numpy() for tensor in tensors], shard, server)
+
+
+def _restore_piece(table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int) -> None:
+    table.step = max(table.step, int(about["step"]))
+    mine = partition(arrays[0], shard.plan.spec.settings.server_num)[server]
+    if len(mine):
+        columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
+        # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
+        table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})
