@@ -549,3 +549,37 @@ def test_others_go_on_training_while_one_saves(tmp_path: Path, monkeypatch: pyte
 
     run_job(body, 2, 2)
     assert Checkpoint.open(tmp_path / "ckpt").manifest.version == 2
+
+
+def test_a_checkpoint_of_geo_has_no_state_of_rows(tmp_path: Path) -> None:
+    """Nor do its servers make room for any: workers have it."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, "geo")
+        train(model, optimizer, range(4))
+        fleet_.save_persistables(tmp_path / "ckpt")
+
+    run_job(body, 1, 2)
+    assert {tuple(about["columns"]) for about, _ in Checkpoint.open(tmp_path / "ckpt").pieces("table")} == {("weight",)}
+
+
+def test_a_worker_saves_while_another_one_brings_a_table(tmp_path: Path) -> None:
+    """The checkpoint is of the model that the one who saves knows."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        late = fleet.nn.Embedding(None, 2)
+        if fleet_.is_first_worker():
+            until(lambda: len(fleet_.summary()["tables"]) == 3)
+            fleet_.save_persistables(tmp_path / "base")
+        optimizer.add_param_group({"params": list(late.parameters())})
+        train(model, optimizer, range(2, 4))
+        optimizer.minimize(late(torch.arange(4)).sum())
+        fleet_.save_persistables(tmp_path / "delta", mode="delta")
+        if fleet_.is_first_worker():
+            assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+        fleet_.barrier_worker()
+
+    run_job(body, 2, 2)
+    run_job(lambda fleet_, worker: train(*join(fleet_), range(2)), 1, 3, model_dir=str(tmp_path / "base"))
