@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_job, until
+from harness import PATIENT, run_job, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_job import STRATEGIES, Net, join, same, train
@@ -469,6 +469,33 @@ def test_all_workers_are_at_the_same_step_after_one_has_loaded(tmp_path: Path) -
     (first, ours), (second, theirs) = run_job(body, 2, 2)
     assert first == second == 3
     assert same(ours, theirs)
+
+
+def test_an_asynchronous_worker_learns_of_a_load_from_its_next_push(tmp_path: Path) -> None:
+    """Not only when it fetches values, which it does after many steps."""
+    trained, loaded = threading.Event(), threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, "async")
+        train(model, optimizer, range(2))
+        fleet_.barrier_worker()
+        if fleet_.is_first_worker():
+            fleet_.save_persistables(tmp_path / "ckpt")
+            assert trained.wait(30)
+            fleet_.load_persistables(tmp_path / "ckpt")
+            loaded.set()
+            return
+        train(model, optimizer, range(9))
+        fleet_._chosen._worker.flush()  # type: ignore[union-attr]
+        trained.set()
+        assert loaded.wait(30)
+        for _ in range(2):
+            optimizer.minimize(model.dense(torch.zeros(1, 4)).sum() * 0)
+            fleet_._chosen._worker.flush()  # type: ignore[union-attr]
+        assert fleet_.resume_step() == 4
+
+    seldom = {**PATIENT, "FLAGS_communicator_min_send_grad_num_before_recv": "1000"}
+    run_job(body, 2, 2, environ=seldom)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -47,8 +47,9 @@ class Job:
     begun: tuple[str, int] = ("", 0)
     #: the newest one that exists: its id and where it is
     last: tuple[str, str] = ("", "")
-    #: what is being done for a checkpoint, or was last
+    #: what is being done for a checkpoint, or was last, and the worker that asked for it
     errand: Errand | None = None
+    asked_by: int | None = None
     #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
     loaded: tuple[str, Restore, Shard] | None = None
     #: other values that have been uploaded, likewise

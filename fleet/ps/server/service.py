@@ -310,6 +310,7 @@ class Service:
         upload = request.upload
         job = self._running()
         if upload.anew:
+            job.asked_by = request.worker
             job.uploads.append((upload, frame.tensors))
         else:
             self._check_initializer(request)
@@ -558,6 +559,7 @@ class Service:
         if job.errand is None or job.errand.name != save.id:
             self._check_standstill(job, save.version)
             job.give_up()
+            job.asked_by = request.worker
             shard.prepare()
             job.begun = (save.id, shard.history.begin(save.id, save.after))
 
@@ -616,6 +618,7 @@ class Service:
             return
         if job.errand is None or job.errand.name != load.attempt:
             job.give_up()
+            job.asked_by = request.worker
             old = self._shard()
 
             def read() -> Frame:
@@ -693,6 +696,8 @@ class Service:
             self._fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
             return
         job.claims.left(worker, outbox)
+        if job.asked_by == worker:
+            job.give_up()
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))

@@ -429,6 +429,7 @@ class WorkerRuntime:
         frames = self._push_frames(gradients, dense, quiet=not bring)
         what = f"push of step {self.completed + 1}"
         replies = self.ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
+        self._notice(replies)  # long before values are fetched again, perhaps
         self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
         return replies
 
