@@ -2,65 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_job
+from harness import PATIENT, run_job, until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_job import STRATEGIES, Net, join, same, train
 
 import fleet.nn
 from fleet import Fleet
+from fleet.checkpoint.manifest import Checkpoint, Manifest
+from fleet.checkpoint.places import Directory
+from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, ConfigurationError
-from fleet.strategy import StrategyFactory
-
-IDS = torch.arange(-20, 60)
-
-STRATEGIES = {
-    "sync": StrategyFactory.create_sync_strategy,
-    "async": StrategyFactory.create_async_strategy,
-    "half-async": StrategyFactory.create_half_async_strategy,
-    "geo": lambda: StrategyFactory.create_geo_strategy(2),
-    "ssp": StrategyFactory.create_ssp_strategy,
-}
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = torch.nn.Linear(4, 3)
-        self.open = fleet.nn.Embedding(None, 4)
-        self.closed = torch.nn.Embedding(30, 4, sparse=True)
-
-    def loss(self, step: int) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, 30, (6,), generator=draw)
-        return self.dense(self.open(ids * 2 - 20 + step) + self.closed(ids)).square().mean()
-
-    def seen(self) -> list[torch.Tensor]:
-        """All a job has learnt."""
-        with torch.no_grad():
-            rows = [self.open(IDS), self.closed(torch.arange(30))]
-        return [*(p.detach().clone() for p in self.dense.parameters()), *rows]
-
-
-def join(fleet_: Fleet, strategy: str = "sync") -> tuple[Net, Any]:
-    torch.manual_seed(3)
-    model = Net()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    wrapped = fleet_.distributed_optimizer(optimizer, STRATEGIES[strategy](), model=model)
-    fleet_.init_worker()
-    return model, wrapped
-
-
-def train(model: Net, optimizer: Any, steps: Iterable[int]) -> None:
-    for step in steps:
-        optimizer.minimize(model.loss(step))
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+from fleet.ps.server.loading import restore_from
+from fleet.ps.table.shard import FIRST, Piece, Shard
+from fleet.ps.worker.exporting import exported
+from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import JobSpec, PlanSettings
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -213,3 +180,433 @@ def test_a_mode_that_is_none(tmp_path: Path) -> None:
         assert not (tmp_path / "ckpt").exists()
 
     run_job(body, 1, 1)
+
+
+# ---------------------------------------------------------------------------------------------- where deltas go on from
+
+
+def state_of(fleet_: Fleet) -> dict[str, Any]:
+    """All that the servers hold now, by name."""
+    worker = fleet_._chosen._worker  # type: ignore[union-attr]
+    return named(piece for client in worker.clients for piece in exported(client, worker.completed))
+
+
+def state_in(dirname: Path) -> dict[str, Any]:
+    """All that a server of a job of one server has when it starts from a checkpoint."""
+    raw = json.loads(Checkpoint.open(dirname).manifest.spec.to_json())
+    raw["settings"]["server_num"] = 1
+    spec = JobSpec.from_json(json.dumps(raw))
+    options = json.dumps(torch.optim.Adagrad([torch.zeros(1)], lr=0.1).defaults)
+    shard = Shard(make_plan(spec), 0, 0, [options] * len(spec.groups))
+    restore_from(dirname).fill(shard, 0)
+    pieces, cursor = [], FIRST
+    while cursor:
+        pieces.append(shard.export(cursor))
+        cursor = pieces[-1].next_cursor
+    return named(pieces)
+
+
+def named(pieces: Iterable[Piece]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for piece in pieces:
+        tensors = {name: torch.as_tensor(each) for name, each in piece.tensors.items()}
+        if "dense" in piece.about:
+            found.update(tensors)
+            continue
+        table, ids = piece.about["table"], tensors.pop("ids").tolist()
+        found[f"{table} step"] = torch.tensor(piece.about["step"])
+        for column, rows in tensors.items():
+            found.update({f"{table} {key} {column}": row for key, row in zip(ids, rows, strict=True)})
+    return found
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+#: What two directories may do to each other: a full checkpoint replaces what a delta needs.
+REFUSALS = "would replace a checkpoint that it needs|is not there any more"
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), st.integers(0, 40)),
+        st.tuples(st.sampled_from(["full", "delta", "failed full", "failed delta"]), st.sampled_from("ab")),
+        st.tuples(st.just("load"), st.sampled_from("ab")),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=OPERATIONS)
+def test_whatever_is_done_before_a_checkpoint_has_the_state_of_its_moment(
+    operations: list[tuple[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Deltas into two directories, some of which fail, between trainings and loads: to the bit what servers held."""
+    tmp_path = tmp_path_factory.mktemp("operations")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        saved: dict[str, dict[str, Any]] = {}
+        for what, argument in operations:
+            place = tmp_path / str(argument)
+            if what == "train":
+                train(model, optimizer, [argument])
+            elif what.startswith("failed"):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(CheckpointWriter, "commit", _fail)
+                    with pytest.raises((OSError, CheckpointError), match=f"the disk|{REFUSALS}"):
+                        fleet_.save_persistables(place, mode=what.split()[1])
+            elif what == "load":
+                if argument in saved and not refused(lambda at=place: fleet_.load_persistables(at)):
+                    assert_same_state(state_of(fleet_), saved[argument])
+            elif not refused(lambda at=place, mode=what: fleet_.save_persistables(at, mode=mode)):
+                saved[argument] = state_of(fleet_)
+                assert_same_state(state_in(place), saved[argument])
+
+    run_job(body, 1, 2)
+
+
+def refused(call: Callable[[], None]) -> bool:
+    """Whether it was, because of what has become of a checkpoint that it needs."""
+    try:
+        call()
+    except CheckpointError as error:
+        if not re.search(REFUSALS, str(error)):
+            raise
+        return True
+    return False
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("the disk fails")
+
+
+def test_a_chain_of_fifty(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        for number in range(50):
+            train(model, optimizer, [number])
+            fleet_.save_persistables(tmp_path / str(number), mode="delta")
+        assert_same_state(state_in(tmp_path / "49"), state_of(fleet_))
+
+    run_job(body, 1, 2)
+    assert len(Checkpoint.open(tmp_path / "49").lineage()) == 50
+
+
+def test_a_chain_longer_than_the_interpreters_stack() -> None:
+    found: Checkpoint | None = None
+    for number in range(3000):
+        manifest = Manifest(str(number), 0, 0, JobSpec((), (), (), PlanSettings(server_num=1, worker_num=1)), ())
+        found = Checkpoint(Directory(Path("/nowhere")), manifest, found)
+    assert found is not None
+    assert [each.manifest.id for each in found.lineage()] == [str(number) for number in range(3000)]
+
+
+@pytest.mark.parametrize("fate", ["replaced", "deleted"])
+def test_a_delta_without_its_base(fate: str, tmp_path: Path) -> None:
+    """Neither is one written, nor is one that was written loaded; a full one helps."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "base")
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "delta", mode="delta")
+        shutil.rmtree(tmp_path / "base")
+        if fate == "replaced":
+            shutil.copytree(tmp_path / "delta", tmp_path / "base")
+        before = state_of(fleet_)
+        expected = {
+            "replaced": r"goes on from a checkpoint that is not there any more; at .*delta; expected checkpoint \w+ at "
+            r".*base; got checkpoint",
+            "deleted": "no checkpoint here; at .*base",
+        }[fate]
+        for call in (
+            lambda: fleet_.load_persistables(tmp_path / "delta"),
+            lambda: fleet_.save_persistables(tmp_path / "more", mode="delta"),
+        ):
+            with pytest.raises(CheckpointError, match=expected):
+                call()
+        assert_same_state(state_of(fleet_), before)
+        assert not (tmp_path / "more").exists()
+        fleet_.save_persistables(tmp_path / "more")
+        fleet_.save_persistables(tmp_path / "most", mode="delta")
+        assert_same_state(state_in(tmp_path / "most"), before)
+
+    run_job(body, 1, 2)
+
+
+@pytest.mark.parametrize("how", ["init_server", "load_persistables"])
+def test_a_delta_goes_on_from_what_was_loaded(how: str, tmp_path: Path) -> None:
+    """By other servers than those that wrote it, and with no more than what changed since."""
+
+    def source(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(6))
+        fleet_.save_persistables(tmp_path / "base")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        if how == "load_persistables":
+            train(model, optimizer, range(9))
+            fleet_.save_persistables(tmp_path / "forgotten")
+            fleet_.load_persistables(tmp_path / "base")
+        model.open(torch.arange(100, 103))  # rows are not there for having been read
+        train(model, optimizer, [6])
+        fleet_.save_persistables(tmp_path / "delta", mode="delta")
+        assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+
+    run_job(source, 1, 3)
+    run_job(body, 1, 2, model_dir=str(tmp_path / "base") if how == "init_server" else None)
+    delta = Checkpoint.open(tmp_path / "delta")
+    assert delta.before is not None
+    rows, before = (sum(len(ids) for _, (ids, *_) in each.pieces("table")) for each in (delta, delta.before))
+    assert rows - before == 2 * len(torch.unique(Net.ids(6))), "the rows of one step, in two tables"
+
+
+def test_parameters_and_tables_that_joined_since_are_in_a_delta(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(3))
+        fleet_.save_persistables(tmp_path / "base")
+        late = fleet.nn.Embedding(None, 2)
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [weight]})
+        optimizer.add_param_group({"params": list(late.parameters())})
+        optimizer.minimize(late(torch.arange(4)).square().sum() + weight.sum())
+        fleet_.save_persistables(tmp_path / "delta", mode="delta")
+        assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+
+    run_job(body, 1, 2)
+    added = Checkpoint.open(tmp_path / "delta").manifest.spec.tables[-1].name
+    assert {f"{added} {key} weight" for key in range(4)} <= state_in(tmp_path / "delta").keys()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deltas_of_several_workers(strategy: str, tmp_path: Path) -> None:
+    """One writes for all; who comes when it is written returns at once."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, strategy)
+        for number in range(3):
+            train(model, optimizer, range(worker * 10 + number, worker * 10 + number + 2))
+            fleet_.barrier_worker()
+            if fleet_.is_first_worker():
+                fleet_.save_persistables(tmp_path / "ckpt", mode="delta")
+            fleet_.barrier_worker()
+            if not fleet_.is_first_worker():
+                fleet_.save_persistables(tmp_path / "ckpt", mode="delta")
+            fleet_.barrier_worker()
+        if fleet_.is_first_worker():
+            fleet_.save_persistables(tmp_path / "full")
+
+    run_job(body, 2, 2)
+    assert_same_state(state_in(tmp_path / "ckpt"), state_in(tmp_path / "full"))
+
+
+# ---------------------------------------------------------------------------------------------- into a running job
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_that_are_on_their_way_do_not_outlive_a_load(strategy: str, tmp_path: Path) -> None:
+    """What was prefetched before it is asked for again."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, strategy)
+        train(model, optimizer, range(4))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        train(model, optimizer, range(4, 8))
+        batches = [torch.arange(5)] * 6
+        for number, ids in enumerate(
+            fleet_.prefetch(batches, lambda ids: {model.closed: ids, model.open: ids}, depth=2)
+        ):
+            if number == 2:
+                fleet_.load_persistables(tmp_path / "ckpt")
+                rows.append((model.closed(ids).detach(), model.open(ids).detach()))
+                continue
+            optimizer.minimize(model.closed(ids).sum() + model.open(ids).sum())
+
+    def restarted(fleet_: Fleet, worker: int) -> None:
+        model, _ = join(fleet_, strategy)
+        rows.append((model.closed(torch.arange(5)).detach(), model.open(torch.arange(5)).detach()))
+
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    run_job(body, 1, 2)
+    run_job(restarted, 1, 2, model_dir=str(tmp_path / "ckpt"))
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert torch.equal(rows[0][1], rows[1][1])
+
+
+def test_all_workers_are_at_the_same_step_after_one_has_loaded(tmp_path: Path) -> None:
+    """Also whose gradient was in the round that was open."""
+    pushed = threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> tuple[int, list[torch.Tensor]]:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        train(model, optimizer, range(5))
+        if fleet_.is_first_worker():
+            until(lambda: pushed.is_set())
+            fleet_.load_persistables(tmp_path / "ckpt")
+            assert fleet_.resume_step() == 2
+        else:
+            client = fleet_._chosen._worker.clients[1]  # type: ignore[union-attr]
+            start = client.start
+
+            def watched(*args: Any, **options: Any) -> Any:
+                pending = start(*args, **options)
+                pushed.set()
+                return pending
+
+            client.start = watched  # type: ignore[method-assign]
+        train(model, optimizer, [5])
+        fleet_.barrier_worker()
+        return fleet_.resume_step(), model.seen()
+
+    (first, ours), (second, theirs) = run_job(body, 2, 2)
+    assert first == second == 3
+    assert same(ours, theirs)
+
+
+def test_an_asynchronous_worker_learns_of_a_load_from_its_next_push(tmp_path: Path) -> None:
+    """Not only when it fetches values, which it does after many steps."""
+    trained, loaded = threading.Event(), threading.Event()
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, "async")
+        train(model, optimizer, range(2))
+        fleet_.barrier_worker()
+        if fleet_.is_first_worker():
+            fleet_.save_persistables(tmp_path / "ckpt")
+            assert trained.wait(30)
+            fleet_.load_persistables(tmp_path / "ckpt")
+            loaded.set()
+            return
+        train(model, optimizer, range(9))
+        fleet_._chosen._worker.flush()  # type: ignore[union-attr]
+        trained.set()
+        assert loaded.wait(30)
+        for _ in range(2):
+            optimizer.minimize(model.dense(torch.zeros(1, 4)).sum() * 0)
+            fleet_._chosen._worker.flush()  # type: ignore[union-attr]
+        assert fleet_.resume_step() == 4
+
+    seldom = {**PATIENT, "FLAGS_communicator_min_send_grad_num_before_recv": "1000"}
+    run_job(body, 2, 2, environ=seldom)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_workers_load_different_checkpoints(strategy: str, tmp_path: Path) -> None:
+    """One after the other; in the end all have one of the two."""
+
+    def source(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = join(fleet_)
+        for name in "01":
+            train(model, optimizer, range(3))
+            fleet_.save_persistables(tmp_path / name)
+            seen.append(model.seen())
+        return seen
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = join(fleet_, strategy)
+        train(model, optimizer, range(3))
+        fleet_.barrier_worker()
+        fleet_.load_persistables(tmp_path / str(worker))
+        fleet_.barrier_worker()
+        return model.seen()
+
+    seen: list[list[torch.Tensor]] = []
+    run_job(source, 1, 2)
+    ours, theirs = run_job(body, 2, 2)
+    assert same(ours, theirs)
+    assert any(same(ours, each) for each in seen)
+
+
+def test_geo_workers_keep_their_optimizers_when_plain_tensors_come(tmp_path: Path) -> None:
+    """Their state is nowhere else: servers have the one of the checkpoint that the job began with, if it did."""
+
+    def job(load: bool, **options: Any) -> torch.Tensor:
+        def body(fleet_: Fleet, worker: int) -> torch.Tensor:
+            model = torch.nn.Linear(2, 1)
+            torch.nn.init.ones_(model.weight)
+            torch.nn.init.ones_(model.bias)
+            adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            optimizer = fleet_.distributed_optimizer(adagrad, STRATEGIES["geo"](), model=model)
+            fleet_.init_worker()
+            for _ in range(4):
+                optimizer.minimize(model(torch.ones(1, 2)).sum())
+            if not options:
+                fleet_.save_persistables(tmp_path / "ckpt")
+            if load:
+                fleet_.load_state_dict(model, {name: value.clone() for name, value in model.state_dict().items()})
+            for _ in range(2):
+                optimizer.minimize(model(torch.ones(1, 2)).sum())
+            return model.weight.detach().clone()
+
+        return run_job(body, 1, 2, **options)[0]
+
+    assert torch.equal(job(False), job(True))
+    from_there = {"model_dir": str(tmp_path / "ckpt")}
+    assert torch.equal(job(False, **from_there), job(True, **from_there))
+
+
+def test_others_go_on_training_while_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mode without rounds: the disk waits until five further steps have been taken."""
+    create, saving, trained = Directory.create, threading.Event(), threading.Event()
+
+    def waiting(place: Directory, name: str, pieces: Any) -> None:
+        saving.set()
+        assert trained.wait(30)
+        create(place, name, pieces)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, "half-async")
+        train(model, optimizer, range(2))
+        fleet_.barrier_worker()
+        if fleet_.is_first_worker():
+            monkeypatch.setattr(Directory, "create", waiting)
+            fleet_.save_persistables(tmp_path / "ckpt")
+        else:
+            assert saving.wait(30)
+            train(model, optimizer, range(25))
+            trained.set()
+
+    run_job(body, 2, 2)
+    assert Checkpoint.open(tmp_path / "ckpt").manifest.version == 2
+
+
+def test_a_checkpoint_of_geo_has_no_state_of_rows(tmp_path: Path) -> None:
+    """Nor do its servers make room for any: workers have it."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, "geo")
+        train(model, optimizer, range(4))
+        fleet_.save_persistables(tmp_path / "ckpt")
+
+    run_job(body, 1, 2)
+    assert {tuple(about["columns"]) for about, _ in Checkpoint.open(tmp_path / "ckpt").pieces("table")} == {("weight",)}
+
+
+def test_a_worker_saves_while_another_one_brings_a_table(tmp_path: Path) -> None:
+    """The checkpoint is of the model that the one who saves knows."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        late = fleet.nn.Embedding(None, 2)
+        if fleet_.is_first_worker():
+            until(lambda: len(fleet_.summary()["tables"]) == 3)
+            fleet_.save_persistables(tmp_path / "base")
+        optimizer.add_param_group({"params": list(late.parameters())})
+        train(model, optimizer, range(2, 4))
+        optimizer.minimize(late(torch.arange(4)).sum())
+        fleet_.save_persistables(tmp_path / "delta", mode="delta")
+        if fleet_.is_first_worker():
+            assert_same_state(state_in(tmp_path / "delta"), state_of(fleet_))
+        fleet_.barrier_worker()
+
+    run_job(body, 2, 2)
+    run_job(lambda fleet_, worker: train(*join(fleet_), range(2)), 1, 3, model_dir=str(tmp_path / "base"))

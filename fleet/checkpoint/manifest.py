@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fleet.checkpoint.pieces import PieceFile, decoded, filled
+from fleet.checkpoint.pieces import PieceFile, decoded
 from fleet.checkpoint.places import Place, place_at, referred
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.transpiler.specs import JobSpec
@@ -116,12 +116,11 @@ def is_checkpoint(place: Place) -> bool:
     return isinstance(raw, dict) and raw.get("format") == FORMAT
 
 
-def _content(place: Place) -> bytes:
-    size = place.size(MANIFEST)
-    if size > _MOST_BYTES:
+def _content(place: Place) -> bytearray:
+    data = place.read(MANIFEST, _MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    with place.open(MANIFEST) as file:
-        return bytes(filled(file, size))
+    return data
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,11 @@ class Checkpoint:
 
     def lineage(self) -> list[Checkpoint]:
         """The checkpoints this one consists of, the first one first."""
-        return [*(self.before.lineage() if self.before is not None else []), self]
+        lineage, before = [self], self.before
+        while before is not None:
+            lineage.append(before)
+            before = before.before
+        return lineage[::-1]
 
     def files(self, kind: str) -> list[tuple[Place, PieceFile]]:
         """The pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of the
@@ -211,20 +214,41 @@ class Checkpoint:
         with ThreadPoolExecutor(1, thread_name_prefix="fleet-checkpoint") as reader:
             ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
             while files or ahead:
-                while files and len(ahead) <= 1:
+                if files:
                     place, piece = files.popleft()
-                    ahead.append((piece.about, reader.submit(read, place, piece)))
+                    ahead.append((piece.about, reader.submit(self._read, place, piece)))
+                    if len(ahead) == 1:
+                        continue
                 about, tensors = ahead.popleft()
                 yield about, tensors.result()
+                del tensors  # held no longer than the next one takes to read
+
+    def _read(self, place: Place, piece: PieceFile) -> list[torch.Tensor]:
+        try:
+            return read(place, piece)
+        except CheckpointError:
+            self._refuse_replaced()
+            raise
+
+    def _refuse_replaced(self) -> None:
+        """Say so if another checkpoint has come to where one of these was: its pieces are gone, and not damaged."""
+        for each in self.lineage():
+            present = self.open_manifest(each.place)[1]
+            if present.id != each.manifest.id:
+                raise CheckpointError(
+                    "the checkpoint was replaced while it was read",
+                    where=each.where,
+                    expected=f"checkpoint {each.manifest.id}",
+                    got=f"checkpoint {present.id}",
+                    todo="Load again.",
+                )
 
 
 def read(place: Place, piece: PieceFile) -> list[torch.Tensor]:
     """The tensors of a piece, verified."""
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
-        with place.open(piece.file) as file:
-            data = filled(file, min(piece.bytes, place.size(piece.file)))
-            data += file.read(1)
+        data = place.read(piece.file, piece.bytes + 1)
     except Exception as error:  # every store has errors of its own
         raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
     return decoded(piece, data, where)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,16 +83,6 @@ def encoded(tensors: Tensors) -> list[Buffer]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *bodies]
-
-
-def filled(file: BinaryIO, size: int) -> bytearray:
-    """The first bytes of a file, as many as there are up to a size; in memory that can be written, as tensors ask."""
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size and (got := file.readinto(view[at:])):  # type: ignore[attr-defined]
-        at += got
-    view.release()
-    return data[:at] if at < size else data
 
 
 def decoded(piece: PieceFile, data: bytearray, where: str) -> list[torch.Tensor]:

@@ -7,15 +7,16 @@ there in one step.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from fleet.checkpoint.files import remove, sync_directory
 from fleet.clock import SystemClock
-from fleet.errors import ArgumentTypeError, CheckpointError
+from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError
 
 #: Bytes that can be written: of anything that has a buffer.
 Buffer = Any
@@ -23,8 +24,8 @@ Buffer = Any
 #: The file that says who is writing into a folder; it is locked as long as they are there, where files can be locked.
 MARK = "in-progress"
 _PROOF_BYTES = 16
-#: Publishing takes milliseconds; whoever holds the lock for so long does not hold it for that.
-_LOCK_TRIES, _LOCK_PAUSE_S = 200, 0.05
+#: Publishing takes milliseconds, and removing what it superseded seconds.
+_LOCK_DEADLINE_S, _LOCK_PAUSE_S = 60.0, 0.05
 
 
 class Place(Protocol):
@@ -49,8 +50,8 @@ class Place(Protocol):
 
     def size(self, name: str) -> int: ...
 
-    def open(self, name: str) -> BinaryIO:
-        """To be read from the beginning."""
+    def read(self, name: str, most: int) -> bytearray:
+        """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask."""
         ...
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
@@ -71,7 +72,7 @@ class Place(Protocol):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other process of ours publishes here, where that can be had."""
+        """Inside, nobody else is in here, where files can be locked. An error if somebody stays in for long."""
         ...
 
 
@@ -100,8 +101,15 @@ class Directory:
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
-    def open(self, name: str) -> BinaryIO:
-        return (self.path / name).open("rb", buffering=0)
+    def read(self, name: str, most: int) -> bytearray:
+        with (self.path / name).open("rb", buffering=0) as file:
+            data = bytearray(min(most, os.fstat(file.fileno()).st_size))
+            at = 0
+            with memoryview(data) as view:
+                while at < len(data) and (got := file.readinto(view[at:])):
+                    at += got
+        del data[at:]
+        return data
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
         with (self.path / name).open("xb", buffering=0) as file:
@@ -132,10 +140,17 @@ class Directory:
     def alone(self) -> Iterator[None]:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            for _ in range(_LOCK_TRIES):
-                if locked(descriptor):
-                    break
-                SystemClock().sleep(_LOCK_PAUSE_S)
+            clock = SystemClock()
+            began = clock.now()
+            while locked(descriptor) is False:
+                if clock.now() - began > _LOCK_DEADLINE_S:
+                    raise DeadlineError(
+                        "another process keeps this directory locked",
+                        where=self.url,
+                        expected=f"to have it within {_LOCK_DEADLINE_S:g} s",
+                        todo="Look for a job that saves here and hangs, and end it.",
+                    )
+                clock.sleep(_LOCK_PAUSE_S)
             yield
         finally:
             os.close(descriptor)
@@ -174,9 +189,10 @@ class Remote:
     def size(self, name: str) -> int:
         return int(self._fs.size(self._at(name)))
 
-    def open(self, name: str) -> BinaryIO:
-        opened: BinaryIO = self._fs.open(self._at(name), "rb")
-        return opened
+    def read(self, name: str, most: int) -> bytearray:
+        # Not by ``open``: it goes by a size that may be remembered from before somebody else replaced the file, and
+        # in memory:// all readers of a file share one position.
+        return bytearray(self._fs.cat_file(self._at(name), start=0, end=most))
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
         with self._fs.open(self._at(name), "wb") as file:
@@ -206,11 +222,13 @@ def place_at(dirname: object) -> Place:
     if not isinstance(dirname, str | os.PathLike):
         raise ArgumentTypeError("dirname must be a path or a URL", got=repr(dirname))
     text = os.fspath(dirname)
-    if "://" not in text:
-        return Directory(Path(text).resolve())
-    import fsspec  # torch brings it along
-
+    if not isinstance(text, str):
+        raise ArgumentTypeError("dirname must be a path or a URL of characters", got=repr(dirname))
     try:
+        if "://" not in text:
+            return Directory(Path(text).resolve())
+        import fsspec  # torch brings it along
+
         fs, path = fsspec.core.url_to_fs(text)
     except Exception as error:  # every protocol has errors of its own
         raise CheckpointError(
@@ -283,8 +301,7 @@ def proven(url: str, proof: str) -> Place | None:
     """The folder that somebody else claimed, if this process sees it and can write there as well."""
     try:
         place = place_at(url)
-        with place.open(MARK) as file:
-            found = file.read(2 * _PROOF_BYTES + 1)
+        found = place.read(MARK, 2 * _PROOF_BYTES + 1)
     except Exception:  # every store has errors of its own, and none of them is anybody's mistake
         return None
     if not secrets.compare_digest(found, proof.encode()):
@@ -302,19 +319,19 @@ def is_abandoned(folder: Place) -> bool:
     except OSError:
         return True
     try:
-        return locked(descriptor)
+        return locked(descriptor) is True
     finally:
         os.close(descriptor)
 
 
-def locked(descriptor: int) -> bool:
-    """Whether this process has the lock on a file now; it has it until it closes the file."""
+def locked(descriptor: int) -> bool | None:
+    """Whether this process has the lock on a file now, and until it closes the file; None where there are no locks."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system
-        return False
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True

@@ -40,9 +40,13 @@ class CheckpointWriter:
         self._refuse_others()
         token = secrets.token_hex(4)
         self._folder_name = f"{_FOLDER}{token}"
-        self._root = self._final
+        #: where the manifest and its folder are made, and what is locked while others might meddle with that
+        self._root = self._ground = self._final
         if isinstance(self._final, Directory) and not self._inside:
-            self._root = Directory(self._final.path.with_name(f".{self._final.path.name}.{token}"))
+            self._ground = Directory(self._final.path.parent)
+            self._root = self._ground.within(f".{self._final.path.name}.{token}")
+        self._publishing = False
+        self._after = after
         self._kept: tuple[PieceFile, ...] = ()
         self._parent: Parent | None = None
         if after is not None:
@@ -64,14 +68,7 @@ class CheckpointWriter:
 
     def _go_on_from(self, after: Saved) -> None:
         before = Checkpoint.open(after.url)
-        if before.manifest.id != after.id:
-            raise CheckpointError(
-                "the checkpoint that a delta would go on from has been replaced",
-                where=after.url,
-                expected=f"checkpoint {after.id}",
-                got=f"checkpoint {before.manifest.id}",
-                todo="Save a full checkpoint.",
-            )
+        _check_present(after, before.manifest)
         if before.place.url == self._final.url:
             self._kept = tuple(piece for piece in before.manifest.pieces if TABLE in piece.about)
             self._parent = before.manifest.parent
@@ -85,28 +82,26 @@ class CheckpointWriter:
         self._parent = Parent(reference(before.place, self._final), after.id)
 
     def __enter__(self) -> CheckpointWriter:
-        if not self._inside:
+        self._ground.make()
+        with self._ground.alone():  # a folder that is just being made looks abandoned
             self._remove_dead_drafts()
-        self._root.make()
-        try:
-            with self._root.alone():  # a folder that is just being made looks abandoned
+            try:
+                self._root.make()
                 self._claimed = Claimed(self._root.within(self._folder_name))
-        except BaseException:
-            self._drop()
-            raise
+            except BaseException:
+                self._drop()
+                raise
         return self
 
     def _remove_dead_drafts(self) -> None:
         """What writers left beside this place that were killed."""
-        assert isinstance(self._final, Directory)
-        beside, draft = (
-            Directory(self._final.path.parent),
-            re.compile(rf"\.{re.escape(self._final.path.name)}\.{_TOKEN}"),
-        )
-        for name in beside.names():
-            place = beside.within(name)
+        if not isinstance(self._final, Directory) or self._inside:
+            return
+        draft = re.compile(rf"\.{re.escape(self._final.path.name)}\.{_TOKEN}")
+        for name in self._ground.names():
+            place = self._ground.within(name)
             if draft.fullmatch(name) and all(is_abandoned(place.within(inner)) for inner in place.names()):
-                beside.remove(name)
+                self._ground.remove(name)
 
     @property
     def folder(self) -> Place:
@@ -147,30 +142,37 @@ class CheckpointWriter:
         if isinstance(self.folder, Directory):
             sync_directory(self.folder.path)
         data = manifest.to_json().encode()
-        if self._inside:
-            with self._final.alone():
+        with self._ground.alone():
+            if self._after is not None:
+                _check_present(self._after, Checkpoint.open_manifest(place_at(self._after.url))[1])
+            if self._inside:
                 before = _manifest_of(self._final)
+                self._publishing = True
                 self._final.publish(MANIFEST, data)
                 self._clean(manifest, before)
-            self._claimed.done()
-        else:
-            assert isinstance(self._root, Directory)
-            assert isinstance(self._final, Directory)
-            self._root.publish(MANIFEST, data)
-            self._claimed.done()
-            try:
-                os.rename(self._root.path, self._final.path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-                raise CheckpointError(
-                    "something else has come to where a checkpoint was to be",
-                    where=self._final.url,
-                    got=str(error),
-                    todo="Let every job save to a directory of its own.",
-                ) from None
-            sync_directory(self._final.path.parent)
+                self._claimed.done()
+            else:
+                self._root.publish(MANIFEST, data)
+                self._claimed.done()
+                self._publishing = True
+                self._rename()
         return Saved(self.id, self._final.url)
+
+    def _rename(self) -> None:
+        assert isinstance(self._root, Directory)
+        assert isinstance(self._final, Directory)
+        try:
+            os.rename(self._root.path, self._final.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise CheckpointError(
+                "something else has come to where a checkpoint was to be",
+                where=self._final.url,
+                got=str(error),
+                todo="Let every job save to a directory of its own.",
+            ) from None
+        sync_directory(self._final.path.parent)
 
     def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
         """Remove what the manifest before this one named, and what dead writers have left."""
@@ -188,16 +190,34 @@ class CheckpointWriter:
         if self._inside:
             self._final.remove(self._folder_name)
         elif isinstance(self._root, Directory):
-            Directory(self._root.path.parent).remove(self._root.path.name)
+            self._ground.remove(self._root.path.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._claimed.close()
-        # Once the manifest is there a failure must not take the pieces away.
-        present = _manifest_of(self._final)
-        if present is None or present.id != self.id:
+        if not (self._publishing and self._may_be_there()):
             self._drop()
+
+    def _may_be_there(self) -> bool:
+        """Whether the manifest stands there that names the pieces, or nobody can tell: then they must stay."""
+        try:
+            present = Checkpoint.open_manifest(self._final)[1].id
+        except CheckpointError:
+            present = self.id if self._final.has(MANIFEST) else ""
+        return present == self.id
+
+
+def _check_present(saved: Saved, present: Manifest) -> None:
+    """Whether the checkpoint that a delta goes on from is still where it was saved."""
+    if present.id != saved.id:
+        raise CheckpointError(
+            "the checkpoint that a delta would go on from has been replaced",
+            where=saved.url,
+            expected=f"checkpoint {saved.id}",
+            got=f"checkpoint {present.id}",
+            todo="Save a full checkpoint.",
+        )
 
 
 def _folder(file: str) -> str:

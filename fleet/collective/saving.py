@@ -82,9 +82,11 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
         raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     try:
         model.load_state_dict(state, strict=True)
-    except RuntimeError as error:  # it names each parameter, with both shapes
+    except RuntimeError as error:  # it names each parameter, with both shapes, and has copied what fits
+        model.load_state_dict(before)
         raise CheckpointError("the state does not fit the model", got=str(error)) from None
     worker.group.broadcast(list(model.state_dict().values()), 0)
 
@@ -130,7 +132,16 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint) -> tuple[dict[str, A
         params.append({"tensors": keys, "flat": sorted(flat), "plain": plain})
         values += [pieces[key] for key in keys]
     buffers: list[str] = []
+    present = {} if worker.model is None else {name: each.shape for name, each in worker.model.named_buffers()}
     for about, tensors in checkpoint.pieces(BUFFERS):
+        for name, tensor in zip(about[BUFFERS], tensors, strict=True):
+            if present.get(name) != tensor.shape:
+                raise CheckpointError(
+                    "the checkpoint does not fit the model's buffers",
+                    where=checkpoint.where,
+                    expected=f"{name!r}: {tuple(tensor.shape)}",
+                    got=tuple(present[name]) if name in present else "none",
+                )
         buffers += about[BUFFERS]
         values += tensors
     kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]

@@ -1034,6 +1034,34 @@ def a_job_goes_on_where_it_was_saved(me: Rank) -> list[float]:
 
 
 @check(2)
+def values_that_do_not_fit_change_nothing(me: Rank) -> None:
+    def job(model: nn.Module) -> tuple[Any, Any]:
+        fleet = me.fleet()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet.init_worker()
+        return fleet, optimizer
+
+    model = network()
+    model.register_buffer("seen", torch.zeros(2))
+    fleet, optimizer = job(model)
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    fleet.save_persistables(str(me.scratch / "with a buffer"))
+    fleet.stop_worker()
+    model = network(1)
+    fleet, optimizer = job(model)
+    before = values(model)
+    told = raises(CheckpointError, "'seen'", lambda: fleet.load_persistables(str(me.scratch / "with a buffer")))
+    assert "does not fit the model's buffers" in told
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    del state["3.weight"]
+    raises(CheckpointError, "3.weight", lambda: fleet.load_state_dict(model, state))
+    close(values(model), before, 0)
+    optimizer.minimize(loss_of(model, me.rank, 0))
+    alike(me, fleet, list(model.parameters()))
+    fleet.stop_worker()
+
+
+@check(2)
 def checkpoints_that_do_not_fit(me: Rank) -> None:
     fleet = me.fleet()
     model = nn.Linear(3, 2)

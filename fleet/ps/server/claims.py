@@ -14,8 +14,9 @@ from fleet.errors import DeadlineError, FleetError, ProtocolError
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Respond
 
-_LONGEST_NAME, _MOST_OPEN, _MOST_WRITTEN = 8192, 64, 4096
+_LONGEST_NAME, _MOST_OPEN, _MOST_CLOSED = 8192, 64, 4096
 
 
 @dataclass
@@ -29,6 +30,14 @@ class _Claim:
     queue: list[Waiting] = field(default_factory=list)
 
 
+@dataclass
+class _Closed:
+    """One that is over: why it failed, if it did, and who has been told."""
+
+    failure: FleetError | None
+    told: set[int]
+
+
 class Claims:
     def __init__(self, where: str, deadline_s: float, grant: Callable[[], Frame], *, only_first: bool) -> None:
         """``grant`` makes the answer that lets a worker in; ``only_first``: worker 0 does what
@@ -38,8 +47,8 @@ class Claims:
         self._grant = grant
         self._only_first = only_first
         self._open: dict[str, _Claim] = {}
-        #: everything that is finished and who wrote it: others may come for it much later
-        self._written: dict[str, int] = {}
+        #: what was done and what failed, by name: others may come for it much later, and requests arrive twice
+        self._closed: dict[str, _Closed] = {}
 
     def claim(
         self, name: str, by_anyone: bool, waiting: Waiting, now: float, first_is_gone: bool, outbox: Outbox
@@ -52,8 +61,9 @@ class Claims:
                 expected=f"a name of up to {_LONGEST_NAME} characters, and {_MOST_OPEN} at once",
                 got=repr(name)[:80],
             )
-        if self._written.get(name, worker) != worker:
-            outbox.append((waiting.respond, waiting.answer()))  # written already, by somebody quicker
+        closed = self._closed.get(name)
+        if closed is not None and name not in self._open and (closed.failure is None or worker in closed.told):
+            outbox.append(self._outcome(waiting, closed.failure))
             return
         if only_first and worker != 0 and first_is_gone:
             outbox.append((waiting.respond, error_reply(self._not_written("it has left"))))
@@ -77,14 +87,8 @@ class Claims:
         claim = self._open.get(name)
         if claim is None or claim.writer != worker:
             return
-        if failure:
-            told = failure[:_LONGEST_NAME]
-            self._settle(name, FleetError(f"worker {worker} failed in {name}", got=told), outbox)
-        else:
-            self._settle(name, None, outbox)
-            self._written[name] = worker
-            if len(self._written) > _MOST_WRITTEN:
-                del self._written[next(iter(self._written))]
+        reason = failure[:_LONGEST_NAME]
+        self._settle(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
 
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:
@@ -107,11 +111,19 @@ class Claims:
         self._open.clear()
 
     def _settle(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
-        for waiting in self._open.pop(name).queue:
-            outbox.append((waiting.respond, waiting.answer() if failure is None else error_reply(failure)))
+        claim = self._open.pop(name)
+        came = {claim.writer} if claim.begun or claim.asking is not None else set()
+        self._closed[name] = _Closed(failure, came | {waiting.worker for waiting in claim.queue})
+        if len(self._closed) > _MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        outbox += [self._outcome(waiting, failure) for waiting in claim.queue]
         following = next((claim for claim in self._open.values() if claim.asking is not None), None)
         if following is not None and not any(claim.begun for claim in self._open.values()):
             self._let_in(following, outbox)
+
+    @staticmethod
+    def _outcome(waiting: Waiting, failure: FleetError | None) -> tuple[Respond, Frame]:
+        return waiting.respond, waiting.answer() if failure is None else error_reply(failure)
 
     def _not_written(self, got: str) -> DeadlineError:
         return DeadlineError(

@@ -68,7 +68,7 @@ class Durable:
             self._lock = os.open(self.directory, os.O_RDONLY)
         except OSError as error:
             raise ConfigurationError("FLEET_DURABLE_DIR cannot be used", where=root, got=str(error)) from None
-        if not locked(self._lock):
+        if locked(self._lock) is False:
             os.close(self._lock)
             raise ConfigurationError(
                 "another server keeps its state here",

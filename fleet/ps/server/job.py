@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,8 @@ from fleet.ps.server.gathering import Hall
 from fleet.ps.server.shares import Errand
 from fleet.ps.server.waiting import Waiting
 from fleet.ps.table.shard import Contribution, Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import Plan
 
 
@@ -45,12 +47,21 @@ class Job:
     begun: tuple[str, int] = ("", 0)
     #: the newest one that exists: its id and where it is
     last: tuple[str, str] = ("", "")
-    #: what is being done for a checkpoint, or was last
+    #: what is being done for a checkpoint, or was last, and the worker that asked for it
     errand: Errand | None = None
+    asked_by: int | None = None
     #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
     loaded: tuple[str, Restore, Shard] | None = None
+    #: other values that have been uploaded, likewise
+    uploads: list[tuple[pb.Upload, Sequence[WireTensor]]] = field(default_factory=list)
+    #: the attempt that was taken over last
+    taken: str = ""
     #: how often the values have been replaced by others
     loads: int = 0
+
+    def give_up(self) -> None:
+        """Whatever was begun, a checkpoint or other values, is not to be."""
+        self.begun, self.errand, self.loaded, self.uploads = ("", 0), None, None, []
 
     @property
     def mode(self) -> Mode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
-from fleet.ps.table.table import WEIGHT
+from fleet.ps.table.table import WEIGHT, Table
 
 
 def restore_from(dirname: object) -> Restore:
@@ -63,19 +63,22 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
 
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
-    servers = shard.plan.spec.settings.server_num
-    if shard.changes is None:
-        shard.prepare()
+    shard.prepare()
     for about, tensors in checkpoint.pieces(TABLE):
-        table = tables[about["table"]]
-        table.step = max(table.step, int(about["step"]))
-        arrays: Sequence[Any] = [tensor.numpy() for tensor in tensors]
-        # All are mine where there is no other server, and nothing need be copied.
-        mine = partition(arrays[0], servers)[server] if servers > 1 else slice(None)
-        if len(arrays[0][mine]):
-            columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
-            # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
-            table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})
+        # A table may have joined the job while a worker saved that did not know of it yet.
+        if about["table"] in tables:
+            _restore_piece(tables[about["table"]], about, [tensor.numpy() for tensor in tensors], shard, server)
+
+
+def _restore_piece(table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int) -> None:
+    table.step = max(table.step, int(about["step"]))
+    servers = shard.plan.spec.settings.server_num
+    # All are mine where there is no other server, and nothing need be copied.
+    mine = partition(arrays[0], servers)[server] if servers > 1 else slice(None)
+    if len(arrays[0][mine]):
+        columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
+        # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
+        table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})
 
 
 def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:

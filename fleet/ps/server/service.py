@@ -209,7 +209,7 @@ class Service:
     def _can_be_kept(self) -> bool:
         """Whether everything is there that a snapshot is made of."""
         job = self._job
-        return not self._over and job is not None and job.initialized and not job.growing
+        return not self._over and job is not None and job.initialized and not job.growing and not job.uploads
 
     def _snapshot(self, memory: Memory) -> None:
         assert self._members is not None
@@ -342,6 +342,7 @@ class Service:
             steps=job.steps_of(request.worker),
             loads=job.loads,
             gathered=job.hall.told()[request.worker],
+            about="" if self._restore is None else self._restore.id,
         )
         outbox.append((respond, Frame(reply)))
         if job.initialized:
@@ -433,25 +434,32 @@ class Service:
         shard = self._shard()
         upload = request.upload
         job = self._running()
-        if not upload.anew:
+        if upload.anew:
+            job.asked_by = request.worker
+            job.uploads.append((upload, frame.tensors))
+        else:
             self._check_initializer(request)
-        if upload.anew or job.growing or not job.initialized:
-            if upload.rows:
-                if len(frame.tensors) != 2:
-                    raise ProtocolError("an upload of rows needs ids and values", got=len(frame.tensors))
-                shard.upload_rows(upload.table, frame.tensors[0].numpy(), frame.tensors[1].numpy())
-            else:
-                if len(frame.tensors) != len(upload.blocks):
-                    raise ProtocolError("an upload's blocks and tensors differ in number")
-                for position, tensor in zip(upload.blocks, frame.tensors, strict=True):
-                    shard.dense.write(position, tensor.torch())
+            if job.growing or not job.initialized:
+                self._write(shard, upload, frame.tensors)
         outbox.append((respond, Frame(pb.Reply())))
+
+    @staticmethod
+    def _write(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
+        if upload.rows:
+            if len(tensors) != 2:
+                raise ProtocolError("an upload of rows needs ids and values", got=len(tensors))
+            shard.upload_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
+        else:
+            if len(tensors) != len(upload.blocks):
+                raise ProtocolError("an upload's blocks and tensors differ in number")
+            for position, tensor in zip(upload.blocks, tensors, strict=True):
+                shard.dense.write(position, tensor.torch())
 
     def _ready(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         self._shard()
         job = self._running()
         if request.ready.anew:
-            self._take_over(job, request.ready.attempt)
+            self._take_over(job, request.ready.attempt, outbox)
         else:
             self._check_initializer(request)
             job.initialized, job.growing = True, False
@@ -709,9 +717,11 @@ class Service:
     def _save(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         """Begin a checkpoint, and write this server's share of it beside the training."""
         job, shard, save = self._running(), self._shard(), request.save
-        name, server = f"save-{save.id}", shard.server
-        if job.errand is None or job.errand.name != name:
+        server = shard.server
+        if job.errand is None or job.errand.name != save.id:
             self._check_standstill(job, save.version)
+            job.give_up()
+            job.asked_by = request.worker
             shard.prepare()
             job.begun = (save.id, shard.history.begin(save.id, save.after))
 
@@ -723,33 +733,59 @@ class Service:
                     return self._shard().export(cursor, job.begun[1], dense_state=not job.mode.adds)
 
             what = f"writing the share of server {self._endpoint} into {save.folder}"
-            job.errand = Errand(name, lambda: write_share(save.folder, save.proof, server, export), what)
+            job.errand = Errand(save.id, lambda: write_share(save.folder, save.proof, server, export), what)
             job.errand.start()
         job.errand.answer(respond)
 
-    def _take_over(self, job: Job, attempt: str) -> None:
-        """Other values have come: uploads that are in their place already, or a checkpoint that has been read."""
-        job.loads, job.snapshot = job.loads + 1, None
-        loaded, job.loaded = job.loaded, None
-        if loaded is not None and loaded[0] == attempt:
-            _, restore, job.shard = loaded
-            job.steps_before, job.steps = restore.version, {}
-            job.last = (restore.id, restore.url)
-            if self._memory is not None:
-                self._snapshot(self._memory)
+    def _take_over(self, job: Job, attempt: str, outbox: Outbox) -> None:
+        """Other values have come, a checkpoint that has been read or uploads: they replace what there is."""
+        if attempt == job.taken:
+            return  # asked again
+        shard, loaded, uploads = self._shard(), job.loaded, job.uploads
+        try:
+            if loaded is not None and loaded[0] == attempt and loaded[2].plan is job.plan:
+                _, restore, job.shard = loaded
+                # Of a round that is open, what has been pushed counts from here on.
+                job.steps_before, job.steps = restore.version, dict.fromkeys((worker for worker, _ in job.pushed), 1)
+                job.last = (restore.id, restore.url)
+                if self._memory is not None:  # the journal says nothing of where this came from
+                    self._snapshot(self._memory)
+            elif uploads and not loaded:
+                for upload, tensors in uploads:
+                    self._write(shard, upload, tensors)
+                shard.replaced()
+            elif self._memory is not None and self._memory.replaying:
+                return  # the checkpoint was read and not kept yet: nobody was told that it was taken over
+            else:
+                raise ProtocolError("the values that were to be taken over are not here", got=attempt)
+        except FleetError as error:
+            # Other servers have taken them over: nobody may go on from here as if nothing had happened.
+            what = f"server {self._endpoint} could not go on from other values"
+            self._fail(JobAbortedError(what, got=str(error)), outbox)
+            raise
+        job.give_up()
+        job.taken, job.loads, job.snapshot = attempt, job.loads + 1, None
 
     def _settle(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
+        """The end of what a worker began: a checkpoint is there, or what it was is given up."""
         job, settle = self._running(), request.settle
-        self._shard().history.exists(settle.id)
-        job.last = (settle.id, settle.url)
+        if not settle.url and (job.errand is None or job.errand.name == settle.id):
+            job.give_up()
+        elif settle.url and settle.id == job.begun[0]:
+            self._shard().history.exists(settle.id)
+            job.last = (settle.id, settle.url)
         outbox.append((respond, Frame(pb.Reply())))
 
     def _load(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         """Read a checkpoint beside the training, to be taken over when every server has."""
         job, load = self._running(), request.load
-        name = f"load-{load.attempt}"
-        if job.errand is None or job.errand.name != name:
-            old, job.loaded = self._shard(), None
+        if load.attempt == job.taken:
+            outbox.append((respond, Frame(pb.Reply())))
+            return
+        if job.errand is None or job.errand.name != load.attempt:
+            job.give_up()
+            job.asked_by = request.worker
+            old = self._shard()
 
             def read() -> Frame:
                 restore = restore_from(load.url)
@@ -764,11 +800,12 @@ class Service:
                 shard = Shard(job.plan, old.server, restore.seed, old.options)
                 restore.fill(shard, old.server)
                 with self._lock:
-                    job.loaded = (load.attempt, restore, shard)
+                    if job.errand is errand:
+                        job.loaded = (load.attempt, restore, shard)
                 return Frame(pb.Reply())
 
-            job.errand = Errand(name, read, f"loading {load.url} on server {self._endpoint}")
-            job.errand.start()
+            errand = job.errand = Errand(load.attempt, read, f"loading {load.url} on server {self._endpoint}")
+            errand.start()
         job.errand.answer(respond)
 
     # ---------------------------------------------------------------- what happened
@@ -844,6 +881,8 @@ class Service:
     def _drop_requests(self, job: Job, worker: int, outbox: Outbox) -> None:
         """Nobody waits for them any more."""
         job.claims.left(worker, outbox)
+        if job.asked_by == worker:
+            job.give_up()
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))
         for ticket in [ticket for ticket, waiting in job.parked.items() if waiting.worker == worker]:
             outbox.append((job.parked.pop(ticket).respond, error_reply(gone)))

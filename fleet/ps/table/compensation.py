@@ -45,6 +45,9 @@ class Compensation:
     def forget(self, worker: int) -> None:
         self._handed.pop(worker, None)
 
+    def forget_all(self) -> None:
+        self._handed.clear()
+
     # ---------------------------------------------------------------- what was handed out
 
     def handed_dense(self, worker: int, snapshot: Mapping[str, torch.Tensor]) -> None:

@@ -224,6 +224,10 @@ class DenseShard:
         state = run.cut(self._optimizer_of(run).state.get(run.param, {}), alone)
         return entries_of(self._plan.param_of(slot.block).name, slot.block.offset, alone.param, state)
 
+    def forget_state(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+
     def restore(self, states: Sequence[BlockState]) -> None:
         """Set the optimizer state of all blocks, by position, as a checkpoint says."""
         self._split(lambda one, other: agree(states[one.position], states[other.position]))

@@ -239,10 +239,19 @@ class Shard:
             raise ProtocolError(f"initial rows of {table.spec.name!r} do not fit", got=f"{values.dtype} {values.shape}")
         table.load(ids, {"weight": values})
 
+    def replaced(self) -> None:
+        """Other values stand here now: forget what belongs to those that were here before."""
+        if self.compensation is not None:
+            self.compensation.forget_all()
+        if self.changes is not None:
+            self.dense.forget_state()  # a checkpoint's, from before the workers trained on with theirs
+
     def prepare(self) -> None:
-        """Have every table's optimizer columns, before rows are loaded that may lack some of them."""
-        for table in self.tables:
-            table.prepare(self._options[table.spec.group])
+        """Have every table's optimizer columns, before rows are saved or loaded that may lack some of them. Where
+        workers push changes, they keep the rows' optimizer state."""
+        if self.changes is None:
+            for table in self.tables:
+                table.prepare(self._options[table.spec.group])
 
     def warm(self) -> None:
         """Have every kernel compiled before somebody waits for it."""

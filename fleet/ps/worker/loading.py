@@ -20,7 +20,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.once import once
+from fleet.ps.worker.once import given_up_if_it_fails, once
 from fleet.ps.worker.runtime import Array, WorkerRuntime
 
 
@@ -32,9 +32,11 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
     def read(granted: dict[str, Any]) -> None:
         checkpoint = Checkpoint.open(dirname)
         checkpoint.check_fits(worker.plan.spec)
-        asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=granted["name"])
-        worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), f"loading {where}")
-        _take_over(worker, granted["name"])
+        attempt = granted["name"]
+        asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
+        with given_up_if_it_fails(worker, attempt):
+            worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), f"loading {where}")
+        _take_over(worker, attempt)
 
     once(worker, f"load_persistables({where!r})", read, by_anyone=True)
     worker.begin_anew()
@@ -49,9 +51,11 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
     worker.flush()
     found = _Sorted(worker, model, state)
 
-    def send(_: dict[str, Any]) -> None:
-        worker.replace(found.dense, found.rows)
-        _take_over(worker, "")
+    def send(granted: dict[str, Any]) -> None:
+        attempt = granted["name"]
+        with given_up_if_it_fails(worker, attempt):
+            worker.replace(found.dense, found.rows)
+        _take_over(worker, attempt)
 
     once(worker, "load_state_dict()", send, by_anyone=True)
     with torch.no_grad():
@@ -116,8 +120,11 @@ class _Sorted:
         ids, rows = self._checked(of_ids, state, (None,)), self._checked(name, state, (None, handle.dim))
         if ids is not None and rows is not None:
             numbers = ids.cpu().numpy()
+            bound = handle.num_embeddings
             if len(ids) != len(rows) or numbers.dtype != np.int64 or len(np.unique(numbers)) != len(ids):
                 self._problems.append(f"{of_ids!r}: not one int64 id of its own for each of the {len(rows)} rows")
+            elif bound is not None and not ((numbers >= 0) & (numbers < bound)).all():
+                self._problems.append(f"{of_ids!r}: ids beyond the {bound} rows of the model")
             else:
                 self.rows[table] = (numbers, rows.to(handle.weight.dtype))
         return {name, of_ids}

@@ -3,9 +3,10 @@ done."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fleet.errors import FleetError
@@ -43,3 +44,16 @@ def once(worker: WorkerRuntime, call: str, act: Callable[[dict[str, Any]], None]
             if not failure:
                 raise
             _log.warning("the failure of %s could not be reported: %s", call, error)
+
+
+@contextlib.contextmanager
+def given_up_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
+    """Have the servers forget what they begin in here under this name, a checkpoint or other values, if it comes to
+    nothing."""
+    try:
+        yield
+    except BaseException:
+        settle = pb.Settle(id=begun)
+        with contextlib.suppress(FleetError):
+            worker.ask_all(lambda _, client: Frame(client.request(worker.completed, settle=settle)), f"end of {begun}")
+        raise

@@ -23,6 +23,7 @@ from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
 from fleet.errors import (
+    CheckpointError,
     DeadlineError,
     FleetError,
     NonFiniteGradientError,
@@ -145,6 +146,14 @@ class WorkerRuntime:
                     "the servers are not at the same step: one was restarted without its state",
                     got=", ".join(f"{c.endpoint} at {r.version}" for c, r in zip(self.clients, replies, strict=True)),
                     todo="Start the whole job again, from its last checkpoint if there is one.",
+                )
+            if len({reply.about for reply in replies}) > 1:
+                raise CheckpointError(
+                    "the servers do not start from the same checkpoint",
+                    got=", ".join(
+                        f"{c.endpoint} from {r.about or 'none'}" for c, r in zip(self.clients, replies, strict=True)
+                    ),
+                    todo="Give every server the same directory, and let no other job save there meanwhile.",
                 )
             # Where this worker starts again, some servers may have its last step and some not: it is taken once more.
             self.completed = min(reply.delivered for reply in replies)
@@ -436,6 +445,7 @@ class WorkerRuntime:
         frames = self._push_frames(gradients, dense, quiet=not bring)
         what = f"push of step {self.completed + 1}"
         replies = self.ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
+        self._notice(replies)  # long before values are fetched again, perhaps
         self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
         return replies
 

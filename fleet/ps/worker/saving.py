@@ -21,7 +21,7 @@ from fleet.errors import ConfigurationError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.exporting import exported
-from fleet.ps.worker.once import once
+from fleet.ps.worker.once import given_up_if_it_fails, once
 from fleet.ps.worker.runtime import WorkerRuntime
 
 #: Everything, or what has changed since the last checkpoint.
@@ -42,7 +42,7 @@ def save(worker: WorkerRuntime, dirname: object, mode: object) -> None:
 def _write(worker: WorkerRuntime, dirname: object, mode: object, last: dict[str, Any]) -> None:
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
-    with CheckpointWriter(dirname, after) as writer:
+    with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
         save = pb.Save(
             id=writer.id,
             after="" if after is None else after.id,

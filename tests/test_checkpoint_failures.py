@@ -1,0 +1,630 @@
+"""Whatever goes wrong while a checkpoint is written or read: the one before it still loads, the job goes on if it can,
+nothing stays behind, and the next one succeeds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import Action, Fault, FaultyNetwork
+from harness import PATIENT, Job, run_job, until
+from small_job import STRATEGIES, join, same, train
+
+from fleet import Fleet
+from fleet.checkpoint import places, writer
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import Directory, place_at
+from fleet.checkpoint.writer import CheckpointWriter
+from fleet.errors import CheckpointError, FleetError, JobAbortedError
+from fleet.ps.server import service
+from fleet.ps.server.claims import Claims
+from fleet.ps.server.waiting import Waiting
+from fleet.ps.table.shard import Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.worker.client import ServerClient
+from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.transpiler.specs import JobSpec, PlanSettings
+
+ROOT = Path(__file__).parent.parent
+NOTHING = JobSpec((), (), (), PlanSettings(server_num=1, worker_num=1))
+
+
+def write(dirname: object, version: int, pieces: int = 3) -> None:
+    """A checkpoint without a job, whose every piece says its version."""
+    with CheckpointWriter(dirname) as each:
+        for number in range(pieces):
+            with each.pieces(f"piece-{number}") as files:
+                files.add({"dense": []}, {"it": torch.full((50,), float(version))})
+            each.add(files.files)
+        each.commit(version, 7, NOTHING)
+
+
+def version_at(dirname: object) -> int:
+    """The version of a checkpoint, all of which is there and of that version."""
+    checkpoint = Checkpoint.open(dirname)
+    found = {tensors[0][0].item() for _, tensors in checkpoint.pieces("dense")}
+    assert found == {checkpoint.manifest.version}
+    return checkpoint.manifest.version
+
+
+def everything(path: Path) -> list[str]:
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*"))
+
+
+def runtime(fleet_: Fleet) -> Any:
+    return fleet_._chosen._worker
+
+
+# ---------------------------------------------------------------------------------------------- killed
+
+
+class Deadly:
+    """Kills its process at one of the things that are done to the disk."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        places.sync_directory = writer.sync_directory = self._counting(places.sync_directory)
+        for name in ("replace", "rename", "mkdir"):
+            setattr(os, name, self._counting(getattr(os, name)))
+        create, half = Directory.create, self._half
+        Directory.create = self._counting(create, half)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _half(place: Directory, name: str, pieces: Any) -> None:
+        whole = b"".join(bytes(piece) for piece in pieces)
+        (place.path / name).write_bytes(whole[: len(whole) // 2])
+
+    def _counting(self, operation: Any, half: Any = None) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                if half is not None:
+                    half(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args, **options)
+
+        return counted
+
+
+def in_a_process_that_dies(at: int, dirname: Path, version: int) -> bool:
+    """Whether it did: a writer has only so many operations to die at."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            Deadly(at)
+            write(dirname, version)
+            os._exit(0)
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+@pytest.mark.parametrize("existing", ["nothing", "an empty directory", "a checkpoint"])
+def test_a_writer_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(existing: str, tmp_path: Path) -> None:
+    outcomes = []
+    for at in range(100):
+        target = tmp_path / str(at) / "ckpt"
+        target.parent.mkdir()
+        if existing == "an empty directory":
+            target.mkdir()
+        elif existing == "a checkpoint":
+            write(target, 1)
+        died = in_a_process_that_dies(at, target, 2)
+        outcomes.append(version_at(target) if (target / "manifest.json").exists() else 0)
+        write(target, 3)
+        assert version_at(target) == 3
+        assert len(everything(target.parent)) == 6, (
+            "what the dead one left is gone: one folder, three pieces, a manifest"
+        )
+        if not died:
+            break
+    assert len(outcomes) > 9, "it died at many points, and at last at none"
+    assert outcomes == sorted(outcomes), "once it is there it stays"
+    assert set(outcomes) == {1 if existing == "a checkpoint" else 0, 2}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_it_writes(tmp_path: Path, free_endpoints: Callable[[int], list[str]]) -> None:
+    """The job ends by its rules, and the checkpoint before it loads."""
+    script = """
+import os, signal, sys
+from fleet.checkpoint.places import Directory
+from fleet.launch.cli import main
+create, pieces = Directory.create, []
+def deadly(place, name, content):
+    pieces.append(name)
+    if len(pieces) > 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    create(place, name, content)
+Directory.create = deadly
+sys.exit(main(sys.argv[1:]))
+"""
+    environ = {"FLAGS_rpc_deadline": "4000", "FLEET_STARTUP_DEADLINE": "60"}
+    (endpoint,) = free_endpoints(1)
+    server = subprocess.Popen(
+        [sys.executable, "-c", script, "server", "--endpoint", endpoint],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        fleet_ = Fleet(environ=environ)
+        fleet_.init(UserDefinedRoleMaker(0, Role.WORKER, 1, [endpoint]))
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        expected, before = model.seen(), everything(tmp_path)
+        train(model, optimizer, range(2))
+        with pytest.raises(TimeoutError, match="silent"):
+            fleet_.save_persistables(tmp_path / "ckpt")
+        fleet_.stop_worker()
+        assert server.wait(10) == -signal.SIGKILL
+    finally:
+        server.kill()
+        server.wait()
+    assert everything(tmp_path) == before
+    assert same(loaded(tmp_path / "ckpt"), expected)
+
+
+def loaded(dirname: Path, strategy: str = "sync", servers: int = 2) -> list[torch.Tensor]:
+    return run_job(lambda fleet_, worker: join(fleet_, strategy)[0].seen(), 1, servers, model_dir=str(dirname))[0]
+
+
+# ---------------------------------------------------------------------------------------------- a disk that fails
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one mebibyte."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("no disk can be made here: there is no mount")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small disk can be made here: {made.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def large_job(fleet_: Fleet) -> tuple[torch.nn.Parameter, Any]:
+    """Its checkpoint has some 600 KiB."""
+    weight = torch.nn.Parameter(torch.zeros(150_000))
+    optimizer = fleet_.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+    fleet_.init_worker()
+    return weight, optimizer
+
+
+def test_a_full_disk(tiny: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = large_job(fleet_)
+        fleet_.save_persistables(tiny / "ckpt")
+        before = everything(tiny)
+        optimizer.minimize(weight.sum())
+        for dirname in ("ckpt", "another"):
+            with pytest.raises(CheckpointError, match=r"writing the share of server .*No space left on device"):
+                fleet_.save_persistables(tiny / dirname)
+            assert everything(tiny) == before
+        fleet_.load_persistables(tiny / "ckpt")
+        assert (weight == 0).all()
+        shutil.rmtree(tiny / "ckpt")
+        fleet_.save_persistables(tiny / "ckpt")
+
+    run_job(body, 1, 2)
+
+
+def test_a_disk_that_may_only_be_read(tiny: Path) -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        weight, optimizer = large_job(fleet_)
+        fleet_.save_persistables(tiny / "ckpt")
+        subprocess.run(["mount", "-o", "remount,ro", tiny], check=True)
+        before = everything(tiny)
+        for dirname in ("ckpt", "another"):
+            optimizer.minimize(weight.sum())
+            with pytest.raises(OSError, match="Read-only file system"):
+                fleet_.save_persistables(tiny / dirname)
+        assert everything(tiny) == before
+        fleet_.load_persistables(tiny / "ckpt")
+        assert (weight == 0).all()
+        subprocess.run(["mount", "-o", "remount,rw", tiny], check=True)
+        shutil.rmtree(tiny / "ckpt")
+        fleet_.save_persistables(tiny / "ckpt")
+
+    run_job(body, 1, 2)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_server_that_cannot_write(
+    strategy: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named; the delta after the one that failed has all that is due since the last one that did not."""
+    create, broken = Directory.create, []
+
+    def failing(place: Directory, name: str, pieces: Any) -> None:
+        if broken and name.startswith("server-1"):
+            raise OSError(code, os.strerror(code))
+        create(place, name, pieces)
+
+    monkeypatch.setattr(Directory, "create", failing)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, strategy)
+        train(model, optimizer, range(3))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        before = everything(tmp_path)
+        train(model, optimizer, range(3, 6))
+        for mode in ("delta", "full"):
+            broken.append(True)
+            with pytest.raises(CheckpointError, match=f"share of server server1:1 .*{os.strerror(code)}"):
+                fleet_.save_persistables(tmp_path / "ckpt", mode=mode)
+            assert everything(tmp_path) == before
+            train(model, optimizer, [6])
+        broken.clear()
+        fleet_.save_persistables(tmp_path / "ckpt", mode="delta")
+        fleet_.save_persistables(tmp_path / "full")
+
+    run_job(body, 1, 2)
+    assert same(loaded(tmp_path / "ckpt", strategy), loaded(tmp_path / "full", strategy))
+
+
+def test_a_manifest_that_cannot_be_read_back_does_not_cost_its_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, read, broken = Directory.publish, Directory.read, []
+
+    def and_then_nothing_is_read(place: Directory, name: str, data: bytes) -> None:
+        publish(place, name, data)
+        broken.append(True)
+
+    def failing(place: Directory, name: str, most: int) -> bytes:
+        if broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(place, name, most)
+
+    monkeypatch.setattr(Directory, "publish", and_then_nothing_is_read)
+    monkeypatch.setattr(Directory, "read", failing)
+    (tmp_path / "ckpt").mkdir()
+    write(tmp_path / "ckpt", 1)
+    broken.clear()
+    assert version_at(tmp_path / "ckpt") == 1
+
+
+# ---------------------------------------------------------------------------------------------- several at once
+
+
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_two_jobs_save_to_one_place_and_a_third_one_reads(existing: bool, store: str, tmp_path: Path) -> None:
+    """At every moment there is a whole checkpoint, or none yet; who reads one that is replaced is told so."""
+    told = ("no checkpoint here", "was replaced while it was read", "something else has come to where")
+    if existing and store == "local":
+        (tmp_path / "ckpt").mkdir()
+    for repetition in range(8):
+        where = str(tmp_path / "ckpt") if existing else str(tmp_path / f"ckpt-{repetition}")
+        dirname = where if store == "local" else f"memory:/{where}"
+        problems: list[BaseException] = []
+        writing = threading.Barrier(3)
+
+        def carefully(
+            act: Callable[..., object], *args: object, together: threading.Barrier = writing, bad: list[Any] = problems
+        ) -> None:
+            together.wait(30)
+            for _ in range(3):
+                try:
+                    act(*args)
+                except CheckpointError as error:
+                    if not any(each in str(error) for each in told):
+                        bad.append(error)
+                except BaseException as error:
+                    bad.append(error)
+
+        threads = [
+            threading.Thread(target=carefully, args=args)
+            for args in ((write, dirname, 1), (write, dirname, 2), (version_at, dirname))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert problems == []
+        assert version_at(dirname) in (1, 2)
+        if store == "local":
+            found = everything(Path(where))
+            assert len(found) == 5, found
+        assert len(place_at(dirname).names()) == 2
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_a_delta_whose_base_is_replaced_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and what replaced the base stays whole."""
+    commit = CheckpointWriter.commit
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        train(model, optimizer, range(2))
+
+        def too_late(each: CheckpointWriter, *args: Any) -> Any:
+            monkeypatch.setattr(CheckpointWriter, "commit", commit)
+            write(tmp_path / "ckpt", 9)
+            return commit(each, *args)
+
+        for dirname in ("ckpt", "another"):
+            monkeypatch.setattr(CheckpointWriter, "commit", too_late)
+            with pytest.raises(CheckpointError, match="would go on from has been replaced"):
+                fleet_.save_persistables(tmp_path / dirname, mode="delta")
+            assert version_at(tmp_path / "ckpt") == 9
+            assert os.listdir(tmp_path) == ["ckpt"]
+        fleet_.save_persistables(tmp_path / "ckpt")
+        fleet_.save_persistables(tmp_path / "ckpt", mode="delta")
+
+    run_job(body, 1, 2)
+
+
+def test_servers_that_start_from_different_checkpoints_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them read the manifest before it was replaced, the other one after; both are of the same step."""
+
+    def source(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        for name in ("a", "b"):
+            fleet_.save_persistables(tmp_path / name)
+
+    run_job(source, 1, 2)
+    init = Fleet.init_server
+    monkeypatch.setattr(
+        Fleet, "init_server", lambda fleet_, _: init(fleet_, str(tmp_path / "ab"[fleet_.server_index()]))
+    )
+    job = Job(lambda fleet_, worker: join(fleet_), 1, 2)
+    job.join(job.start())
+    assert "the servers do not start from the same checkpoint" in str(job.errors["worker 0"])
+
+
+# ---------------------------------------------------------------------------------------------- loading that fails
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many shards the servers keep in memory."""
+    made: weakref.WeakSet[Shard] = weakref.WeakSet()
+
+    class Watched(Shard):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.add(self)
+
+    def count() -> int:
+        gc.collect()
+        return len(made)
+
+    monkeypatch.setattr(service, "Shard", Watched)
+    return count
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_load_that_fails_on_one_server_changes_nothing(
+    strategy: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, on all of them; nor does what the others have read stay in their memory."""
+    restore_from, broken = service.restore_from, []
+
+    def failing(url: object) -> Any:
+        if broken and threading.current_thread().name.startswith("fleet-load"):
+            broken.pop()
+            raise CheckpointError("this one does not get it")
+        return restore_from(url)
+
+    monkeypatch.setattr(service, "restore_from", failing)
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = join(fleet_, strategy)
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        train(model, optimizer, range(2, 5))
+        fleet_.save_persistables(tmp_path / "before")
+        step = fleet_.resume_step()
+        assert shards() == 2
+        broken.append(True)
+        with pytest.raises(CheckpointError, match="this one does not get it"):
+            fleet_.load_persistables(tmp_path / "ckpt")
+        assert shards() == 2
+        assert fleet_.resume_step() == step
+        fleet_.save_persistables(tmp_path / "after")
+        train(model, optimizer, range(5, 7))
+        fleet_.load_persistables(tmp_path / "ckpt")
+        fleet_.load_persistables(tmp_path / "ckpt")
+        assert fleet_.resume_step() == 2
+        assert shards() == 2
+        return model.seen()
+
+    (found,) = run_job(body, 1, 2)
+    assert same(loaded(tmp_path / "before", strategy), loaded(tmp_path / "after", strategy))
+    assert same(loaded(tmp_path / "ckpt", strategy), found)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_plain_tensors_that_do_not_all_arrive_change_nothing(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, broken = ServerClient.start, []
+
+    def failing(client: ServerClient, frame: Frame, what: str, **options: bool) -> Any:
+        if broken and str(client.endpoint) == "server1:1" and frame.message.WhichOneof("kind") == "upload":
+            broken.clear()
+            raise FleetError("this one does not get it")
+        return start(client, frame, what, **options)
+
+    monkeypatch.setattr(ServerClient, "start", failing)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_, strategy)
+        train(model, optimizer, range(3))
+        fleet_.save_persistables(tmp_path / "before")
+        ids = torch.arange(5)
+        state = {
+            **{f"dense.{name}": torch.ones_like(value) for name, value in model.dense.state_dict().items()},
+            "closed.weight": torch.ones(30, 4),
+            "open.ids": ids,
+            "open.weight": torch.ones(5, 4),
+        }
+        broken.append(True)
+        with pytest.raises(FleetError, match="does not get it"):
+            fleet_.load_state_dict(model, state)
+        with pytest.raises(CheckpointError, match=r"'closed\.ids': ids beyond the 30 rows"):
+            fleet_.load_state_dict(model, {**state, "closed.ids": ids + 28, "closed.weight": torch.ones(5, 4)})
+        fleet_.save_persistables(tmp_path / "after")
+        train(model, optimizer, range(2))
+        fleet_.load_state_dict(model, state)
+        assert all((value == 1).all() for value in (*model.dense.parameters(), model.closed(ids), model.open(ids)))
+
+    run_job(body, 1, 2)
+    assert same(loaded(tmp_path / "before", strategy), loaded(tmp_path / "after", strategy))
+
+
+def test_a_server_that_cannot_take_over_ends_the_job() -> None:
+    """The others have the new values already."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        join(fleet_)
+        client = runtime(fleet_).clients[0]
+        with pytest.raises(FleetError, match="to be taken over are not here"):
+            client.call(Frame(client.request(0, ready=pb.Ready(anew=True, attempt="none such"))), "other values")
+        until(lambda: client.failure is not None)
+        assert isinstance(client.failure, JobAbortedError)
+
+    job = Job(body, 1, 1)
+    job.join(job.start())
+    assert "could not go on from other values" in str(job.errors["server 0"])
+
+
+# ---------------------------------------------------------------------------------------------- lines that break
+
+
+@pytest.mark.parametrize(
+    "action", [pytest.param(Action.DROP_REQUEST, marks=pytest.mark.slow), Action.DROP_REPLY, Action.DUPLICATE]
+)
+@pytest.mark.parametrize("strategy", ["sync", pytest.param("geo", marks=pytest.mark.slow)])
+def test_requests_that_get_lost_or_come_twice(strategy: str, action: Action, tmp_path: Path) -> None:
+    """Of every kind once, on every line: the outcome is the same."""
+    kinds = ("claim", "save", "export", "settle", "load", "upload", "ready", "release")
+
+    def body(fleet_: Fleet, worker: int) -> list[list[torch.Tensor]]:
+        model, optimizer = join(fleet_, strategy)
+        train(model, optimizer, range(3))
+        network.add(*(Fault(action, kind=kind, worker=0, times=2) for kind in kinds))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        train(model, optimizer, range(3, 5))
+        fleet_.save_persistables(tmp_path / "ckpt", mode="delta")
+        train(model, optimizer, range(5, 6))
+        fleet_.load_persistables(tmp_path / "ckpt")
+        first, step = model.seen(), fleet_.resume_step()
+        state = {f"dense.{name}": value + 1 for name, value in model.dense.state_dict().items()}
+        tables = {"closed.weight": torch.ones(30, 4), "open.ids": torch.arange(2), "open.weight": torch.ones(2, 4)}
+        fleet_.load_state_dict(model, {**state, **tables})
+        assert fleet_.resume_step() == step == 5
+        struck = {kind for _, kind, _ in network.struck}
+        assert struck == set(kinds) - ({"export"} if strategy == "sync" else set()), "a GEO worker reads its state"
+        network.clear()
+        second = model.seen()
+        train(model, optimizer, range(2))
+        return [first, second]
+
+    network = FaultyNetwork(LoopbackNetwork())
+    ((first, second),) = run_job(body, 1, 2, network=network)
+    assert same(loaded(tmp_path / "ckpt", strategy), first)
+    assert torch.equal(second[0], first[0] + 1)
+    assert torch.equal(second[3], torch.ones(30, 4))
+
+
+def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
+    """Both the writer's own and that of one who waited: nobody would ever give it back."""
+    answers: list[str] = []
+    claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
+
+    def claim(name: str, worker: int) -> None:
+        waiting = Waiting(worker, lambda frame: None, lambda: Frame(pb.Reply()))
+        outbox: list[Any] = []
+        claims.claim(name, False, waiting, 0.0, False, outbox)
+        for _, frame in outbox:
+            what = "granted" if frame.message.granted else frame.message.error.what or "done"
+            answers.append(f"{name} {worker} {what}")
+
+    for failure in ("", "full disk"):
+        name = failure or "good"
+        claim(name, 0)
+        claim(name, 1)
+        claims.release(name, 0, failure, [])
+        claim(name, 0)
+        claim(name, 1)
+    claim("next", 2)
+    assert answers == [
+        "good 0 granted",
+        "good 0 done",
+        "good 1 done",
+        "full disk 0 granted",
+        "full disk 0 worker 0 failed in full disk",
+        "full disk 1 worker 0 failed in full disk",
+        "next 2 granted",
+    ]
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
+    call: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its claim and its release: the others hear of it within the deadline, and do it themselves."""
+    claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "1000"}
+    ask_all = WorkerRuntime.ask_all
+
+    def dying(worker: Any, make: Any, what: str, *rest: Any) -> Any:
+        if worker.assignment.index == 0 and ("a checkpoint at" in what or what.startswith("loading")):
+            ask_all(worker, make, what, *rest)
+            claimed.set()
+            for client in worker.clients:
+                client.close()
+            worker.stopped = True
+            raise SystemExit("killed")
+        return ask_all(worker, make, what, *rest)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        act = getattr(fleet_, f"{call}_persistables")
+        fleet_.save_persistables(tmp_path / "ckpt")
+        train(model, optimizer, range(2))
+        monkeypatch.setattr(WorkerRuntime, "ask_all", dying)
+        fleet_.barrier_worker()
+        if worker:
+            assert claimed.wait(30)
+            with pytest.raises(FleetError, match="worker 0 left before it had finished"):
+                act(tmp_path / "ckpt")
+            until(lambda: shards() == 2)
+        act(tmp_path / "ckpt")
+        train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "ckpt")
+
+    job = Job(body, 2, 2, environ=patience)
+    job.join(job.start())
+    assert {name: type(error) for name, error in job.errors.items()} == {"worker 0": SystemExit}
+    assert Checkpoint.open(tmp_path / "ckpt").manifest.version == {"save": 6, "load": 4}[call]

@@ -1,0 +1,255 @@
+"""A checkpoint lies in any place that has a name, and servers write there themselves where they can."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import PATIENT, run_job
+from small_job import join, same, train
+
+from fleet import Fleet
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import Claimed, Directory, place_at, proven
+from fleet.errors import ArgumentTypeError, CheckpointError
+from fleet.ps.server import shares
+from fleet.ps.worker import saving
+from fleet.role_maker import Role, UserDefinedRoleMaker
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A bucket of a store that speaks S3."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        host, port = server.get_host_and_port()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "anything")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        import fsspec
+
+        fsspec.filesystem("s3").mkdir("fleet-tests")
+        yield "s3://fleet-tests"
+    server.stop()
+
+
+@pytest.fixture
+def stores(s3: str, tmp_path: Path) -> dict[str, str]:
+    return {"local": str(tmp_path), "memory": f"memory://{tmp_path.name}", "s3": f"{s3}/{tmp_path.name}"}
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The servers whose shares went through the worker."""
+    servers: list[int] = []
+    fetch = saving._fetch
+
+    def watched(worker: Any, server: int, *rest: Any) -> None:
+        servers.append(server)
+        fetch(worker, server, *rest)
+
+    monkeypatch.setattr(saving, "_fetch", watched)
+    return servers
+
+
+def save_twice(fleet_: Fleet, dirname: str, strategy: str = "sync") -> list[torch.Tensor]:
+    """Train, save, train, save a delta; what there was to save at the end."""
+    model, optimizer = join(fleet_, strategy)
+    train(model, optimizer, range(3))
+    fleet_.save_persistables(dirname)
+    train(model, optimizer, range(3, 5))
+    fleet_.save_persistables(dirname, mode="delta")
+    return model.seen()
+
+
+def loaded(dirname: str, servers: int = 3) -> list[torch.Tensor]:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, _ = join(fleet_)
+        assert fleet_.resume_step() == 5
+        return model.seen()
+
+    return run_job(body, 1, servers, model_dir=dirname)[0]
+
+
+@pytest.mark.parametrize("store", ["local", "memory", "s3"])
+def test_base_and_delta_in_every_kind_of_place(store: str, stores: dict[str, str], streamed: list[int]) -> None:
+    dirname = f"{stores[store]}/rün 1/ckpt"
+    (expected,) = run_job(lambda fleet_, worker: save_twice(fleet_, dirname), 1, 2)
+    assert same(loaded(dirname), expected)
+    assert streamed == []
+    names = sorted(name[:13] for name in place_at(dirname).names())
+    assert names == ["fleet-pieces-", "fleet-pieces-", "manifest.json"]
+
+
+@pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict[str, str]) -> None:
+    place = place_at(stores[store])
+    place.create("mine", [b"mine"])
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(2))
+        with pytest.raises(CheckpointError, match="over something else"):
+            fleet_.save_persistables(place.url)
+        target = place.within("ckpt")
+        for version in (2, 3):
+            fleet_.save_persistables(target.url)
+            assert len(target.names()) == 2, "what was superseded is gone"
+            assert Checkpoint.open(target.url).manifest.version == version
+            train(model, optimizer, [version])
+        with pytest.raises(CheckpointError, match="no checkpoint here"):
+            fleet_.load_persistables(place.within("nowhere").url)
+        gone = next(name for name in target.names() if name.startswith("fleet"))
+        piece = target.within(gone).names()[0]
+        target.remove(f"{gone}/{piece}")
+        before = model.seen()
+        with pytest.raises(CheckpointError, match="missing") as caught:
+            fleet_.load_persistables(target.url)
+        assert piece in str(caught.value)
+        assert same(model.seen(), before)
+
+    run_job(body, 1, 2)
+    assert place.read("mine", 9) == b"mine"
+
+
+@pytest.fixture
+def servers(s3: str, free_endpoints: Callable[[int], list[str]]) -> Iterator[list[str]]:
+    """Two server processes that stand somewhere else."""
+    endpoints = free_endpoints(2)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **PATIENT, "FLEET_STARTUP_DEADLINE": "60"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "fleet", "server", "--endpoint", endpoint],
+            env=environ,
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for endpoint in endpoints
+    ]
+    yield endpoints
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_servers_of_their_own_write_where_they_can(
+    servers: list[str],
+    stores: dict[str, str],
+    streamed: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To a relative path and to S3, but not into the memory of the worker's process: that goes through the worker."""
+    monkeypatch.chdir(tmp_path)
+    fleet_ = Fleet(environ={**PATIENT, "FLEET_STARTUP_DEADLINE": "60"})
+    fleet_.init(UserDefinedRoleMaker(0, Role.WORKER, 1, servers))
+    model, optimizer = join(fleet_)
+    train(model, optimizer, range(5))
+    by_themselves = ["here/ein Ort", stores["s3"]]
+    for dirname in by_themselves:
+        fleet_.save_persistables(dirname)
+    assert streamed == []
+    fleet_.save_persistables(stores["memory"])
+    assert streamed == [0, 1]
+    expected = model.seen()
+    train(model, optimizer, range(2))
+    fleet_.load_persistables(stores["s3"])
+    assert same(model.seen(), expected)
+    fleet_.stop_worker()
+    for dirname in (*by_themselves, stores["memory"]):
+        assert same(loaded(dirname), expected), dirname
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async", "geo"])
+@pytest.mark.parametrize("seeing", [(False, False), (True, False)], ids=["none", "one of two"])
+def test_servers_that_do_not_see_the_place_send_their_shares(
+    seeing: tuple[bool, bool], strategy: str, tmp_path: Path, streamed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sees, find = itertools.cycle(seeing), shares.proven
+    monkeypatch.setattr(shares, "proven", lambda url, proof: find(url, proof) if next(sees) else None)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        save_twice(fleet_, str(tmp_path / "ckpt"), strategy)
+        assert len(streamed) == 2 * seeing.count(False)
+        monkeypatch.setattr(shares, "proven", find)
+        fleet_.save_persistables(tmp_path / "full")
+
+    run_job(body, 1, 2)
+    assert same(loaded(str(tmp_path / "ckpt")), loaded(str(tmp_path / "full")))
+    assert len(list((tmp_path / "ckpt").iterdir())) == 3
+
+
+def test_only_who_finds_the_proof_and_may_write_takes_a_place_for_the_one_that_is_meant(tmp_path: Path) -> None:
+    claimed = Claimed(Directory(tmp_path / "claimed"))
+    Claimed(Directory(tmp_path / "another's")).close()
+    try:
+        found = proven(str(tmp_path / "claimed"), claimed.proof)
+        assert found is not None
+        assert found.url == str(tmp_path / "claimed")
+        assert proven(str(tmp_path / "another's"), claimed.proof) is None
+        assert proven(str(tmp_path / "nowhere"), claimed.proof) is None
+        assert proven(str(tmp_path), claimed.proof) is None
+        assert proven("nobody-knows://this", claimed.proof) is None
+        assert proven(str(tmp_path / "claimed"), "") is None
+    finally:
+        claimed.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
+def test_a_server_of_another_user_does_not_write_where_it_may_only_read(tmp_path: Path) -> None:
+    claimed = Claimed(Directory(tmp_path / "claimed"))
+    for path in (tmp_path, *tmp_path.parents):
+        if path.stat().st_uid == os.geteuid() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        readable = (tmp_path / "claimed" / "in-progress").read_text() == claimed.proof
+        os._exit(10 * readable + (proven(claimed.folder.url, claimed.proof) is None))
+    claimed.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 11
+
+
+def test_a_chain_of_directories_may_be_moved_and_reached_by_links(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(4))
+        fleet_.save_persistables(tmp_path / "link" / "base")
+        train(model, optimizer, range(4, 5))
+        fleet_.save_persistables(tmp_path / "real" / "delta", mode="delta")
+        with pytest.raises(CheckpointError, match="would replace a checkpoint that it needs"):
+            fleet_.save_persistables(tmp_path / "link" / "base", mode="delta")
+        return model.seen()
+
+    (expected,) = run_job(body, 1, 2)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(tmp_path / "real", tmp_path / "elsewhere" / "real")
+    assert same(loaded(str(tmp_path / "elsewhere" / "real" / "delta")), expected)
+
+
+def test_names_that_are_no_place() -> None:
+    for name in ("a\0b", "nobody-knows://this"):
+        with pytest.raises(CheckpointError, match="cannot be reached"):
+            place_at(name)
+    for wrong in (3, None, b"bytes"):
+        with pytest.raises(ArgumentTypeError, match="dirname must be a path or a URL"):
+            place_at(wrong)
