@@ -25,13 +25,13 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling"),
     ("cluster", "environ", "transpiler", "ps.memory", "members", "lifecycle"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels"),
-    ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
+    ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
     ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
     ("values", "optim", "ps.table", "ps.describe", "launch.network", "launch.local"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
-    ("launch.server",),
+    ("launch.server", "launch.checkpoints"),
     ("launch.cli", "api"),
     ("transpile",),
     ("launch.__main__", "__main__", "__init__"),
@@ -48,7 +48,7 @@ PURE = (
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
     *("clock", "environ", "api", "transpile", "facade", "__init__", "transpiler.__init__", "collective.__init__"),
-    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.cli"),
+    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.parser", "launch.cli"),
 )
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
@@ -85,10 +85,12 @@ ONLY: dict[str, dict[str, str]] = {
     "time datetime": {
         "clock.py": "clock",
         "collective/group.py": "torch's timeouts",
+        "launch/checkpoints.py": "dates",
         "launch/guard.py": "standalone",
         "launch/local.py": "events",
     },
     "secrets uuid": {
+        "checkpoint/exporting.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",
@@ -108,7 +110,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/runtime.py": "hostname",
         "rendezvous.py": "addresses",
     },
-    "print": {"launch/cli.py": "console", "ps/worker/runtime.py": "plan"},
+    "print": {"launch/checkpoints.py": "console", "launch/cli.py": "console", "ps/worker/runtime.py": "plan"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
