@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.backend", "collective.backend"),
     ("launch.server", "launch.checkpoints"),
     ("launch.cli", "api"),
-    ("transpile",),
+    ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
     ("facade",),
     ("transpiler.__init__", "collective.__init__"),  # import points that get the whole package when they are asked
@@ -47,7 +47,17 @@ PURE = (
 )
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
-    *("clock", "environ", "api", "transpile", "facade", "__init__", "transpiler.__init__", "collective.__init__"),
+    *(
+        "clock",
+        "environ",
+        "api",
+        "transpile",
+        "periodic",
+        "facade",
+        "__init__",
+        "transpiler.__init__",
+        "collective.__init__",
+    ),
     *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.parser", "launch.cli"),
 )
 EFFECTS = {
@@ -69,6 +79,7 @@ ONLY: dict[str, dict[str, str]] = {
         "exit_guard.py": "lock",
         "launch/local.py": "waiters",
         "mpi.py": "start",
+        "periodic.py": "writer",
         "ps/backend.py": "embedding",
         "ps/kernels/jit.py": "lock",
         "ps/server/runtime.py": "lifetime",
