@@ -442,7 +442,7 @@ def test_what_is_no_checkpoint_is_told_as_such(run: Run, tmp_path: Path, command
 def test_help_says_what_it_takes(run: Run) -> None:
     assert "fleet checkpoint export ckpt/step-00000120 model.safetensors" in run("--help")[1]
     for command in ("ls", "diff", "export"):
-        assert "some 50 bytes a row" in " ".join(run(command, "--help")[1].split())
+        assert "some 60 bytes a row" in " ".join(run(command, "--help")[1].split())
     code, _, err = run("list")
     assert (code, "invalid choice" in err) == (2, True)
 

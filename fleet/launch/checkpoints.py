@@ -26,7 +26,7 @@ from fleet.launch.parser import Parser
 from fleet.transpiler.specs import INITIALIZERS
 
 _MEMORY = (
-    "memory for one table at a time, some 50 bytes a row, and for 16 M elements of parameters, or one parameter, with "
+    "memory for one table at a time, some 60 bytes a row, and for 16 M elements of parameters, or one parameter, with "
     "their state"
 )
 _EPILOG = """\
@@ -280,7 +280,7 @@ def _tables(checkpoint: Checkpoint) -> Iterator[_Table]:
             dim=spec.dim,
             dtype=spec.dtype,
             ids="any" if spec.num_embeddings is None else f"< {spec.num_embeddings}",
-            initializer=f"{start.kind}({', '.join(f'{number:g}' for number in numbers)})",
+            initializer=start.kind + (f"({', '.join(map('{:g}'.format, numbers))})" if numbers else ""),
             mean=start.mean,
             optimizer=checkpoint.manifest.spec.groups[spec.group].rule,
             state=[name for name in rows.widths if name != WEIGHT],
