@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fleet.api import Fleet
+from fleet.periodic import Checkpoints
 from fleet.strategy import StrategyFactory
 from fleet.transpile import Program
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_default = Fleet()
+_default = Checkpoints.default = Fleet()
 
 init = _default.init
 is_worker = _default.is_worker
@@ -51,6 +52,7 @@ summary = _default.summary
 resume_step = _default.resume_step
 
 __all__ = [
+    "Checkpoints",
     "Fleet",
     "Program",
     "StrategyFactory",

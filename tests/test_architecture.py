@@ -25,15 +25,15 @@ LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling"),
     ("cluster", "environ", "transpiler", "ps.memory", "members", "lifecycle"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels"),
-    ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job"),
+    ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
     ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
     ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
-    ("launch.server",),
+    ("launch.server", "launch.checkpoints"),
     ("launch.cli", "api"),
-    ("transpile",),
+    ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
     ("facade",),
     ("transpiler.__init__", "collective.__init__"),  # import points that get the whole package when they are asked
@@ -47,8 +47,18 @@ PURE = (
 )
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
-    *("clock", "environ", "api", "transpile", "facade", "__init__", "transpiler.__init__", "collective.__init__"),
-    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.cli"),
+    *(
+        "clock",
+        "environ",
+        "api",
+        "transpile",
+        "periodic",
+        "facade",
+        "__init__",
+        "transpiler.__init__",
+        "collective.__init__",
+    ),
+    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.parser", "launch.cli"),
 )
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
@@ -71,6 +81,7 @@ ONLY: dict[str, dict[str, str]] = {
         "exit_guard.py": "lock",
         "launch/local.py": "waiters",
         "mpi.py": "start",
+        "periodic.py": "writer",
         "ps/backend.py": "embedding",
         "ps/kernels/jit.py": "lock",
         "ps/server/runtime.py": "lifetime",
@@ -87,10 +98,12 @@ ONLY: dict[str, dict[str, str]] = {
     "time datetime": {
         "clock.py": "clock",
         "collective/group.py": "torch's timeouts",
+        "launch/checkpoints.py": "dates",
         "launch/guard.py": "standalone",
         "launch/local.py": "events",
     },
     "secrets uuid": {
+        "checkpoint/exporting.py": "names",
         "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
@@ -113,7 +126,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/runtime.py": "hostname",
         "rendezvous.py": "addresses",
     },
-    "print": {"launch/cli.py": "console", "ps/worker/runtime.py": "plan"},
+    "print": {"launch/checkpoints.py": "console", "launch/cli.py": "console", "ps/worker/runtime.py": "plan"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},

@@ -134,21 +134,8 @@ class Checkpoint:
     @classmethod
     def open(cls, dirname: object) -> Checkpoint:
         """The checkpoint that a user names, with all that it goes on from."""
-        chain = [cls.open_manifest(place_at(dirname))]
-        while (parent := chain[-1][1].parent) is not None:
-            place, manifest = cls.open_manifest(referred(parent.place, chain[-1][0]))
-            if manifest.id != parent.id:
-                raise CheckpointError(
-                    "a delta goes on from a checkpoint that is not there any more",
-                    where=chain[-1][0].url,
-                    expected=f"checkpoint {parent.id} at {place.url}",
-                    got=f"checkpoint {manifest.id}, which was saved there later",
-                )
-            if any(manifest.id == known.id for _, known in chain):
-                raise CheckpointError("a delta goes on from itself", where=place.url)
-            chain.append((place, manifest))
         found: Checkpoint | None = None
-        for place, manifest in reversed(chain):
+        for place, manifest in reversed(list(chain(dirname))):
             found = cls(place, manifest, found)
         assert found is not None
         return found
@@ -242,6 +229,27 @@ class Checkpoint:
                     got=f"checkpoint {present.id}",
                     todo="Load again.",
                 )
+
+
+def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:
+    """The manifest that a user names, and those of what it goes on from, one after the other."""
+    place, manifest = Checkpoint.open_manifest(place_at(dirname))
+    known = {manifest.id}
+    yield place, manifest
+    while (parent := manifest.parent) is not None:
+        seen_from = place
+        place, manifest = Checkpoint.open_manifest(referred(parent.place, seen_from))
+        if manifest.id != parent.id:
+            raise CheckpointError(
+                "a delta goes on from a checkpoint that is not there any more",
+                where=seen_from.url,
+                expected=f"checkpoint {parent.id} at {place.url}",
+                got=f"checkpoint {manifest.id}, which was saved there later",
+            )
+        if manifest.id in known:
+            raise CheckpointError("a delta goes on from itself", where=place.url)
+        known.add(manifest.id)
+        yield place, manifest
 
 
 def read(place: Place, piece: PieceFile) -> list[torch.Tensor]:

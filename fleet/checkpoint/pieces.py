@@ -27,7 +27,8 @@ PIECE_BYTES = 16 << 20
 #: So many are on their way to the disk while the next one is made: one is written while another waits for the disk.
 _WRITERS = 2
 
-_NAMES = {
+#: What safetensors calls the element types that a checkpoint may hold.
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -40,7 +41,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 Tensors = Mapping[str, "torch.Tensor | np.ndarray[Any, Any]"]
 
@@ -68,12 +69,12 @@ def encoded(tensors: Tensors) -> list[Buffer]:
     at = 0
     for name, given in tensors.items():
         tensor = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).detach().cpu().contiguous()
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in NAMES:
             raise CheckpointError(
-                f"{name!r} is {tensor.dtype}, which no checkpoint holds", expected=", ".join(map(str, _NAMES))
+                f"{name!r} is {tensor.dtype}, which no checkpoint holds", expected=", ".join(map(str, NAMES))
             )
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, at + tensor.nbytes],
         }

@@ -135,8 +135,17 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     # ---------------------------------------------------------------- state
 
-    def save_persistables(self, dirname: object, mode: object) -> None:
-        saving.save(self._running_worker("save_persistables()"), dirname, mode)
+    def begin_saving(self, dirname: object, mode: object) -> Callable[[], None]:
+        """What is returned saves; there is nothing to be done before it."""
+        worker = self._running_worker("save_persistables()")
+        return lambda: saving.save(worker, dirname, mode)
+
+    #: What would be saved is what the next step alters; and there are no rows.
+    saves_behind = saves_deltas = False
+
+    @property
+    def steps_taken(self) -> int:
+        return self._running_worker("steps_taken").steps
 
     def load_persistables(self, dirname: object) -> None:
         saving.load(self._running_worker("load_persistables()"), dirname)

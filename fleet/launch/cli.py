@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NoReturn
 
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT
@@ -26,6 +25,7 @@ from fleet.launch.job import (
     plan_launch,
     shared_job_id,
 )
+from fleet.launch.parser import Parser
 
 #: Spellings of the source documents.
 _ALIASES = {"--trainer_num": "--worker_num", "--trainers": "--workers"}
@@ -73,13 +73,6 @@ def main(argv: list[str] | None = None) -> int:
     return _guarded(_dispatch, sys.argv[1:] if argv is None else argv, "fleet")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are told as ours are."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message)
-
-
 def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
     """Turns every way in which a command can end into an exit code, and errors into a line."""
     try:
@@ -97,7 +90,7 @@ def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: st
 
 
 def _dispatch(argv: list[str], prog: str) -> int:
-    parser = _Parser(prog, description="Distributed training for PyTorch.", allow_abbrev=False)
+    parser = Parser(prog, description="Distributed training for PyTorch.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fleet {importlib.metadata.version('torch-fleet')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (summary, _) in _COMMANDS.items():
@@ -124,7 +117,7 @@ def _run(argv: list[str], prog: str) -> int:
 
 
 def _serve(argv: list[str], prog: str) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog,
         description="Run one parameter server with no script of yours: what it holds, its workers tell it.",
         epilog=f"example: {prog} --endpoint 10.0.0.1:6170",
@@ -144,15 +137,22 @@ def _serve(argv: list[str], prog: str) -> int:
         return 1
 
 
+def _checkpoint(argv: list[str], prog: str) -> int:
+    from fleet.launch.checkpoints import inspect  # loads torch
+
+    return inspect(argv, prog)
+
+
 #: What ``fleet`` can do: a new subcommand is one entry.
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
+    "checkpoint": ("look at checkpoints: ls, verify, diff, export", _checkpoint),
 }
 
 
 def _run_parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog,
         usage=f"{prog} [options] [-m] SCRIPT [ARG ...]",
         description="Start every process of a job on this machine, or this machine's part of one.",

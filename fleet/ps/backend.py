@@ -185,8 +185,20 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- state
 
-    def save_persistables(self, dirname: object, mode: object) -> None:
-        saving.save(self._running_worker("save_persistables()"), dirname, mode)
+    def begin_saving(self, dirname: object, mode: object) -> Callable[[], None]:
+        """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
+        return saving.begin(self._running_worker("save_persistables()"), dirname, mode)
+
+    saves_deltas = True
+
+    @property
+    def saves_behind(self) -> bool:
+        """Whether the rest of a save may be done on another thread, while this one trains."""
+        return not self._running_worker("save_persistables()").mode.lockstep
+
+    @property
+    def steps_taken(self) -> int:
+        return self._running_worker("steps_taken").taken
 
     def load_persistables(self, dirname: object) -> None:
         loading.load(self._running_worker("load_persistables()"), dirname)

@@ -7,6 +7,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fleet.nn as fleet_nn
+from fleet import Checkpoints
+from fleet.checkpoint.inspection import buffers
+from fleet.checkpoint.manifest import Checkpoint
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.errors import (
     CheckpointError,
@@ -1058,6 +1062,32 @@ def values_that_do_not_fit_change_nothing(me: Rank) -> None:
     close(values(model), before, 0)
     optimizer.minimize(loss_of(model, me.rank, 0))
     alike(me, fleet, list(model.parameters()))
+    fleet.stop_worker()
+
+
+@check(2)
+def checkpoints_from_time_to_time(me: Rank) -> None:
+    """The first worker saves when its clock says so, and the others wait for it in their next step."""
+    fleet = me.fleet()
+    model = network(0)
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+    fleet.init_worker()
+    root = me.scratch / "series"
+    for option, words in ({"full_every": 2}, "no rows of which only"), ({"background": True}, "cannot train on while"):
+        raises(UnsupportedError, words, lambda option=option: Checkpoints(root, every_steps=1, fleet=fleet, **option))
+    clock = SimpleNamespace(now=lambda: 100.0 * fleet.resume_step() if me.rank == 0 else 0.0)
+    with Checkpoints(root, every_s=200, keep_last=2, fleet=fleet, clock=clock) as checkpoints:
+        for step in range(7):
+            optimizer.minimize(loss_of(model, me.rank, step))
+            checkpoints.after_step()
+            if step == 5:
+                saved = values(model)
+    fleet.barrier_worker()
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000004", "step-00000006"]
+    fleet.load_persistables(Checkpoints.latest(root))
+    assert fleet.resume_step() == 6
+    close(values(model), saved, 0)
+    assert {"1.running_mean", "1.running_var"} <= set(buffers(Checkpoint.open(root / "step-00000006")))
     fleet.stop_worker()
 
 

@@ -67,7 +67,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
 
     worker.settle("save_inference_model()")
     worker.flush()
-    once(worker, f"save_inference_model({dirname!r})", write, by_anyone=True)
+    once(worker, worker.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
 
 
 def _facts(handle: TableHandle) -> TableFacts:

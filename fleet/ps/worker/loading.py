@@ -38,7 +38,7 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
             worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), f"loading {where}")
         _take_over(worker, attempt)
 
-    once(worker, f"load_persistables({where!r})", read, by_anyone=True)
+    once(worker, worker.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
     worker.begin_anew()
 
 
@@ -57,7 +57,7 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
             worker.replace(found.dense, found.rows)
         _take_over(worker, attempt)
 
-    once(worker, "load_state_dict()", send, by_anyone=True)
+    once(worker, worker.name_of_call("load_state_dict()"), send, by_anyone=True)
     with torch.no_grad():
         for mine, value in found.local:
             mine.copy_(value)

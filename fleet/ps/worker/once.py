@@ -17,16 +17,16 @@ from fleet.ps.worker.runtime import WorkerRuntime
 _log = logging.getLogger("fleet.worker")
 
 
-def once(worker: WorkerRuntime, call: str, act: Callable[[dict[str, Any]], None], *, by_anyone: bool) -> None:
-    """Return when ``call`` has been carried out, by this worker's ``act`` or by another's; a failure is raised on all.
+def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None], *, by_anyone: bool) -> None:
+    """Return when the call of this name has been carried out, by this worker's ``act`` or by another's; a failure is
+    raised on all.
 
-    ``act`` is given the name that this call has in the job, and what the server says with its grant. Where modes let
-    worker 0 write checkpoints, ``by_anyone`` is for what needs nothing of its own.
+    ``name`` is the worker's ``name_of_call``; ``act`` is given it, and what the server says with its grant. Where modes
+    let worker 0 write checkpoints, ``by_anyone`` is for what needs nothing of its own.
     """
     arbiter, step = worker.clients[0], worker.completed
-    name = worker.name_of_call(call)
     asked = pb.Claim(name=name, by_anyone=by_anyone)
-    claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {call}")
+    claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
     if not claim.message.granted:
         return
     failure = "it was interrupted"
@@ -39,11 +39,11 @@ def once(worker: WorkerRuntime, call: str, act: Callable[[dict[str, Any]], None]
     finally:
         release = pb.Release(name=name, failure=failure)
         try:
-            arbiter.call(Frame(arbiter.request(step, release=release)), f"release of {call}")
+            arbiter.call(Frame(arbiter.request(step, release=release)), f"release of {name}")
         except FleetError as error:
             if not failure:
                 raise
-            _log.warning("the failure of %s could not be reported: %s", call, error)
+            _log.warning("the failure of %s could not be reported: %s", name, error)
 
 
 @contextlib.contextmanager

@@ -198,6 +198,11 @@ class WorkerRuntime:
         loads = [reply.message.loads for reply in replies]
         self._replaced = self._replaced or loads != self._loads[: len(loads)]
 
+    @property
+    def taken(self) -> int:
+        """How many steps this worker has taken, those among them that the servers do not have yet."""
+        return self._taken
+
     def name_of_call(self, call: str) -> str:
         """A name for a call that is carried out once for the job: the same on every worker that makes it."""
         if self.mode.lockstep and self._calls_after != self.completed:

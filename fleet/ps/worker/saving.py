@@ -10,7 +10,11 @@ does not see the folder sends its share instead.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fleet.checkpoint.entries import names, split
 from fleet.checkpoint.manifest import Saved
@@ -28,7 +32,18 @@ from fleet.ps.worker.runtime import WorkerRuntime
 FULL, DELTA = "full", "delta"
 
 
-def save(worker: WorkerRuntime, dirname: object, mode: object) -> None:
+@dataclass(frozen=True)
+class Moment:
+    """What a worker is at the step that is saved, taken on the user's thread: it may go on while the rest is done."""
+
+    steps: int
+    #: in GEO the state of the dense parameters, as entries and tensors, on the worker whose state is the job's
+    state: tuple[list[dict[str, Any]], list[torch.Tensor]] | None
+
+
+def begin(worker: WorkerRuntime, dirname: object, mode: object) -> Callable[[], None]:
+    """Have everything applied that this worker has computed. What is returned does the rest, on any thread; in a mode
+    whose state stands still meanwhile, before the next step."""
     if mode not in (FULL, DELTA):
         raise ConfigurationError(
             "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
@@ -36,10 +51,13 @@ def save(worker: WorkerRuntime, dirname: object, mode: object) -> None:
     where = place_at(dirname).url
     worker.settle("save_persistables()")
     worker.flush()
-    once(worker, f"save_persistables({where!r})", lambda last: _write(worker, dirname, mode, last), by_anyone=False)
+    replica = worker.replica if worker.assignment.index == 0 else None
+    moment = Moment(worker.steps, None if replica is None else split(replica.state()))
+    name = worker.name_of_call(f"save_persistables({where!r})")
+    return lambda: once(worker, name, lambda last: _write(worker, dirname, mode, moment, last), by_anyone=False)
 
 
-def _write(worker: WorkerRuntime, dirname: object, mode: object, last: dict[str, Any]) -> None:
+def _write(worker: WorkerRuntime, dirname: object, mode: object, moment: Moment, last: dict[str, Any]) -> None:
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
     with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
@@ -63,12 +81,12 @@ def _write(worker: WorkerRuntime, dirname: object, mode: object, last: dict[str,
                 files = pieces.files
             seed = files[0].about["seed"]
             writer.add(files)
-        if worker.replica is not None:
+        if moment.state is not None:
+            told, state = moment.state
             with writer.pieces("worker-0") as pieces:
-                told, state = split(worker.replica.state())
                 pieces.add({"dense": told}, dict(zip(names(told), state, strict=True)))
             writer.add(pieces.files)
-        saved = writer.commit(worker.steps, seed, worker.plan.spec)
+        saved = writer.commit(moment.steps, seed, worker.plan.spec)
     settle = pb.Settle(id=saved.id, url=saved.url)
     worker.ask_all(lambda _, client: Frame(client.request(worker.completed, settle=settle)), "end of a checkpoint")
 

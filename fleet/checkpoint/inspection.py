@@ -1,0 +1,247 @@
+"""Looking at a checkpoint without a job: what is in it, and whether all of it is as it was written.
+
+Nothing is held whole. Parameters are put together some at a time; of a table's rows only the ids are held, with the
+place of each among them (some 60 bytes a row while they are sorted), and the rest passes by piece after piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.checkpoint.assembly import Assembly
+from fleet.checkpoint.entries import STATE, VALUE, joined
+from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint, Manifest, chain, read
+from fleet.checkpoint.pieces import PieceFile
+from fleet.checkpoint.places import Place
+from fleet.errors import CheckpointError
+from fleet.transpiler.specs import JobSpec, ParamSpec, TableSpec
+
+Array = np.ndarray[Any, Any]
+
+#: The column of a table's rows that is no state of an optimizer.
+WEIGHT = "weight"
+
+#: So many elements of parameters, or one parameter, are held at a time, each with its state.
+ELEMENTS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter, whole: its value in its shape, and its optimizer's state, tensors and plain numbers."""
+
+    spec: ParamSpec
+    value: torch.Tensor
+    state: Mapping[str, Any]
+
+
+def parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
+    files = checkpoint.files(DENSE)
+    for some in _batches(checkpoint.manifest.spec.params):
+        wanted = {spec.name: spec.numel for spec in some}
+        assembly = Assembly(wanted, checkpoint.where)
+        for place, piece in files:
+            if any(entry["param"] in wanted for entry in piece.about[DENSE]):
+                assembly.add(piece.about[DENSE], _checked(place, piece, checkpoint))
+        for spec in some:
+            pieces, flat = assembly.whole(spec.name)
+            shaped = {key: value.reshape(spec.shape) if key in flat else value for key, value in pieces.items()}
+            value = shaped.pop(VALUE)
+            yield Parameter(spec, value, {key.removeprefix(STATE): each for key, each in shaped.items()})
+
+
+def _batches(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
+    some: list[ParamSpec] = []
+    for spec in specs:
+        if some and sum(each.numel for each in some) + spec.numel > ELEMENTS_AT_ONCE:
+            yield some
+            some = []
+        some.append(spec)
+    if some:
+        yield some
+
+
+def buffers(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """What the model of a collective job has beside its parameters."""
+    found: dict[str, torch.Tensor] = {}
+    for place, piece in checkpoint.files(BUFFERS):
+        found |= zip(piece.about[BUFFERS], _checked(place, piece, checkpoint), strict=True)
+    return found
+
+
+class Rows:
+    """The rows of one table: of an id that was saved several times, what was saved last."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: TableSpec) -> None:
+        self.spec = spec
+        #: the optimizer's step count
+        self.step = 0
+        #: how many numbers a row has in each column
+        self.widths: dict[str, int] = {WEIGHT: spec.dim}
+        self._checkpoint = checkpoint
+        self._files = [each for each in checkpoint.files(TABLE) if each[1].about[TABLE] == spec.name]
+        saved: list[Array] = [np.empty(0, np.int64)]
+        for about, ids, columns in self._pieces():
+            self.step = max(self.step, about["step"])
+            self.widths |= {name: values.shape[1] for name, values in columns.items()}
+            saved.append(ids)
+        every = np.concatenate(saved)
+        order = np.argsort(every, kind="stable")
+        every = every[order]
+        is_last = np.append(every[1:] != every[:-1], True)[: len(every)]
+        #: distinct and sorted
+        self.ids = every[is_last]
+        #: for each row as it was saved, one after the other, where its id stands in ``ids``; -1 if it came again
+        self._ranks = np.full(len(every), -1)
+        self._ranks[order[is_last]] = np.arange(len(self.ids))
+
+    def parts(self) -> Iterator[tuple[Array, dict[str, Array]]]:
+        """Some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once. One that was
+        saved without a column that others have holds zeros there."""
+        start = 0
+        for _, ids, columns in self._pieces():
+            ranks = self._ranks[start : start + len(ids)]
+            start += len(ids)
+            current = ranks >= 0
+            yield ranks[current], {name: values[current] for name, values in columns.items()}
+
+    def fill(self, columns: Mapping[str, Array]) -> None:
+        """Write the columns that are given, which hold zeros, in the order of ``ids``."""
+        for ranks, part in self.parts():
+            for name in columns.keys() & part.keys():
+                columns[name][ranks] = part[name]
+
+    def _pieces(self) -> Iterator[tuple[dict[str, Any], Array, dict[str, Array]]]:
+        for place, piece in self._files:
+            ids, *columns = (tensor.numpy() for tensor in _checked(place, piece, self._checkpoint))
+            yield piece.about, ids, dict(zip(piece.about["columns"], columns, strict=True))
+
+
+def scratch(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
+    """Zeros in a new file, from where the system has them in memory as far as there is room."""
+    return np.memmap(path, dtype, "w+", shape=shape) if all(shape) else np.zeros(shape, dtype)
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong
+
+
+@dataclass(frozen=True)
+class Problem:
+    where: str
+    what: str
+
+
+def verify(dirname: object) -> Iterator[PieceFile | Problem]:
+    """Read all that a checkpoint consists of: every piece as it turns out to be whole, and whatever is wrong."""
+    lineage: list[tuple[Place, Manifest]] = []
+    is_whole = True
+    links = chain(dirname)
+    while True:
+        try:
+            place, manifest = next(links)
+        except StopIteration:
+            break
+        except CheckpointError as error:
+            is_whole = False
+            yield Problem(error.where or str(dirname), _told(error))
+            break
+        lineage.append((place, manifest))
+        for piece in manifest.pieces:
+            where = f"{place.url.rstrip('/')}/{piece.file}"
+            try:
+                fault = _fault(piece, read(place, piece), manifest.spec)
+            except CheckpointError as error:
+                fault = _told(error)
+            if fault:
+                is_whole = False
+                yield Problem(where, fault)
+            else:
+                yield piece
+    if is_whole:  # else it is no news that something is missing
+        place, manifest = lineage[0]
+        for fault in _missing(manifest):
+            yield Problem(place.url, fault)
+
+
+def _told(error: CheckpointError) -> str:
+    return str(CheckpointError(error.what, expected=error.expected, got=error.got))
+
+
+def _missing(manifest: Manifest) -> Iterator[str]:
+    """Parameters that the pieces of a checkpoint, which are as they should be, do not make whole."""
+    come: dict[tuple[str, str], list[tuple[int, int]]] = {(spec.name, VALUE): [] for spec in manifest.spec.params}
+    for piece in manifest.pieces:
+        for entry in piece.about.get(DENSE, ()):
+            if entry.get("elementwise"):
+                parts = come.setdefault((entry["param"], entry["key"]), [])
+                parts.append((entry["offset"], entry["offset"] + entry["numel"]))
+    numel = {spec.name: spec.numel for spec in manifest.spec.params}
+    for (name, key), parts in come.items():
+        parts.sort()
+        if [*(start for start, _ in parts), numel[name]] != [0, *(stop for _, stop in parts)]:
+            yield f"{name!r} lacks elements of its {key}, or has them twice"
+
+
+def _checked(place: Place, piece: PieceFile, checkpoint: Checkpoint) -> list[torch.Tensor]:
+    tensors = read(place, piece)
+    fault = _fault(piece, tensors, checkpoint.manifest.spec)
+    if fault:
+        raise CheckpointError(
+            "a piece of the checkpoint is not as it should be", where=f"{place.url}/{piece.file}", got=fault
+        )
+    return tensors
+
+
+def _fault(piece: PieceFile, tensors: Sequence[torch.Tensor], spec: JobSpec) -> str:
+    """What is wrong with a piece whose checksum is right, in words."""
+    try:
+        if DENSE in piece.about:
+            return _dense_fault(piece.about[DENSE], tensors, {each.name: each for each in spec.params})
+        if TABLE in piece.about:
+            return _rows_fault(piece.about, tensors, {each.name: each for each in spec.tables})
+        return "" if len(piece.about[BUFFERS]) == len(tensors) else "it names other buffers than it has"
+    except (AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        return f"what it says of itself makes no sense: {error!r}"
+
+
+def _dense_fault(
+    entries: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], specs: Mapping[str, ParamSpec]
+) -> str:
+    if sum("plain" not in entry for entry in entries) != len(tensors):
+        return "it names other tensors than it has"
+    for entry, tensor in joined(entries, tensors):
+        spec = specs.get(entry["param"])
+        if spec is None:
+            return f"{entry['param']!r} is no parameter of the job"
+        if tensor is None or not entry["elementwise"]:
+            continue
+        fits = tensor.numel() == entry["numel"] and 0 <= entry["offset"] <= spec.numel - entry["numel"]
+        if not fits or (entry["key"] == VALUE and str(tensor.dtype) != f"torch.{spec.dtype}"):
+            what = f"{entry['key']} of {spec.name!r} from {entry['offset']} on"
+            return f"{what} does not fit a parameter of {spec.dtype} {spec.shape}"
+    return ""
+
+
+def _rows_fault(about: Mapping[str, Any], tensors: Sequence[torch.Tensor], specs: Mapping[str, TableSpec]) -> str:
+    ids, *columns = tensors
+    spec = specs.get(about[TABLE])
+    if spec is None:
+        return f"{about[TABLE]!r} is no table of the job"
+    if ids.dtype != torch.int64 or ids.dim() != 1 or len(np.unique(ids.numpy())) != len(ids):
+        return f"the ids of {spec.name!r} are not distinct int64 numbers"
+    if spec.num_embeddings is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < spec.num_embeddings:
+        return f"an id of {spec.name!r} is out of range, which ends at {spec.num_embeddings}"
+    if WEIGHT not in about["columns"] or not isinstance(about["step"], int):
+        return f"the rows of {spec.name!r} lack their weights, or the step"
+    for name, column in zip(about["columns"], columns, strict=True):
+        width = spec.dim if name == WEIGHT else column.shape[-1]
+        if column.shape != (len(ids), width) or str(column.dtype) != f"torch.{spec.dtype}":
+            return (
+                f"{name} of {spec.name!r} is {column.dtype} {tuple(column.shape)}, not {spec.dtype} {(len(ids), width)}"
+            )
+    return ""

@@ -1,0 +1,261 @@
+"""Checkpoints from time to time: when one is due, of which kind it is, and which older ones may go.
+
+The first worker decides and saves, in every kind of job, so nobody has to agree on a time; the others wait in their
+next step, where steps are the whole job's. Where they are not, the first worker itself goes on: servers write their
+shares beside the training anyway, and a thread here waits for them and adds the manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar
+
+from fleet.api import Fleet
+from fleet.clock import Clock, SystemClock
+from fleet.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    StateError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from fleet.checkpoint.places import Place
+
+_log = logging.getLogger("fleet.checkpoint")
+
+#: What a thread is called, before the place it writes to.
+_THREAD = "fleet-checkpoint "
+
+
+@dataclass
+class Schedule:
+    """When a checkpoint is due, and of which kind it is. Pure but for what it is told."""
+
+    every_steps: int | None
+    every_s: float | None
+    full_every: int
+    #: of the last one, or of the beginning
+    step: int
+    at: float
+    #: how many were written from the last full one on; 0: there is none
+    written: int = 0
+
+    def is_due(self, step: int, now: float) -> bool:
+        """At multiples of ``every_steps``, or at the first step after one that was missed; ``every_s`` after the last
+        one was begun."""
+        self.step = min(self.step, step)  # a job that has loaded another state has gone back
+        by_steps = self.every_steps is not None and step // self.every_steps > self.step // self.every_steps
+        by_time = self.every_s is not None and now - self.at >= self.every_s
+        return step > self.step and (by_steps or by_time)
+
+    @property
+    def mode(self) -> str:
+        return "delta" if 0 < self.written < self.full_every else "full"
+
+    def begin(self, step: int, now: float) -> None:
+        self.step, self.at = step, now
+
+    def end(self, mode: str) -> None:
+        """One has been written."""
+        self.written = self.written + 1 if mode == "delta" else 1
+
+
+class Checkpoints:
+    """Saves a job into ``root/step-00000120`` and so on. Used as a context, it waits at the end for the last one.
+
+    Every worker has one and calls ``after_step()`` after every step of its optimizer.
+    """
+
+    #: The job that is meant where none is given: that of the functions of ``import fleet``.
+    default: ClassVar[Fleet]
+
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep_last: int | None = None,
+        full_every: int = 1,
+        background: bool | None = None,
+        fleet: Fleet | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``root`` is a directory, or a URL that fsspec knows. A checkpoint is due every so many steps of the first
+        worker, or every so many seconds, whichever comes first. Of ``full_every`` that follow each other the first is
+        full and the others are deltas. ``keep_last`` removes older ones, but for what those that stay go on from.
+
+        ``background=None`` trains on while a checkpoint is written wherever the mode allows that, False never does;
+        True asks for it. Called after ``init_worker()``; ``clock`` stands in for the machine's (tests, simulations).
+        """
+        job = Checkpoints.default if fleet is None else fleet
+        if not isinstance(job, Fleet):
+            raise ArgumentTypeError("fleet must be a fleet.Fleet or None", got=type(job).__name__)
+        if background not in (None, True, False):
+            raise ArgumentTypeError("background must be True, False or None", got=repr(background))
+        for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("full_every", full_every)):
+            if value is not None:
+                _check_count(name, value)
+        if every_s is not None:
+            _check_seconds("every_s", every_s)
+        if every_steps is None and every_s is None:
+            raise ConfigurationError(
+                "it is not said when checkpoints are due", todo="Give every_steps, every_s, or both."
+            )
+        self._job = job._backend("Checkpoints")
+        self._clock = SystemClock() if clock is None else clock
+        self._schedule = Schedule(every_steps, every_s, full_every, self._job.steps_taken, self._clock.now())
+        if full_every > 1 and not self._job.saves_deltas:
+            raise UnsupportedError(
+                "a collective job has no rows of which only the changed ones could be saved",
+                expected="full_every=1",
+                got=full_every,
+            )
+        if background and not self._job.saves_behind:
+            raise UnsupportedError(
+                "this job cannot train on while it is saved: its state stands still for a checkpoint",
+                expected="background=None or False, or a mode without rounds",
+                got="background=True",
+            )
+        self._background = self._job.saves_behind if background is None else background
+        from fleet.checkpoint.places import place_at
+
+        self._root: Place = place_at(root)
+        self._keep_last = keep_last
+        self._saves = job.is_first_worker()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @staticmethod
+    def latest(root: str | PathLike[str]) -> str | None:
+        """Where the newest complete checkpoint is, for ``init_server`` or ``load_persistables``; None if there is none.
+        What is half-written or somebody else's is passed by."""
+        from fleet.checkpoint.places import place_at
+        from fleet.checkpoint.series import latest
+
+        found = latest(place_at(root))
+        return None if found is None else found.where
+
+    def after_step(self) -> None:
+        """Save if it is time. One that is still being written is not waited for: the next begins after it. What made
+        an earlier one fail behind the training is raised here."""
+        self._refuse_closed("after_step()")
+        if not self._saves or self._is_writing():
+            return
+        self._raise_failure()
+        if self._schedule.is_due(self._job.steps_taken, self._clock.now()):
+            self._save()
+
+    def save(self, within_s: float = 600.0) -> None:
+        """Save now, whether it is time or not, as at the end of the training; one that is still being written has to
+        be done within so many seconds."""
+        self._refuse_closed("save()")
+        if self._saves:
+            self._finish(within_s)
+            self._save()
+
+    def close(self, within_s: float = 600.0) -> None:
+        """Wait for what is still being written, before ``stop_worker()``. A second time does nothing."""
+        if not self._closed:
+            self._finish(within_s)
+            self._closed = True
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        self._closed = True  # after an error the others wait to hear of it
+
+    # ---------------------------------------------------------------- one checkpoint
+
+    def _save(self) -> None:
+        from fleet.checkpoint.series import name_of
+
+        step, mode = self._job.steps_taken, self._schedule.mode
+        where = self._root.within(name_of(step)).url
+        self._schedule.begin(step, self._clock.now())
+        rest = self._job.begin_saving(where, mode)
+        if not self._background:
+            self._write(rest, step, mode)
+            return
+        self._thread = threading.Thread(
+            target=self._write_behind, args=(rest, step, mode), name=f"{_THREAD}{where}", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, rest: Callable[[], None], step: int, mode: str) -> None:
+        from fleet.checkpoint.series import remove_old
+
+        rest()
+        self._schedule.end(mode)
+        if self._keep_last is not None:
+            try:
+                remove_old(self._root, self._keep_last, step)
+            except (CheckpointError, OSError) as error:
+                _log.warning("older checkpoints in %s stay: %s", self._root.url, error)
+
+    def _write_behind(self, rest: Callable[[], None], step: int, mode: str) -> None:
+        try:
+            self._write(rest, step, mode)
+        except BaseException as error:
+            _log.warning("the checkpoint of step %d was not written: %s", step, error)
+            self._failure = error
+
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _finish(self, within_s: float) -> None:
+        _check_seconds("within_s", within_s)
+        if self._thread is not None:
+            self._thread.join(within_s)
+            if self._thread.is_alive():
+                raise DeadlineError(
+                    "a checkpoint is still being written",
+                    where=self._thread.name.removeprefix(_THREAD),
+                    expected=f"its end within {within_s:g} s",
+                    todo="Give it more time, close(within_s=…), or look whether the place takes what is written.",
+                )
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if isinstance(failure, FleetError):
+            raise failure.again() from failure
+        if failure is not None:
+            raise CheckpointError(
+                "a checkpoint could not be written", where=self._root.url, got=repr(failure)
+            ) from failure
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closed:
+            raise StateError(f"{call} came after close()", where=self._root.url)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+    if value < 1:
+        raise ConfigurationError(f"{name} is out of range", expected="at least 1", got=value)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name} must be a number of seconds", got=repr(value))
+    if not 0 < value < math.inf:
+        raise ConfigurationError(f"{name} is out of range", expected="more than 0 seconds", got=f"{value:g}")

@@ -1,0 +1,399 @@
+"""Checkpoints from time to time, and which of them stay."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from harness import Job, run_job, until
+from test_deltas import STRATEGIES, join, same, train
+
+import fleet
+from fleet import Checkpoints, Fleet
+from fleet.checkpoint import writer
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.environ import Knobs
+from fleet.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    JobAbortedError,
+    NotInitializedError,
+    StateError,
+    UnsupportedError,
+)
+from fleet.periodic import Schedule
+from fleet.ps.backend import real_network
+
+RELAXED = sorted(set(STRATEGIES) - {"sync"})
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+
+
+def stepped(job: Fleet, strategy: str, steps: int, root: object, **options: Any) -> Any:
+    """Train with checkpoints; each is there before the next step, whoever writes it."""
+    model, optimizer = join(job, strategy)
+    with Checkpoints(root, fleet=job, **options) as checkpoints:
+        for step in range(steps):
+            train(model, optimizer, [step])
+            checkpoints.after_step()
+            until(lambda: not checkpoints._is_writing())
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- when
+
+
+def test_a_schedule() -> None:
+    by_steps = Schedule(10, None, 1, step=0, at=0.0)
+    assert [step for step in range(25) if by_steps.is_due(step, 0.0)] == [*range(10, 25)], "it stays due"
+    by_steps.begin(13, 0.0)
+    assert not by_steps.is_due(19, 1e9)
+    assert by_steps.is_due(20, 0.0), "multiples, though the last one was late"
+    by_steps.begin(20, 0.0)
+    assert not by_steps.is_due(20, 0.0)
+    assert not by_steps.is_due(12, 0.0), "gone back"
+    assert by_steps.is_due(20, 0.0)
+    by_time = Schedule(None, 5.0, 1, step=3, at=100.0)
+    assert [by_time.is_due(*when) for when in ((4, 104.9), (3, 105.0), (4, 105.0))] == [False, False, True]
+    either = Schedule(10, 5.0, 1, step=0, at=0.0)
+    assert [either.is_due(*when) for when in ((9, 4.0), (10, 4.0), (1, 5.0))] == [False, True, True]
+
+
+def test_every_so_many_are_full() -> None:
+    schedule, modes = Schedule(1, None, 3, step=0, at=0.0), []
+    for fails in (True, False, False, True, False, False):
+        modes.append(schedule.mode)
+        if not fails:
+            schedule.end(schedule.mode)
+    assert modes == ["full", "full", "delta", "delta", "delta", "full"], "what failed is due again"
+
+
+# ---------------------------------------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_goes_on_from_the_latest(strategy: str, tmp_path: Path) -> None:
+    """What was saved behind the training, base and deltas, is what the only worker had at that step."""
+
+    def body(job: Fleet, worker: int) -> list[torch.Tensor]:
+        model = stepped(job, strategy, 8, tmp_path, every_steps=2, full_every=2, keep_last=2)
+        job.save_persistables(tmp_path / "end")
+        return model.seen()
+
+    def again(job: Fleet, worker: int) -> tuple[int, list[torch.Tensor]]:
+        model, _ = join(job, strategy)
+        return job.resume_step(), model.seen()
+
+    run_job(body, 1, 2)
+    assert names(tmp_path) == ["end", "step-00000006", "step-00000008"]
+    kinds = {step: Checkpoint.open(tmp_path / f"step-0000000{step}").before is None for step in (6, 8)}
+    assert kinds == {6: True, 8: False}
+    latest = Checkpoints.latest(tmp_path)
+    assert latest == str(tmp_path / "step-00000008")
+    ((step, found),) = run_job(again, 1, 3, model_dir=latest)
+    ((_, expected),) = run_job(again, 1, 3, model_dir=str(tmp_path / "end"))
+    assert step == 8
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_first_worker_saves_and_all_go_on(strategy: str, tmp_path: Path) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        stepped(job, strategy, 6, tmp_path, every_steps=3)
+        job.barrier_worker()
+
+    run_job(body, 3, 2)
+    assert names(tmp_path) == ["step-00000003", "step-00000006"]
+    assert [Checkpoint.open(tmp_path / name).manifest.version for name in names(tmp_path)] == [3, 6]
+
+
+def test_by_time(tmp_path: Path) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        clock = FakeClock()
+        model, optimizer = join(job)
+        checkpoints = Checkpoints(tmp_path, every_s=60, fleet=job, clock=clock)
+        for step in range(6):
+            train(model, optimizer, [step])
+            clock.time += 25 * (1 + worker)  # the first worker's counts, whatever the others' say
+            checkpoints.after_step()
+        checkpoints.close()
+
+    run_job(body, 2, 1)
+    assert names(tmp_path) == ["step-00000003", "step-00000006"]
+
+
+def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Whoever is about to commit a checkpoint waits for this."""
+    go, commit = threading.Event(), writer.CheckpointWriter.commit
+
+    def waiting(*arguments: Any) -> Any:
+        assert go.wait(30)
+        return commit(*arguments)
+
+    monkeypatch.setattr(writer.CheckpointWriter, "commit", waiting)
+    return go
+
+
+@pytest.mark.parametrize("strategy", RELAXED)
+def test_training_goes_on_while_a_checkpoint_is_written(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = hold(monkeypatch)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, strategy)
+        with Checkpoints(tmp_path, every_steps=2, fleet=job) as checkpoints:
+            for step in range(7):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+            assert Checkpoints.latest(tmp_path) is None
+            with pytest.raises(
+                DeadlineError, match=r"still being written; at .*step-00000002; expected its end within"
+            ):
+                checkpoints.close(within_s=0.01)
+            go.set()
+            until(lambda: not checkpoints._is_writing())
+            train(model, optimizer, [7, 8])
+            checkpoints.after_step()
+
+    run_job(body, 1, 2)
+    assert names(tmp_path) == ["step-00000002", "step-00000009"], "one at a time; what was missed is made up for"
+    assert Checkpoint.open(tmp_path / "step-00000002").manifest.version == 2
+
+
+def test_training_goes_on_over_real_connections(tmp_path: Path, free_endpoints: Callable[[int], list[str]]) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "async")
+        with Checkpoints(tmp_path, every_steps=5, full_every=3, keep_last=1, fleet=job) as checkpoints:
+            for step in range(40):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+            checkpoints.save()
+
+    Job(body, 2, 2, network=real_network(Knobs.read({})), endpoints=free_endpoints(2)).run()
+    latest = Checkpoints.latest(tmp_path)
+    assert latest == str(tmp_path / "step-00000040")
+    assert names(tmp_path) == sorted(Path(each.where).name for each in Checkpoint.open(latest).lineage())
+
+
+def test_not_behind_where_that_is_not_wanted(tmp_path: Path) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "async")
+        checkpoints = Checkpoints(tmp_path, every_steps=1, background=False, fleet=job)
+        train(model, optimizer, [0])
+        checkpoints.after_step()
+        assert names(tmp_path) == ["step-00000001"]
+
+    run_job(body, 1, 1)
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_failure_is_raised_and_training_may_go_on(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, strategy)
+        with Checkpoints(tmp_path, every_steps=2, fleet=job) as checkpoints:
+            with monkeypatch.context() as patched:
+                patched.setattr(writer.CheckpointWriter, "commit", no_space)
+                train(model, optimizer, [0, 1])
+                if strategy != "sync":
+                    checkpoints.after_step()
+                    until(lambda: not checkpoints._is_writing())
+                with pytest.raises((CheckpointError, OSError), match="No space left on device"):
+                    checkpoints.after_step()
+            assert names(tmp_path) == []
+            train(model, optimizer, [2])
+            checkpoints.after_step()
+            assert names(tmp_path) == []
+            train(model, optimizer, [3])
+            checkpoints.after_step()
+
+    with caplog.at_level(logging.WARNING, "fleet.checkpoint"):
+        run_job(body, 1, 2)
+    assert names(tmp_path) == ["step-00000004"]
+    assert ("the checkpoint of step 2 was not written" in caplog.text) == (strategy != "sync")
+
+
+@pytest.mark.parametrize("how", ["close", "save"])
+def test_a_failure_behind_the_last_step_is_raised_at_the_end(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer.CheckpointWriter, "commit", no_space)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "async")
+        checkpoints = Checkpoints(tmp_path, every_steps=1, fleet=job)
+        train(model, optimizer, [0])
+        checkpoints.after_step()
+        with pytest.raises(CheckpointError, match=r"a checkpoint could not be written.*No space left"):
+            getattr(checkpoints, how)()
+
+    run_job(body, 1, 1)
+
+
+def test_an_error_in_the_loop_waits_for_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = hold(monkeypatch)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "async")
+        with Checkpoints(tmp_path, every_steps=1, fleet=job) as checkpoints:
+            train(model, optimizer, [0])
+            checkpoints.after_step()
+            raise ZeroDivisionError("a bad batch")
+
+    job = Job(body, 1, 1)
+    threads = job.start()
+    until(lambda: "worker 0" in job.errors)
+    go.set()
+    job.join(threads)
+    assert isinstance(job.errors["worker 0"], ZeroDivisionError)
+    assert isinstance(job.errors["server 0"], JobAbortedError)
+
+
+# ---------------------------------------------------------------------------------------------- which ones stay
+
+
+def test_what_a_kept_delta_goes_on_from_stays(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        (tmp_path / "step-00000001").mkdir()
+        (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+        (tmp_path / "step-2").mkdir()
+        checkpoints = Checkpoints(tmp_path, every_steps=2, full_every=3, keep_last=2, fleet=job)
+        for step in range(14):
+            train(model, optimizer, [step])
+            checkpoints.after_step()
+            if step % 2:
+                seen.append([name.removeprefix("step-000000") for name in names(tmp_path)][1:-1])
+
+    run_job(body, 1, 2)
+    assert seen == [
+        *(["02"], ["02", "04"], ["02", "04", "06"]),
+        ["02", "04", "06", "08"],  # 06 is a delta on 04, which is one on 02
+        *(["08", "10"], ["08", "10", "12"], ["08", "10", "12", "14"]),
+    ]
+    assert (tmp_path / "step-00000001" / "notes.txt").exists(), "somebody else's"
+
+
+def test_later_ones_of_an_earlier_run_are_let_be(tmp_path: Path) -> None:
+    """They are no reason to remove what this run has just saved."""
+
+    def body(steps: int) -> Callable[[Fleet, int], None]:
+        return lambda job, worker: stepped(job, "sync", steps, tmp_path, every_steps=2, keep_last=1) and None
+
+    run_job(body(6), 1, 1)
+    assert names(tmp_path) == ["step-00000006"]
+    run_job(body(4), 1, 1)
+    assert names(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_the_latest_is_one_that_is_complete(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Checkpoints.latest(tmp_path / "none") is None
+    run_job(lambda job, worker: stepped(job, "sync", 3, tmp_path, every_steps=1, full_every=2) and None, 1, 1)
+    (tmp_path / "step-00000009" / "fleet-pieces-0a0a0a0a").mkdir(parents=True)
+    (tmp_path / ".step-00000010.0a0a0a0a").mkdir()
+    (tmp_path / "step-00000011").write_text("a file")
+    (tmp_path / "step-000000012").mkdir()
+    assert Checkpoints.latest(tmp_path) == str(tmp_path / "step-00000003")
+    assert not caplog.records
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    assert Checkpoints.latest(tmp_path) == str(tmp_path / "step-00000002")
+    assert "passing by what is no complete checkpoint" in caplog.text
+    shutil.rmtree(tmp_path / "step-00000001")
+    assert Checkpoints.latest(tmp_path) is None, "step 2 is a delta on it"
+
+
+def test_in_a_store() -> None:
+    root = "memory://periodic/run"
+    try:
+        run_job(
+            lambda job, worker: stepped(job, "async", 5, root, every_steps=1, full_every=2, keep_last=2) and None, 1, 2
+        )
+        assert Checkpoints.latest(root) == f"{root}/step-00000005"
+        fs = fsspec.filesystem("memory")
+        assert sorted(Path(each).name for each in fs.ls("/periodic/run", detail=False)) == [
+            *("step-00000003", "step-00000004", "step-00000005")
+        ]
+    finally:
+        fsspec.filesystem("memory").rm("/periodic", recursive=True)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, ConfigurationError, "it is not said when checkpoints are due"),
+        ({"every_steps": 0}, ConfigurationError, "every_steps is out of range; expected at least 1; got 0"),
+        ({"every_steps": 1.5}, ArgumentTypeError, "every_steps must be an int"),
+        ({"every_s": -1}, ConfigurationError, "every_s is out of range"),
+        ({"every_s": "1"}, ArgumentTypeError, "every_s must be a number of seconds"),
+        ({"every_steps": 1, "keep_last": 0}, ConfigurationError, "keep_last is out of range"),
+        ({"every_steps": 1, "full_every": True}, ArgumentTypeError, "full_every must be an int"),
+        ({"every_steps": 1, "background": "yes"}, ArgumentTypeError, "background must be True, False or None"),
+        ({"every_steps": 1, "background": True}, UnsupportedError, "this job cannot train on while it is saved"),
+        ({"every_steps": 1, "root": 3}, ArgumentTypeError, "dirname must be a path or a URL"),
+        ({"every_steps": 1, "fleet": 3}, ArgumentTypeError, "fleet must be a fleet.Fleet or None"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: dict[str, Any], error: type[FleetError], words: str, one_job: Fleet, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        Checkpoints(**{"root": tmp_path, "fleet": one_job, **options})
+
+
+@pytest.fixture(scope="module")
+def one_job() -> Iterator[Fleet]:
+    job = Fleet(environ={})
+    job.init()
+    join(job)
+    yield job
+    job.stop_worker()
+
+
+def test_calls_at_the_wrong_moment(one_job: Fleet, tmp_path: Path) -> None:
+    with pytest.raises(NotInitializedError, match=r"Checkpoints\(\) came before fleet.init\(\)"):
+        Checkpoints(tmp_path, every_steps=1, fleet=Fleet(environ={}))
+    fresh = Fleet(environ={})
+    fresh.init()
+    with pytest.raises(NotInitializedError, match=r"Call fleet.init_worker\(\) first"):
+        Checkpoints(tmp_path, every_steps=1, fleet=fresh)
+    checkpoints = Checkpoints(tmp_path, every_steps=1, fleet=one_job)
+    checkpoints.close()
+    checkpoints.close()
+    for call in (checkpoints.after_step, checkpoints.save):
+        with pytest.raises(StateError, match=r"came after close\(\)"):
+            call()
+    assert Checkpoints.default is fleet.init.__self__, "the job of `import fleet`"
