@@ -152,7 +152,7 @@ class Table:
             trial.load(ids[part], {WEIGHT: rows[part]})
             trial.read(ids, training=True)
         trial.apply(*merge([(ids, rows)], 1), self._kernel.options if options is None else options, step=1)
-        trial.add(ids, rows)
+        trial.add(ids + ids.size, rows)  # new ones, whose rows have to be made up
 
     def _insert(self, ids: Ids) -> Ids:
         before = len(self._store)
