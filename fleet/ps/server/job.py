@@ -49,6 +49,8 @@ class Job:
     errand: Errand | None = None
     #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
     loaded: tuple[str, Restore, Shard] | None = None
+    #: the attempt that was taken over last
+    taken_over: str = ""
     #: how often the values have been replaced by others
     loads: int = 0
 

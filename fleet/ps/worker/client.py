@@ -273,8 +273,9 @@ class Pending:
             except TransportError as error:
                 if client.failure is not None:
                     raise client.report() from None
-                # Counted from one break to the next: many breaks fit between two heartbeats.
-                retries += client.heard_since(broken_at)
+                # Counted from one break to the next: many breaks fit between two heartbeats. A server that was silent
+                # since the last one has been away, and it all begins again.
+                retries = retries + 1 if client.heard_since(broken_at) else 0
                 broken_at = client.clock.now()
                 if retries > client.retry_times:
                     raise client.broken(self._what, retries, error) from None
