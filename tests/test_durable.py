@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,3 +89,83 @@ def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) ->
     same(job.run(), run_job(body, 2, 2))
     assert job.kills > 10
     assert not list(tmp_path.iterdir())
+
+
+def test_snapshots_in_the_midst_of_rounds_and_gatherings(tmp_path: Path) -> None:
+    """One with every request: whatever is not finished has to come along."""
+    job = DyingJob(trains("adam", between=gathers), tmp_path, plan=every(4, 1), journal_bytes=1)
+    same(job.run(), run_job(trains("adam", between=gathers), 2, 2))
+    assert job.kills > 8
+
+
+def test_a_journal_alone(tmp_path: Path) -> None:
+    job = DyingJob(trains("adagrad", between=gathers), tmp_path, plan=every(4, 2), journal_bytes=1 << 30)
+    same(job.run(), run_job(trains("adagrad", between=gathers), 2, 2))
+    assert job.kills > 8
+
+
+def test_parameters_that_come_later(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> Any:
+        model = Model()
+        first = [*model.open.parameters(), *model.head.parameters()]
+        optimizer = torch.optim.Adagrad(first, lr=0.1)
+        wrapped = made.distributed_optimizer(optimizer, model=model)
+        made.init_worker()
+        draw = torch.Generator().manual_seed(index)
+        for step in range(5):
+            if step == 2:
+                wrapped.add_param_group({"params": list(model.known.parameters()), "lr": 0.01})
+            loss = (model(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean()
+            wrapped.minimize(loss)
+        made.barrier_worker()
+        return state(made, model)
+
+    job = DyingJob(body, tmp_path, plan=every(3, 1))
+    same(job.run(), run_job(body, 2, 2))
+    assert job.kills > 8
+
+
+# ---------------------------------------------------------------- modes without rounds
+
+FREE = {
+    "async": fleet.StrategyFactory.create_async_strategy(independent_recv_thread=False),
+    "half_async": fleet.StrategyFactory.create_half_async_strategy(),
+    "ssp": fleet.StrategyFactory.create_ssp_strategy(2),
+}
+
+
+@pytest.mark.parametrize("mode", FREE)
+def test_one_worker_without_rounds(tmp_path: Path, mode: str) -> None:
+    body = counts(FREE[mode], torch.optim.Adagrad)
+    job = DyingJob(body, tmp_path, workers=1, plan=every(3, 1))
+    same(job.run(), run_job(body, 1, 2))
+    assert job.kills > 3
+
+
+@pytest.mark.parametrize("mode", FREE)
+def test_every_push_once(tmp_path: Path, mode: str) -> None:
+    job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(3, 2))
+    total = sum(step + index + 1 for step in range(12) for index in range(2))
+    for result in job.run():
+        for value in result.values():
+            assert torch.equal(value, torch.full_like(value, -0.125 * total))
+    assert job.kills > 5
+
+
+def counts(strategy: Any, optimizer: type[torch.optim.Optimizer], steps: int = 12) -> Callable[[Fleet, int], Any]:
+    """Gradients that do not depend on what was read, and whose sums are exact."""
+
+    def body(made: Fleet, index: int) -> Any:
+        model = torch.nn.ModuleDict({"line": torch.nn.Linear(4, 4), "rows": torch.nn.Embedding(9, 2, sparse=True)})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        wrapped = made.distributed_optimizer(optimizer(model.parameters(), lr=0.125), strategy, model=model)
+        made.init_worker()
+        for step in range(steps):
+            looked_up = model["rows"](torch.arange(9)).sum() + sum(each.sum() for each in model["line"].parameters())
+            wrapped.minimize(looked_up * float(step + index + 1))
+        made.barrier_worker()
+        return state(made, model)
+
+    return body

@@ -35,6 +35,8 @@ _log = logging.getLogger("fleet.worker")
 NOTICE_S = 10.0
 RETRY_PAUSE_S = 0.2
 FAREWELL_S = 2.0
+#: After so many heartbeats without an answer a server is away, and not just slow with one.
+MISSED_BEATS = 2
 
 #: After one of these there is nothing to ask the server any more.
 FATAL = (JobAbortedError, ServerLostError, IdentityError)
@@ -216,6 +218,10 @@ class ServerClient:
         return self._last_heard >= instant
 
     @property
+    def misses_heartbeats(self) -> bool:
+        return self._clock.now() - self._last_heard > MISSED_BEATS * self._knobs.beat_s
+
+    @property
     def clock(self) -> Clock:
         return self._clock
 
@@ -273,9 +279,9 @@ class Pending:
             except TransportError as error:
                 if client.failure is not None:
                     raise client.report() from None
-                # Counted from one break to the next: many breaks fit between two heartbeats. A server that was silent
-                # since the last one has been away, and it all begins again.
-                retries = retries + 1 if client.heard_since(broken_at) else 0
+                # Counted from one break to the next: many breaks fit between two heartbeats. Once heartbeats are missed
+                # the server has been away, and one that has come back may be away again.
+                retries = 0 if client.misses_heartbeats else retries + client.heard_since(broken_at)
                 broken_at = client.clock.now()
                 if retries > client.retry_times:
                     raise client.broken(self._what, retries, error) from None
