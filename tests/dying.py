@@ -71,6 +71,8 @@ class Host:
         self.job = job
         self.index = index
         self.kills = 0
+        #: what the next snapshots die of
+        self.crash: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._one_at_a_time = threading.RLock()
         self._requests = 0
         self._start()
@@ -78,10 +80,10 @@ class Host:
     def _start(self) -> None:
         endpoint = Endpoint.parse(self.job.endpoints[self.index])
         knobs = Knobs.read(self.job.environ)
-        self._durable = Durable(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
+        self.durable = Durable(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
-        self.service = Service(endpoint, knobs, SystemClock(), restore=restore, durable=self._durable)
+        self.service = Service(endpoint, knobs, SystemClock(), restore=restore, durable=self.durable)
         self._listener = self.job.network.listen(endpoint, self._handler(self.service))
 
     def serve(self) -> None:
@@ -102,10 +104,20 @@ class Host:
         with self._one_at_a_time:
             self.kills += 1
             listener = self._listener
-            for journal in self._durable._journals:
+            for journal in self.durable._journals:
                 journal.close()
-            os.close(self._durable._lock)
+            os.close(self.durable._lock)
             self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+            self._start()
+        listener.close()
+
+    def stop_and_start(self) -> None:
+        """End the server as SIGTERM does, and start it again."""
+        with self._one_at_a_time:
+            listener = self._listener
+            self.service.stop("a test")
+            self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+            self.service.close()
             self._start()
         listener.close()
 
@@ -127,7 +139,7 @@ class Host:
                 try:
                     if moment == BEFORE:
                         raise Killed
-                    with noted_down() if moment == NOTED_DOWN else contextlib.nullcontext():
+                    with noted_down() if moment == NOTED_DOWN else self.crash:
                         service.handle(frame, answer)
                     if moment is not None:
                         raise Killed
