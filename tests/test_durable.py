@@ -299,7 +299,7 @@ def test_no_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     job = DyingJob(trains("adam", between=disturb), tmp_path, workers=1, servers=1)
-    with pytest.raises(AssertionError, match="server0:1 cannot keep what it does; got .Errno 28. No space left"):
+    with pytest.raises(AssertionError, match=r"server0:1 cannot keep what it does; got .Errno 28. No space left"):
         job.run()
 
 
