@@ -104,7 +104,10 @@ class Host:
         with self._one_at_a_time:
             self.kills += 1
             listener = self._listener
-            # A thread that reads a checkpoint cannot be killed; what it has read goes nowhere.
+            # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
+            for thread in threading.enumerate():
+                if thread.name.startswith("fleet-save-"):
+                    thread.join()
             self.durable.take = lambda *_, **__: None  # type: ignore[method-assign]
             for journal in self.durable._journals:
                 journal.close()
