@@ -59,10 +59,10 @@ class Snapshot:
 
 
 class Durable:
-    def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int = JOURNAL_BYTES) -> None:
+    def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
         self.directory = Path(root).resolve() / f"{endpoint.host.replace(':', '_')}_{endpoint.port}"
         self._sync = sync
-        self._most = self._due_at = journal_bytes
+        self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
