@@ -68,8 +68,10 @@ def run_job(
     workers: int,
     python: str = sys.executable,
     deadline_s: float = DEADLINE_S,
+    environment: Mapping[str, str] | None = None,
 ) -> Cost:
-    """One job of ``peers/{program}.py``, to its end. All workers start their measured steps together."""
+    """One job of ``peers/{program}.py``, to its end, its processes with more variables if there are some. All workers
+    start their measured steps together."""
     endpoints = free_endpoints(servers + workers + 1)
     common = {**work, "servers": endpoints[:servers], "meeting": endpoints[servers:], "workers": workers}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
@@ -77,7 +79,7 @@ def run_job(
         def start(role: str, index: int) -> _Process:
             argument = json.dumps({**common, "role": role, "index": index})
             command = [python, str(PROGRAMS / f"{program}.py"), argument]
-            return running.enter_context(_Process(f"{role}{index}", command, Path(folder)))
+            return running.enter_context(_Process(f"{role}{index}", command, Path(folder), environment or {}))
 
         serving = [start("server", index) for index in range(servers)]
         working = [start("worker", index) for index in range(workers)]
@@ -116,7 +118,7 @@ def run_job(
 class _Process:
     """One process of a job and what it reports. It is dead when the context ends, whatever happened."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._name = name
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as errors:
@@ -125,7 +127,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=_environment(),
+                env={**_environment(), **environment},
                 cwd=folder,
                 text=True,
                 errors="replace",

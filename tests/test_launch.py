@@ -301,6 +301,72 @@ def test_a_server_that_ends_early_is_no_failure_by_itself(launch: Launch) -> Non
     assert "server 0 has ended; worker 0 and worker 1 still running" in said(err)
 
 
+def test_what_is_killed_is_started_again(launch: Launch, tmp_path: Path) -> None:
+    """Its log goes on, what it had started is dead, and it is the same process of the job."""
+    script = """
+if me == "server.0" and not os.path.exists("once.pid"):
+    helper = subprocess.Popen(["sleep", "60"])
+    ready("once", helper.pid)
+    print("first", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if me == "server.0":
+    print("second", env["PADDLE_CURRENT_ENDPOINT"] == servers[0])
+    ready()
+else:
+    wait("server.0")
+"""
+    code, out, err = finish(
+        launch(script, *ONE_AND_TWO, "--max_restarts", "2", FLEET_DURABLE_DIR=str(tmp_path / "kept"))
+    )
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("[server 0]")] == [
+        "[server 0] first",
+        "[server 0] second True",
+    ]
+    assert (tmp_path / "logs" / "server.0.log").read_text().splitlines() == ["first", "second True"]
+    assert any(line.startswith("server 0 was killed by SIGKILL") for line in said(err))
+    assert said(err)[-1].endswith("starting it again (restart 1 of 2)")
+
+
+def test_what_is_killed_too_often_ends_the_job(launch: Launch, tmp_path: Path) -> None:
+    script = """
+if me == "worker.0":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    options = (*ONE_AND_TWO, "--max_restarts", "2")
+    code, _, err = finish(launch(script, *options, FLEET_DURABLE_DIR=str(tmp_path / "kept")))
+    assert code == 128 + signal.SIGKILL
+    assert [line.rpartition("(")[2] for line in said(err) if "again" in line] == ["restart 1 of 2)", "restart 2 of 2)"]
+    assert "worker 0 failed: killed by SIGKILL" in err
+
+
+def test_what_fails_by_itself_is_not_started_again(launch: Launch, tmp_path: Path) -> None:
+    script = """
+if me == "worker.0":
+    sys.exit(3)
+time.sleep(60)
+"""
+    options = (*ONE_AND_TWO, "--max_restarts", "2")
+    code, _, err = finish(launch(script, *options, FLEET_DURABLE_DIR=str(tmp_path / "kept")))
+    assert code == 3
+    assert "again" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--server_num", "1", "--max_restarts", "1"), "--max_restarts needs servers that keep what they have"),
+        (("--max_restarts", "1"), "--max_restarts has nothing to act on in a collective job"),
+        (("--server_num", "1", "--max_restarts", "-1"), "--max_restarts is not usable; expected 0 or more; got -1"),
+    ],
+)
+def test_restarts_that_cannot_be(launch: Launch, options: tuple[str, ...], message: str) -> None:
+    code, _, err = finish(launch("", "--worker_num", "1", *options))
+    assert code == 2
+    assert message in err
+
+
 def test_who_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
     script = """
 if me == "worker.0":

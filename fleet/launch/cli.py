@@ -57,9 +57,10 @@ one it is:
   FLEET_JOB_ID                           the same for the whole job
   PYTHONUNBUFFERED=1; OMP_NUM_THREADS=1  unless OMP_NUM_THREADS is set
 
-Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. The first process
-to fail ends the job, and its exit code becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second
-one kills it. After a mistake in the options nothing is started and the exit code is 2.
+Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. With --max_restarts
+a process that is killed by a signal is started again. Otherwise the first process to fail ends the job, and its exit
+code becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second one kills it. After a mistake in the
+options nothing is started and the exit code is 2.
 """
 
 
@@ -105,6 +106,7 @@ def _run(argv: list[str], prog: str) -> int:
     options = _run_parser(prog).parse_args(given)
     if not 0 <= options.grace < math.inf:
         raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
+    _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
     plan = _plan(options, [sys.executable, *_checked(command, as_module=options.m)])
     log_dir = Path(options.log_dir)
     try:
@@ -113,7 +115,13 @@ def _run(argv: list[str], prog: str) -> int:
         raise ConfigurationError("--log_dir cannot be made", got=str(error)) from None
     if not os.access(log_dir, os.W_OK):
         raise ConfigurationError(f"--log_dir {log_dir} is not writable")
-    return local.run(plan, log_dir=log_dir, grace_s=options.grace, inherited=PROCESS_ENVIRONMENT)
+    return local.run(
+        plan,
+        log_dir=log_dir,
+        grace_s=options.grace,
+        inherited=PROCESS_ENVIRONMENT,
+        max_restarts=options.max_restarts,
+    )
 
 
 def _serve(argv: list[str], prog: str) -> int:
@@ -179,6 +187,14 @@ def _run_parser(prog: str) -> argparse.ArgumentParser:
         default=10.0,
         metavar="SECONDS",
         help="time between SIGTERM and SIGKILL, and for servers to end after the last worker (default: 10)",
+    )
+    both.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a process that is killed by a signal again, up to N times each; servers need FLEET_DURABLE_DIR "
+        "for that (default: 0)",
     )
     both.add_argument("--job_id", metavar="ID", help="name of the job (default: FLEET_JOB_ID, else made up)")
     return parser
@@ -273,6 +289,27 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         inherited=PROCESS_ENVIRONMENT,
         workers=workers,
     )
+
+
+def _check_restarts(max_restarts: int, *, has_servers: bool) -> None:
+    """What is started again must find its place again."""
+    if max_restarts < 0:
+        raise ConfigurationError("--max_restarts is not usable", expected="0 or more", got=max_restarts)
+    if not max_restarts:
+        return
+    if not has_servers:
+        raise ConfigurationError(
+            "--max_restarts has nothing to act on in a collective job",
+            got=f"--max_restarts {max_restarts}",
+            todo="Leave it out, and start the job again from its last checkpoint.",
+        )
+    if not PROCESS_ENVIRONMENT.get("FLEET_DURABLE_DIR", "").strip():
+        raise ConfigurationError(
+            "--max_restarts needs servers that keep what they have",
+            expected="FLEET_DURABLE_DIR in the environment",
+            got=f"--max_restarts {max_restarts} and no FLEET_DURABLE_DIR",
+            todo="Set it to a directory on a local disk.",
+        )
 
 
 def _check_numbers(server_num: int | None, worker_num: int | None) -> None:

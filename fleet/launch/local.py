@@ -30,7 +30,7 @@ from typing import IO, TypeAlias
 
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.job import LaunchPlan, ProcessSpec, child_environment
-from fleet.launch.watch import Effect, Say, Watch
+from fleet.launch.watch import Effect, Restart, Say, Send, Watch
 
 #: A progress bar redraws its line many times a second; on the console it becomes a line this often.
 _REDRAW_S = 5.0
@@ -70,25 +70,40 @@ def run(
     log_dir: Path,
     grace_s: float,
     inherited: Mapping[str, str],
+    max_restarts: int = 0,
     stdout: int = 1,
     stderr: int = 2,
 ) -> int:
     """Run the plan to its end and return the exit code; when this returns or raises, nothing is left running."""
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-    watch = Watch(plan, grace_s=grace_s, log_dir=str(log_dir))
+    watch = Watch(plan, grace_s=grace_s, log_dir=str(log_dir), max_restarts=max_restarts)
     children: dict[str, _Child] = {}
     with _Pump(stdout, stderr) as pump, _signals_to(events), _Guard(grace_s, inherited) as guard:
+
+        def start(spec: ProcessSpec, log_mode: str) -> None:
+            child = children[spec.name] = _start(spec, inherited)
+            guard.watch(child.popen.pid)
+            pump.follow(child, log_dir / spec.log_name, log_mode)
+            threading.Thread(target=_report_exit, args=(child, events), daemon=True).start()
+
+        def restart(spec: ProcessSpec) -> None:
+            before = children[spec.name]
+            children[f"{spec.name}, process {before.popen.pid}"] = before
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # what it has started dies with it
+                os.killpg(before.popen.pid, signal.SIGKILL)
+            start(spec, "ab")
+
         try:
             for note in plan.notes:
                 pump.say(note)
             for spec in plan.processes:
-                child = children[spec.name] = _start(spec, inherited)
-                guard.watch(child.popen.pid)
-                pump.follow(child, log_dir / spec.log_name)
-                threading.Thread(target=_report_exit, args=(child, events), daemon=True).start()
+                start(spec, "wb")
             while not watch.done:
                 for effect in _next_effects(watch, events, children):
-                    _act(effect, pump, children)
+                    if isinstance(effect, Restart):
+                        restart(effect.process)
+                    else:
+                        _act(effect, pump, children)
         finally:
             _sweep(children, pump, grace_s)
     return watch.exit_code
@@ -166,9 +181,9 @@ class _Pump:
         with contextlib.suppress(BlockingIOError):
             os.write(self._voice, f"{text}\n".encode(errors="replace"))
 
-    def follow(self, child: _Child, log_path: Path) -> None:
+    def follow(self, child: _Child, log_path: Path, log_mode: str) -> None:
         """Read a process's output from now on; a selector may be added to while its thread waits in it."""
-        log = log_path.open("wb", buffering=0)
+        log: IO[bytes] = log_path.open(log_mode, buffering=0)
         self._logs.append(log)
         prefix = f"[{child.spec.name}] ".encode()
         for source, console in ((child.popen.stdout, self._stdout), (child.popen.stderr, self._stderr)):
@@ -292,7 +307,7 @@ def _next_effects(watch: Watch, events: queue.SimpleQueue[_Event], children: Map
     return watch.exited(event.process, event.returncode, time.monotonic())
 
 
-def _act(effect: Effect, pump: _Pump, children: Mapping[str, _Child]) -> None:
+def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> None:
     if isinstance(effect, Say):
         pump.say(effect.text)
         return

@@ -3,6 +3,9 @@
 A job runs until a process fails, somebody interrupts it, or all its processes have ended. Servers that are still there
 a grace period after the last worker are asked to end. Ending is SIGTERM to all, a grace period, then SIGKILL.
 The first event that ends the job decides the exit code; what the dying processes return says nothing.
+
+A process that was killed by a signal may be started again, so many times each. One that ended with an exit code has
+failed by itself: it has told the job so, and would fail again.
 """
 
 from __future__ import annotations
@@ -29,13 +32,20 @@ class Send:
     signal: Signals
 
 
-Effect: TypeAlias = Say | Send
+@dataclass(frozen=True)
+class Restart:
+    """Start a process again."""
+
+    process: ProcessSpec
+
+
+Effect: TypeAlias = Say | Send | Restart
 
 
 class Watch:
     """``deadline`` is the instant at which ``elapsed`` has something to do, if any."""
 
-    def __init__(self, plan: LaunchPlan, *, grace_s: float, log_dir: str) -> None:
+    def __init__(self, plan: LaunchPlan, *, grace_s: float, log_dir: str, max_restarts: int = 0) -> None:
         self.exit_code = 0
         self.deadline: float | None = None
         self._plan = plan
@@ -43,6 +53,8 @@ class Watch:
         self._log_dir = log_dir
         self._alive = list(plan.processes)
         self._ending = False
+        self._max_restarts = max_restarts
+        self._restarts = {process.name: 0 for process in plan.processes}
 
     @property
     def done(self) -> bool:
@@ -50,6 +62,10 @@ class Watch:
 
     def exited(self, process: ProcessSpec, returncode: int, now: float) -> list[Effect]:
         """``returncode`` is negative for a signal, as in ``subprocess``."""
+        if returncode < 0 and not self._ending and self._restarts[process.name] < self._max_restarts:
+            self._restarts[process.name] += 1
+            count = f"restart {self._restarts[process.name]} of {self._max_restarts}"
+            return [Say(f"{process.name} was {_how(returncode)}; starting it again ({count})"), Restart(process)]
         self._alive.remove(process)
         if returncode != 0:
             return self._failed(process, returncode, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,9 +90,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def _make_server(self, endpoint: Endpoint) -> ServerRuntime:
         expected = (self._assignment.worker_num, self._assignment.servers)
-        return ServerRuntime(
-            endpoint, self._network, self._knobs, self._clock, expected=expected, restore=self._restore
-        )
+        # One that lives and dies with its only worker has nobody to keep anything for.
+        knobs = replace(self._knobs, durable_dir="") if self._assignment.embedded else self._knobs
+        return ServerRuntime(endpoint, self._network, knobs, self._clock, expected=expected, restore=self._restore)
 
     # ---------------------------------------------------------------- workers
 

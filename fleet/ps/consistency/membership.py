@@ -125,6 +125,10 @@ class Membership:
         """Who is here or may still come."""
         return self._select(lambda member: member.standing in (Standing.LIVE, Standing.EXPECTED))
 
+    def gone(self) -> tuple[int, ...]:
+        """Who has said goodbye."""
+        return self._select(lambda member: member.standing is Standing.LEFT)
+
     def standing(self, worker: int) -> Standing | None:
         member = self._members.get(worker)
         return None if member is None else member.standing

@@ -7,8 +7,9 @@ Not thread-safe: the caller holds the server's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleet.errors import DeadlineError, FleetError, ProtocolError
 from fleet.ps.server.waiting import Outbox, Waiting
@@ -106,6 +107,16 @@ class Claims:
             for claim in self._open.values()
             for waiting in (*claim.queue, *([] if claim.asking is None else [claim.asking]))
         ]
+
+    def told(self) -> dict[str, Any]:
+        """Who has begun what, and who has done what; whoever waits will ask again."""
+        begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
+        return {"begun": begun, "done": [name for name, closed in self._closed.items() if closed.failure is None]}
+
+    def resume(self, told: Mapping[str, Any], now: float) -> None:
+        """Be what others were that told this."""
+        self._open = {name: _Claim(writer, now, begun=True) for name, writer in told["begun"].items()}
+        self._closed = {name: _Closed(None, set()) for name in told["done"]}
 
     def clear(self) -> None:
         self._open.clear()

@@ -17,11 +17,12 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet.checkpoint.files import sync_directory
 from fleet.checkpoint.manifest import TABLE, read
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
 from fleet.checkpoint.places import Directory, locked
@@ -58,10 +59,10 @@ class Snapshot:
 
 
 class Durable:
-    def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int = JOURNAL_BYTES) -> None:
+    def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
         self.directory = Path(root).resolve() / f"{endpoint.host.replace(':', '_')}_{endpoint.port}"
         self._sync = sync
-        self._most = journal_bytes
+        self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -77,12 +78,17 @@ class Durable:
             )
         self._number = self._newest_snapshot()
         self.snapshot: Snapshot | None = self._read_state(self._number) if self._number else None
-        self._journals = [Journal(self._path(_JOURNAL, number)) for number in self._journal_numbers()]
+        self._journals = [self._journal(number) for number in self._journal_numbers()]
 
     # ---------------------------------------------------------------- what is there
 
     def _path(self, kind: str, number: int) -> Path:
         return self.directory / f"{kind}{number:08d}"
+
+    def _journal(self, number: int) -> Journal:
+        journal = Journal(self._path(_JOURNAL, number))
+        sync_directory(self.directory)
+        return journal
 
     def _numbers(self, kind: str) -> list[int]:
         names = (name.removeprefix(kind) for name in os.listdir(self.directory) if name.startswith(kind))
@@ -98,9 +104,10 @@ class Durable:
     def _read_state(self, number: int) -> Snapshot:
         path = self._path(_SNAPSHOT, number) / _STATE
         try:
-            raw = json.loads(path.read_bytes())
-            if raw.pop("crc32") != _crc32(raw):
+            crc, _, content = path.read_bytes().partition(b"\n")
+            if crc != _crc32(content):
                 raise ValueError("its checksum is wrong")
+            raw = json.loads(content)
             return Snapshot(raw["state"], tuple(PieceFile.told(each) for each in raw["files"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
@@ -113,7 +120,7 @@ class Durable:
     def records(self) -> Iterator[tuple[Kind, memoryview]]:
         """What happened after the snapshot."""
         for journal in self._journals:
-            for record in journal.read():
+            for record in journal.read(is_last=journal is self._journals[-1]):
                 yield Kind(bytes(record[:1])), memoryview(record)[1:]
 
     # ---------------------------------------------------------------- what happens
@@ -121,7 +128,7 @@ class Durable:
     @property
     def is_due(self) -> bool:
         """Whether it is time for a snapshot."""
-        return sum(journal.bytes for journal in self._journals) >= self._most
+        return sum(journal.bytes for journal in self._journals) >= self._due_at
 
     def record(self, kind: Kind, buffers: Iterable[bytes | memoryview]) -> None:
         journal = self._journals[-1]
@@ -129,10 +136,12 @@ class Durable:
         if self._sync == ALWAYS:
             journal.sync()
 
-    def tick(self, now: float) -> None:
-        if self._sync == INTERVAL and now - self._synced_at >= SYNC_S:
-            self._synced_at = now
-            self._journals[-1].sync()
+    def sync_due(self, now: float) -> Callable[[], None] | None:
+        """What has to be done now so that everything is on the disk, by whoever can wait for it."""
+        if self._sync != INTERVAL or now - self._synced_at < SYNC_S:
+            return None
+        self._synced_at = now
+        return self._journals[-1].syncing()
 
     def take(
         self,
@@ -145,7 +154,10 @@ class Durable:
         """A snapshot of this moment. ``carried`` are the records that belong to what is not finished yet. With
         ``on_top`` the pieces come after those of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
-        self._journals.append(Journal(self._path(_JOURNAL, number)))
+        # Should this one fail, the next is due when as much again has come.
+        self._due_at = self._most + sum(journal.bytes for journal in self._journals)
+        self._journals[-1].sync()  # what comes into the next one must not outlive what came before it
+        self._journals.append(self._journal(number))
         for kind, buffers in carried:
             self.record(kind, buffers)
         folder = self._path(_SNAPSHOT, number)
@@ -155,11 +167,12 @@ class Durable:
         with PieceWriter(Directory(folder), folder.name, "piece") as writer:
             for piece in pieces:
                 writer.add(piece.about, piece.tensors)
-        self.snapshot = Snapshot(state, (*before, *writer.files))
-        content = {"state": state, "files": [asdict(file) for file in self.snapshot.files]}
+        snapshot = Snapshot(state, (*before, *writer.files))
+        content = json.dumps({"state": state, "files": [asdict(file) for file in snapshot.files]}).encode()
         self._journals[-1].sync()
-        Directory(folder).publish(_STATE, json.dumps({**content, "crc32": _crc32(content)}).encode())
-        self._number = number
+        sync_directory(self.directory)
+        Directory(folder).publish(_STATE, _crc32(content) + b"\n" + content)
+        self.snapshot, self._number, self._due_at = snapshot, number, self._most
         self._clean()
 
     def _files(self) -> tuple[PieceFile, ...]:
@@ -173,8 +186,10 @@ class Durable:
     def _clean(self) -> None:
         for journal in self._journals[:-1]:
             journal.close()
-            journal.path.unlink(missing_ok=True)
         del self._journals[:-1]
+        for number in self._numbers(_JOURNAL):
+            if number < self._number:
+                self._path(_JOURNAL, number).unlink(missing_ok=True)
         used = {Path(file.file).parts[0] for file in self._files()} | {self._path(_SNAPSHOT, self._number).name}
         for number in self._numbers(_SNAPSHOT):
             path = self._path(_SNAPSHOT, number)
@@ -198,9 +213,13 @@ class Durable:
         for journal in self._journals:
             journal.close()
         self._journals.clear()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        # From one moment to the next: half of what was there would be taken for another state.
+        gone = self.directory.with_name(f"{self.directory.name}.over")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(self.directory, gone)
+        shutil.rmtree(gone, ignore_errors=True)
         os.close(self._lock)
 
 
-def _crc32(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+def _crc32(content: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(content)

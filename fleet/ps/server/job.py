@@ -59,6 +59,11 @@ class Job:
     #: how often the values have been replaced by others
     loads: int = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters have their values, and no others are on their way."""
+        return self.initialized and not self.growing and not self.uploads
+
     def give_up(self) -> None:
         """Whatever was begun, a checkpoint or other values, is not to be."""
         self.begun, self.errand, self.loaded, self.uploads = ("", 0), None, None, []

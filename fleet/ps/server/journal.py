@@ -1,19 +1,26 @@
 """A file of records that only grows: what a server has been asked, in the order in which it did it.
 
-A record is its length, its checksum and its bytes. A process that is killed may leave the beginning of a record at the
-end of the file; nobody was told that this one is safe, and it is cut off.
+A record is its length, its checksum, a checksum of these two, and its bytes. A process that is killed may leave the
+beginning of a record at the end of the file, and a machine that stops a last one that is not whole, or zeros; nobody
+was told that this one is safe, and it is cut off. Whatever else does not fit is damage: going on without what follows
+would lose what was acknowledged, and silently.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-_HEAD_BYTES = 12
+from fleet.errors import CheckpointError
+
+#: The length and the checksum of what follows, and the checksum of these twelve bytes.
+_HEAD = struct.Struct("<QII")
 _MOST_BUFFERS = 512
+_PART_BYTES = 1 << 20
 
 
 class Journal:
@@ -29,7 +36,7 @@ class Journal:
         size, crc = 0, 0
         for buffer in buffers:
             size, crc = size + len(buffer), zlib.crc32(buffer, crc)
-        pieces: list[Any] = [size.to_bytes(8, "little") + crc.to_bytes(4, "little"), *buffers]
+        pieces: list[Any] = [_head(size, crc), *buffers]
         before = self.bytes
         try:
             for start in range(0, len(pieces), _MOST_BUFFERS):
@@ -56,24 +63,78 @@ class Journal:
             os.fsync(self._file)
             self._synced = size
 
-    def read(self) -> Iterator[bytearray]:
-        """Every whole record, in order."""
-        at, end = 0, self.bytes
-        while at + _HEAD_BYTES <= end:
-            head = os.pread(self._file, _HEAD_BYTES, at)
-            size, crc = int.from_bytes(head[:8], "little"), int.from_bytes(head[8:], "little")
-            if at + _HEAD_BYTES + size > end:
+    def syncing(self) -> Callable[[], None] | None:
+        """``sync``, for a thread that others need not wait for; None if there is nothing to do. It is to be called
+        once, and may be when this journal is closed."""
+        if self._synced == self.bytes:
+            return None
+        self._synced, file = self.bytes, os.dup(self._file)
+
+        def sync() -> None:
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+        return sync
+
+    def read(self, *, is_last: bool) -> Iterator[bytearray]:
+        """Every whole record, in order. Only the last of several journals can have a torn end."""
+        at = 0
+        while at < self.bytes:
+            record = self._record(at)
+            if record is None:
+                if not is_last:
+                    raise self._damaged(at)
+                os.ftruncate(self._file, at)
+                self.bytes = at
                 break
-            data = bytearray(size)
-            view, got = memoryview(data), 0
-            while got < size:
-                got += os.preadv(self._file, [view[got:]], at + _HEAD_BYTES + got)
-            if zlib.crc32(data) != crc:
-                break
-            yield data
-            at += _HEAD_BYTES + size
-        os.ftruncate(self._file, at)
-        self.bytes = self._synced = at
+            yield record
+            at += _HEAD.size + len(record)
+        self._synced = min(self._synced, at)
+
+    def _record(self, at: int) -> bytearray | None:
+        """The record at a place; None if it is the torn end."""
+        head = os.pread(self._file, _HEAD.size, at)
+        if len(head) < _HEAD.size:
+            return None
+        size, crc, _ = _HEAD.unpack(head)
+        if head != _head(size, crc):
+            if self._is_zero(at):
+                return None
+            raise self._damaged(at)
+        end = at + _HEAD.size + size
+        if end > self.bytes:
+            return None
+        data = bytearray(size)
+        view, got = memoryview(data), 0
+        while got < size:
+            got += os.preadv(self._file, [view[got:]], at + _HEAD.size + got)
+        if zlib.crc32(data) != crc:
+            if end == self.bytes:
+                return None
+            raise self._damaged(at)
+        return data
+
+    def _is_zero(self, at: int) -> bool:
+        """Whether there is nothing from a place on, as in a file that was made longer and never written."""
+        while part := os.pread(self._file, _PART_BYTES, at):
+            if any(part):
+                return False
+            at += len(part)
+        return True
+
+    def _damaged(self, at: int) -> CheckpointError:
+        return CheckpointError(
+            "a server's journal is damaged",
+            where=f"{self.path}, byte {at}",
+            todo="Start the job again, from its last checkpoint if there is one, with this directory removed.",
+        )
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _head(size: int, crc: int) -> bytes:
+    begin = _HEAD.pack(size, crc, 0)[:-4]
+    return begin + zlib.crc32(begin).to_bytes(4, "little")

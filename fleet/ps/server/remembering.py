@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.errors import FleetError, UnsupportedError
+from fleet.ps.consistency import MODES
 from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.job import Job
 from fleet.ps.server.loading import fill_own
@@ -14,9 +15,12 @@ from fleet.ps.table.shard import FIRST, Piece, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
+from fleet.transpiler.specs import JobSpec
 
 #: Requests that change what a server would do next.
-NOTED = frozenset(("hello", "upload", "ready", "extend", "push", "gather", "bye"))
+NOTED = frozenset(
+    ("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "bye", "abort")
+)
 
 
 class Memory:
@@ -25,8 +29,8 @@ class Memory:
         #: pushes and gatherings that may not be finished, by what tells them apart
         self._open: dict[tuple[str, int, int], Frame] = {}
         self.replaying = False
-        #: the epoch that began with the last snapshot
-        self._epoch = 0
+        #: the shard that the last snapshot is of, and the epoch that began with it
+        self._kept: tuple[Shard | None, int] = (None, 0)
         #: whether there is anything from before
         self.goes_on = False
 
@@ -40,7 +44,7 @@ class Memory:
         """What the last snapshot tells apart from the shard."""
         return None if self._durable.snapshot is None else self._durable.snapshot.state
 
-    def resume(self, job: Job, state: dict[str, Any]) -> None:
+    def resume(self, job: Job, state: dict[str, Any], now: float) -> None:
         """Make a new job the one that the last snapshot is of."""
         shard = Shard(job.plan, state["server"], state["seed"], state["options"])
         fill_own(shard, self._durable.pieces())
@@ -49,12 +53,14 @@ class Memory:
             table.step = step
         shard.staleness.resume(state["staleness"])
         shard.warm()
-        self._epoch = shard.history.next_epoch()
+        self._kept = shard, shard.history.next_epoch()
         job.shard, job.initialized = shard, True
         job.gate.resume(_by_worker(state["clocks"]), state["version"])
         job.hall.resume(_by_worker(state["came"]))
         job.steps_before, job.steps = state["steps_before"], _by_worker(state["steps"])
-        job.loads = state["loads"]
+        job.loads, job.taken = state["loads"], state["taken"]
+        job.last = (state["last"][0], state["last"][1])
+        job.claims.resume(state["claims"], now)
 
     def replay(
         self, ask: Callable[[Frame], None], lose: Callable[[int], None], know: Callable[[int, Frame], None]
@@ -79,19 +85,12 @@ class Memory:
 
     def note(self, kind: str, frame: Frame, job: Job | None) -> None:
         """A request that is about to be carried out."""
-        if self.replaying or kind not in NOTED:
-            self._hold(kind, frame)
+        if kind not in NOTED:
             return
-        if job is not None and not job.mode.lockstep and job.plan.spec.settings.dc_lambda:
-            raise _cannot("delay compensation")
-        if job is not None and job.mode.adds:
-            raise _cannot("GEO")
-        self._durable.record(Kind.REQUEST, frame.buffers())
-        self._hold(kind, frame)
+        if not self.replaying:
+            self._durable.record(Kind.REQUEST, frame.buffers())
         if job is not None:
             self._settle(job)
-
-    def _hold(self, kind: str, frame: Frame) -> None:
         message = frame.message
         if kind == "push":
             self._open[kind, message.worker, message.step] = frame
@@ -107,12 +106,17 @@ class Memory:
         """Let go of what is finished."""
         self._open = {key: frame for key, frame in self._open.items() if _is_open(job, *key)}
 
-    @property
-    def is_due(self) -> bool:
-        return not self.replaying and self._durable.is_due
+    def is_due(self, job: Job) -> bool:
+        """Whether to take a snapshot now. None can be while somebody who has left has a part in something open: what
+        it brought would be refused when it is done over."""
+        if self.replaying or not self._durable.is_due:
+            return False
+        self._settle(job)
+        return all(worker in job.gate.clocks for _, worker, _ in self._open)
 
-    def tick(self, now: float) -> None:
-        self._durable.tick(now)
+    def sync_due(self, now: float) -> Callable[[], None] | None:
+        """What has to be done now so that everything is on the disk, by whoever can wait for it."""
+        return self._durable.sync_due(now)
 
     def take(self, job: Job, members: Sequence[tuple[str, int, str]]) -> None:
         """A snapshot of a job whose parameters all are there."""
@@ -138,15 +142,19 @@ class Memory:
             "steps_before": job.steps_before,
             "steps": {worker: steps - self._steps_pending(worker) for worker, steps in job.steps.items()},
             "loads": job.loads,
+            "taken": job.taken,
+            "last": job.last,
+            "claims": job.claims.told(),
             "members": members,
         }
-        since, whole = self._epoch, sum(table.nbytes for table in shard.tables)
-        on_top = bool(since) and self._durable.table_bytes < 2 * whole
-        self._epoch = shard.history.next_epoch()
+        (before, since), whole = self._kept, sum(table.nbytes for table in shard.tables)
+        on_top = before is shard and self._durable.table_bytes < 2 * whole
+        kept = shard, shard.history.next_epoch()
         carried = [(Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.hall.outcomes()] + [
             (Kind.REQUEST, frame.buffers()) for frame in self._open.values()
         ]
         self._durable.take(state, _pieces(shard, since if on_top else 0), carried, on_top=on_top)
+        self._kept = kept
 
     def _steps_pending(self, worker: int) -> int:
         return sum(
@@ -182,12 +190,16 @@ def _by_worker(raw: dict[str, int]) -> dict[int, int]:
     return {int(worker): number for worker, number in raw.items()}
 
 
-def _cannot(what: str) -> FleetError:
-    return UnsupportedError(
-        f"a server with FLEET_DURABLE_DIR cannot keep what {what} remembers of each worker",
-        expected="a synchronous, asynchronous or half-asynchronous job, or one of bounded staleness",
-        todo="Unset FLEET_DURABLE_DIR, or choose another strategy.",
-    )
+def check_can_be_kept(spec: JobSpec) -> None:
+    """Refuse a job whose servers have more to remember than stands in what they are asked."""
+    settings = spec.settings
+    what = "delay compensation" if settings.dc_lambda else "GEO" if MODES[settings.mode].adds else None
+    if what is not None:
+        raise UnsupportedError(
+            f"a server with FLEET_DURABLE_DIR cannot keep what {what} remembers of each worker",
+            expected="a synchronous, asynchronous or half-asynchronous job, or one of bounded staleness",
+            todo="Unset FLEET_DURABLE_DIR, or choose another strategy.",
+        )
 
 
 def outcome_of(reply: Frame) -> Any:

@@ -39,8 +39,13 @@ class ServerRuntime:
         self._endpoint = endpoint
         self._clock = clock
         durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
-        self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore, durable=durable)
-        self._listener = network.listen(endpoint, self._service.handle)
+        try:
+            self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore, durable=durable)
+            self._listener = network.listen(endpoint, self._service.handle)
+        except BaseException:
+            if durable is not None:
+                durable.close()
+            raise
 
     def run(self) -> None:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""

@@ -40,7 +40,7 @@ from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
-from fleet.ps.server.remembering import Memory, outcome_of
+from fleet.ps.server.remembering import Memory, check_can_be_kept, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.table.shard import Contribution, Piece, Shard
@@ -94,7 +94,7 @@ class Service:
         self._failure: FleetError | None = None
         self._over = False
         self._told: set[int] = set()
-        self._failed_at = 0.0
+        self._over_at = 0.0
         self._tickets = itertools.count()
         self._suspended = False
         self.ended = threading.Event()
@@ -138,6 +138,8 @@ class Service:
         outbox: Outbox = []
         try:
             with self._lock:
+                if self._suspended:
+                    return  # unanswered, it is asked again when the server is there again
                 if kind == "hello":
                     self._hello(request, frame, respond, outbox)
                 elif kind in self._handlers:
@@ -147,8 +149,7 @@ class Service:
                 else:
                     raise ProtocolError("a request of an unknown kind", where=str(self._endpoint))
                 self._refuse_standstill(outbox)
-                if self._memory is not None and self._memory.is_due and self._can_be_kept():
-                    self._snapshot(self._memory)
+                self._keep_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             self._send(outbox)
@@ -174,11 +175,12 @@ class Service:
                     )
                     self._lose(effect.worker, outbox)
             self._refuse_standstill(outbox)
-            if self._memory is not None:
-                self._memory.tick(now)
             if self._job is not None:
                 self._job.claims.tick(now, outbox)
+            sync = None if self._memory is None else self._memory.sync_due(now)
         self._send(outbox)
+        if sync is not None:
+            self._sync(sync)
 
     def stop(self, reason: str) -> None:
         """End the job from outside, as a signal does; one that is kept on disk goes on when its server does."""
@@ -195,30 +197,51 @@ class Service:
 
     def _note(self, kind: str, frame: Frame, outbox: Outbox) -> None:
         """Have a request that changes anything in the journal, before it does."""
-        if self._suspended:
-            raise StillBusyError("this server is being stopped, and goes on when it is started again")
         if self._memory is None:
             return
         try:
             self._memory.note(kind, frame, self._job)
         except OSError as error:
-            failure = JobAbortedError(f"server {self._endpoint} cannot write its journal", got=str(error))
-            self._fail(failure, outbox)
-            raise failure from None
+            raise self._cannot_keep(error, outbox) from None
 
-    def _can_be_kept(self) -> bool:
-        """Whether everything is there that a snapshot is made of."""
-        job = self._job
-        return not self._over and job is not None and job.initialized and not job.growing and not job.uploads
-
-    def _snapshot(self, memory: Memory) -> None:
-        assert self._members is not None
-        with self._members_lock:
-            members = self._members.told()
+    def _sync(self, sync: Callable[[], None]) -> None:
+        outbox: Outbox = []
         try:
-            memory.take(self._running(), members)
+            sync()
+        except OSError as error:
+            with self._lock:
+                self._cannot_keep(error, outbox)
+            self._send(outbox)
+
+    def _cannot_keep(self, error: OSError, outbox: Outbox) -> FleetError:
+        """What cannot be kept may not be acknowledged either: the job cannot go on."""
+        failure = JobAbortedError(f"server {self._endpoint} cannot keep what it does", got=str(error))
+        self._fail(failure, outbox)
+        return failure
+
+    def _keep_if_due(self) -> None:
+        """Take a snapshot if it is time for one, and everything is there that one is made of."""
+        memory, job = self._memory, self._job
+        if memory is None or job is None or self._over or not job.is_whole or not memory.is_due(job):
+            return
+        try:
+            memory.take(job, self._members_told())
         except OSError as error:  # the journal goes on
             _log.warning("%s: no snapshot could be taken, and the journal grows: %s", self._endpoint, error)
+
+    def _keep(self, job: Job, outbox: Outbox) -> None:
+        """Take a snapshot of what the journal says nothing of: where its values came from."""
+        if self._memory is None:
+            return
+        try:
+            self._memory.take(job, self._members_told())
+        except OSError as error:
+            raise self._cannot_keep(error, outbox) from None
+
+    def _members_told(self) -> list[tuple[str, int, str]]:
+        assert self._members is not None
+        with self._members_lock:
+            return self._members.told()
 
     def _remember(self, memory: Memory) -> None:
         """Be where the server was whose memory this is."""
@@ -226,7 +249,7 @@ class Service:
         if state is not None:
             spec = JobSpec.from_json(state["spec"])
             self._job = self._new_job(spec, state["job_id"])
-            memory.resume(self._job, state)
+            memory.resume(self._job, state, self._clock.now())
             self._members = self._new_members(spec)
             self._members.resume(state["members"], self._clock.now())
 
@@ -241,6 +264,9 @@ class Service:
         )
         if self._job is None:
             return
+        self._told.clear()  # nobody has heard anything of this process
+        self._over_at = self._clock.now()
+        self.ended.clear()
         if self._knobs.job_id not in ("", self._job.job_id):
             raise ConfigurationError(
                 "the state of another job is kept here",
@@ -254,7 +280,7 @@ class Service:
     def _send(self, outbox: Outbox) -> None:
         for respond, frame in outbox:
             respond(frame)
-        if self._over and (self._failure is None or self._all_told()):
+        if self._over and self._all_told():
             self.ended.set()
 
     def close(self) -> None:
@@ -263,11 +289,13 @@ class Service:
             self._memory.end(over=self._over)
 
     def _all_told(self) -> bool:
-        """A job that failed is not gone before every worker has heard why, within a few of its heartbeats."""
+        """A server is not gone before every worker has heard why its job failed, or that its goodbye has come, within a
+        few of its heartbeats. One that was killed may have had goodbyes that it did not answer."""
         with self._members_lock:
-            awaited = set() if self._members is None else set(self._members.awaited())
-        lingered_s = self._clock.now() - self._failed_at
-        return awaited <= self._told or lingered_s > LINGER_BEATS * self._knobs.beat_s
+            members = self._members
+            asking = () if members is None else members.awaited() if self._failure is not None else members.gone()
+        lingered_s = self._clock.now() - self._over_at
+        return self._told.issuperset(asking) or lingered_s > LINGER_BEATS * self._knobs.beat_s
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""
@@ -298,6 +326,8 @@ class Service:
         label = _on_one_line(hello.label[:200])
         try:
             check_cluster(self._endpoint, self._expected, spec, hello)
+            if self._memory is not None:
+                check_can_be_kept(spec)
             job = self._job or self._new_job(spec, hello.job_id)
             check_same_job(self._endpoint, self._knobs.job_id or job.job_id, job.plan, spec, hello)
             check_share(self._endpoint, job.plan, hello.server, hello.options, self._most_bytes)
@@ -416,9 +446,9 @@ class Service:
             else:
                 with self._lock:
                     job.shard, job.initialized = shard, True
-                    if self._memory is not None:  # the journal says nothing of where this came from
-                        self._snapshot(self._memory)
-                    self._release_early(job, outbox)
+                    with contextlib.suppress(JobAbortedError):  # everybody is told
+                        self._keep(job, outbox)
+                        self._release_early(job, outbox)
             self._send(outbox)
 
         threading.Thread(target=load, name=f"fleet-restore-{self._endpoint}", daemon=True).start()
@@ -678,9 +708,11 @@ class Service:
 
     def _export(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         job, export = self._running(), request.export
-        if export.checkpoint not in ("", job.begun[0]):
+        # A server that has been killed meanwhile goes on with all rows, of which it no longer knows when they changed.
+        forgotten = self._memory is not None and not job.begun[0]
+        if export.checkpoint not in ("", job.begun[0]) and not forgotten:
             raise ProtocolError("another checkpoint was begun meanwhile", where=str(self._endpoint))
-        since = job.begun[1] if export.checkpoint else 0
+        since = job.begun[1] if export.checkpoint else 0  # 0 as well if it is forgotten
         self._check_standstill(job, export.version)
         piece = self._shard().export(export.cursor, since, dense_state=not (export.checkpoint and job.mode.adds))
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
@@ -740,22 +772,23 @@ class Service:
     def _take_over(self, job: Job, attempt: str, outbox: Outbox) -> None:
         """Other values have come, a checkpoint that has been read or uploads: they replace what there is."""
         if attempt == job.taken:
-            return  # asked again
+            job.give_up()  # asked again
+            return
         shard, loaded, uploads = self._shard(), job.loaded, job.uploads
+        is_read = loaded is not None and loaded[0] == attempt and loaded[2].plan is job.plan
+        if not is_read and not uploads and self._memory is not None:
+            raise StillBusyError("this server has not read the checkpoint yet", where=str(self._endpoint))
         try:
-            if loaded is not None and loaded[0] == attempt and loaded[2].plan is job.plan:
+            if is_read:
+                assert loaded is not None
                 _, restore, job.shard = loaded
                 # Of a round that is open, what has been pushed counts from here on.
                 job.steps_before, job.steps = restore.version, dict.fromkeys((worker for worker, _ in job.pushed), 1)
                 job.last = (restore.id, restore.url)
-                if self._memory is not None:  # the journal says nothing of where this came from
-                    self._snapshot(self._memory)
             elif uploads and not loaded:
                 for upload, tensors in uploads:
                     self._write(shard, upload, tensors)
                 shard.replaced()
-            elif self._memory is not None and self._memory.replaying:
-                return  # the checkpoint was read and not kept yet: nobody was told that it was taken over
             else:
                 raise ProtocolError("the values that were to be taken over are not here", got=attempt)
         except FleetError as error:
@@ -765,6 +798,8 @@ class Service:
             raise
         job.give_up()
         job.taken, job.loads, job.snapshot = attempt, job.loads + 1, None
+        if is_read:
+            self._keep(job, outbox)
 
     def _settle(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         """The end of what a worker began: a checkpoint is there, or what it was is given up."""
@@ -844,6 +879,7 @@ class Service:
 
     def _bye(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:  # noqa: ARG002
         outbox.append((respond, Frame(pb.Reply())))
+        self._told.add(request.worker)
         assert self._members is not None
         with self._members_lock:
             repeated = self._members.standing(request.worker) is Standing.LEFT
@@ -860,7 +896,11 @@ class Service:
 
     def _lose(self, worker: int, outbox: Outbox) -> None:
         if self._memory is not None:
-            self._memory.lost(worker)
+            try:
+                self._memory.lost(worker)
+            except OSError as error:
+                self._cannot_keep(error, outbox)
+                return
         assert self._members is not None
         with self._members_lock:
             self._members.lose(worker)
@@ -876,7 +916,9 @@ class Service:
         self._answer(job, job.hall.leave(worker), outbox)
         assert self._members is not None
         with self._members_lock:
-            self._over = self._over or self._members.finished
+            finished = self._members.finished
+        if finished and not self._over:
+            self._over, self._over_at = True, self._clock.now()
 
     def _drop_requests(self, job: Job, worker: int, outbox: Outbox) -> None:
         """Nobody waits for them any more."""
@@ -893,7 +935,7 @@ class Service:
         """The job is over: tell everybody who waits now, and everybody who will ask."""
         if self._over:
             return
-        self._failure, self._over, self._failed_at = error, True, self._clock.now()
+        self._failure, self._over, self._over_at = error, True, self._clock.now()
         if self._job is not None:
             self._told |= {waiting.worker for waiting in self._job.all_waiting()}
             outbox += [(waiting.respond, error_reply(error)) for waiting in self._job.all_waiting()]

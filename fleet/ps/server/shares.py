@@ -66,7 +66,11 @@ def write_share(folder: str, proof: str, server: int, export: Callable[[str], Pi
     place = proven(folder, proof)
     if place is None:
         return Frame(pb.Reply(granted=False))
-    with PieceWriter(place, PurePosixPath(folder).name, f"server-{server}") as pieces:
+    prefix = f"server-{server}"
+    for name in place.names():
+        if name.startswith(f"{prefix}-"):  # by this server, before it was killed
+            place.remove(name)
+    with PieceWriter(place, PurePosixPath(folder).name, prefix) as pieces:
         cursor = FIRST
         while cursor:
             piece = export(cursor)

@@ -38,6 +38,8 @@ RETRY_PAUSE_S = 0.2
 #: For so many heartbeats a worker asks again for a place that another process has: it may have just died.
 TAKEN_BEATS = 4
 FAREWELL_S = 2.0
+#: After so many heartbeats without an answer a server is away, and not just slow with one.
+MISSED_BEATS = 2
 
 #: After one of these there is nothing to ask the server any more.
 FATAL = (JobAbortedError, ServerLostError, IdentityError)
@@ -224,6 +226,10 @@ class ServerClient:
         return self._last_heard >= instant
 
     @property
+    def misses_heartbeats(self) -> bool:
+        return self._clock.now() - self._last_heard > MISSED_BEATS * self._knobs.beat_s
+
+    @property
     def clock(self) -> Clock:
         return self._clock
 
@@ -281,8 +287,9 @@ class Pending:
             except TransportError as error:
                 if client.failure is not None:
                     raise client.report() from None
-                # Counted from one break to the next: many breaks fit between two heartbeats.
-                retries += client.heard_since(broken_at)
+                # Counted from one break to the next: many breaks fit between two heartbeats. Once heartbeats are missed
+                # the server has been away, and one that has come back may be away again.
+                retries = 0 if client.misses_heartbeats else retries + client.heard_since(broken_at)
                 broken_at = client.clock.now()
                 if retries > client.retry_times:
                     raise client.broken(self._what, retries, error) from None

@@ -16,7 +16,7 @@ import torch
 from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
-from fleet.errors import ArgumentTypeError, CheckpointError
+from fleet.errors import ArgumentTypeError, CheckpointError, StillBusyError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -34,9 +34,14 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
         checkpoint.check_fits(worker.plan.spec)
         attempt = granted["name"]
         asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
-        with given_up_if_it_fails(worker, attempt):
-            worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), f"loading {where}")
-        _take_over(worker, attempt)
+        while True:
+            with given_up_if_it_fails(worker, attempt):
+                what = f"loading {where}"
+                worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), what)
+            try:
+                return _take_over(worker, attempt)
+            except StillBusyError:  # a server was killed in between, and has to read again
+                continue
 
     once(worker, worker.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
     worker.begin_anew()

@@ -1,0 +1,232 @@
+"""Whole jobs inside one process whose servers are killed, and there again at once.
+
+A server is killed between two things that it does, never in the midst of an instruction; what it has not written by
+then is lost, and nobody hears of what it has not answered. Writing to a file has several such moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PATIENT, Body, Job
+
+from fleet.checkpoint.places import Directory
+from fleet.clock import SystemClock
+from fleet.cluster import Endpoint
+from fleet.environ import Knobs
+from fleet.ps.server.durable import Durable
+from fleet.ps.server.journal import Journal
+from fleet.ps.server.loading import restore_from
+from fleet.ps.server.remembering import NOTED
+from fleet.ps.server.service import Service
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Handler, Respond
+
+#: A line that breaks while its server is heard has to be one that is killed, however often.
+ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_BEAT": "0.05"}
+
+#: When a server is killed: before it has seen a request, with the request in its journal, when it has carried it out
+#: and nobody has heard so, or when its answers are on their way.
+BEFORE, NOTED_DOWN, CARRIED_OUT, ANSWERED = MOMENTS = ("before", "noted down", "carried out", "answered")
+
+
+class Killed(BaseException):
+    """Nothing in a server may hold this up."""
+
+
+#: Told of every request that changes anything: the server, its kind and a running number; says when to kill, if at all.
+Plan = Callable[[int, str, int], str | None]
+
+
+def every(nth: int, offset: int) -> Plan:
+    """Kill at every ``nth`` request of each server, at each of the moments in turn."""
+    moments = itertools.cycle(MOMENTS)
+    return lambda server, kind, number: next(moments) if number % nth == offset else None
+
+
+def at(kind: str, moment: str, server: int = 0, times: int = 1) -> Plan:
+    """Kill when a request of this kind comes."""
+    left = [times]
+
+    def plan(which: int, what: str, number: int) -> str | None:
+        if (which, what) != (server, kind) or not left[0]:
+            return None
+        left[0] -= 1
+        return moment
+
+    return plan
+
+
+class Host:
+    """One endpoint, where one server after the other serves a job."""
+
+    def __init__(self, job: DyingJob, index: int) -> None:
+        self.job = job
+        self.index = index
+        self.kills = 0
+        #: what the next snapshots die of
+        self.crash: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._one_at_a_time = threading.RLock()
+        self._requests = 0
+        self._start()
+
+    def _start(self) -> None:
+        endpoint = Endpoint.parse(self.job.endpoints[self.index])
+        knobs = Knobs.read(self.job.environ)
+        self.durable = Durable(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
+        restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
+        self._muted = False
+        self.service = Service(endpoint, knobs, SystemClock(), restore=restore, durable=self.durable)
+        self._listener = self.job.network.listen(endpoint, self._handler(self.service))
+
+    def serve(self) -> None:
+        while True:
+            self.service.ended.wait(0.02)
+            with self._one_at_a_time:  # one that was killed as it ended has not
+                if self.service.ended.is_set():
+                    break
+                self.service.tick()
+        self._listener.close(2.0)
+        self.service.close()
+        failure = self.service.failure
+        if failure is not None:
+            raise failure
+
+    def kill(self) -> None:
+        """End the server as the system would, and start it again."""
+        with self._one_at_a_time:
+            self.kills += 1
+            listener = self._listener
+            # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
+            for thread in threading.enumerate():
+                if thread.name.startswith("fleet-save-"):
+                    thread.join()
+            self.durable.take = lambda *_, **__: None  # type: ignore[method-assign]
+            for journal in self.durable._journals:
+                journal.close()
+            os.close(self.durable._lock)
+            self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+            self._start()
+        listener.close()
+
+    def stop_and_start(self) -> None:
+        """End the server as SIGTERM does, and start it again."""
+        with self._one_at_a_time:
+            listener = self._listener
+            self.service.stop("a test")
+            self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+            self.service.close()
+            self._start()
+        listener.close()
+
+    def _handler(self, service: Service) -> Handler:
+        def handle(frame: Frame, respond: Respond) -> None:
+            def answer(reply: Frame) -> None:
+                if service is self.service and not self._muted:
+                    respond(reply)
+
+            with self._one_at_a_time:
+                if service is not self.service:
+                    return  # its line breaks
+                kind = frame.message.WhichOneof("kind")
+                moment = None
+                if kind in NOTED or kind in ("load", "save"):
+                    self._requests += 1
+                    moment = self.job.plan(self.index, kind, self._requests)
+                self._muted = moment == CARRIED_OUT
+                try:
+                    if moment == BEFORE:
+                        raise Killed
+                    with noted_down() if moment == NOTED_DOWN else self.crash:
+                        service.handle(frame, answer)
+                    if moment is not None:
+                        raise Killed
+                except Killed:
+                    self.kill()
+
+        return handle
+
+
+@contextlib.contextmanager
+def noted_down() -> Iterator[None]:
+    """Die with the next record in the journal."""
+    append = Journal.append
+
+    def dying(journal: Journal, buffers: Any) -> None:
+        append(journal, buffers)
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", dying)
+        yield
+
+
+class Crashes:
+    """While this is entered, whoever writes the ``number``-th piece of a snapshot dies, before or after it."""
+
+    def __init__(self, number: int, *, after: bool) -> None:
+        self.struck = False
+        self._number = number
+        self._after = after
+
+    def __enter__(self) -> Crashes:
+        self._patch = pytest.MonkeyPatch()
+        for owner, name in ((Directory, "create"), (Directory, "publish"), (Durable, "_journal"), (Durable, "_clean")):
+            self._patch.setattr(owner, name, self._dying(getattr(owner, name)))
+        return self
+
+    def _dying(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def dying(*given: Any) -> Any:
+            self._number -= 1
+            strikes = self._number == 0
+            if strikes and not self._after:
+                self.struck = True
+                raise Killed
+            result = act(*given)
+            if strikes:
+                self.struck = True
+                raise Killed
+            return result
+
+        return dying
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+class DyingJob(Job):
+    """A job whose servers keep what they acknowledge in ``directory``, and are killed when ``plan`` says so."""
+
+    def __init__(
+        self,
+        body: Body,
+        directory: Path,
+        *,
+        workers: int = 2,
+        servers: int = 2,
+        plan: Plan = lambda *_: None,
+        journal_bytes: int = 2000,
+        **options: Any,
+    ) -> None:
+        super().__init__(body, workers, servers, **{"environ": ENVIRON, **options})
+        self.directory = directory
+        self.plan = plan
+        self.journal_bytes = journal_bytes
+        self.hosts = [Host(self, index) for index in range(servers)]
+
+    def serve(self, index: int) -> None:
+        try:
+            self.hosts[index].serve()
+        except BaseException as error:
+            self.errors[f"server {index}"] = error
+
+    @property
+    def kills(self) -> int:
+        return sum(host.kills for host in self.hosts)

@@ -1,0 +1,493 @@
+"""Servers that are killed lose nothing: jobs end bit for bit where undisturbed ones do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dying import ENVIRON, MOMENTS, Crashes, DyingJob, at, every
+from harness import run_job
+
+import fleet.nn
+from fleet import Fleet
+from fleet.cluster import Endpoint
+from fleet.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fleet.ps.server import service
+from fleet.ps.server.durable import Durable
+from fleet.ps.server.journal import Journal
+from fleet.ps.worker import client
+
+ROWS, DIM = 40, 4
+
+#: Workers are threads and share torch's generator.
+DRAWING = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are there again at once."""
+    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.002)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = fleet.nn.Embedding(None, DIM)
+        with DRAWING:
+            torch.manual_seed(3)
+            self.known = torch.nn.Embedding(ROWS, DIM, sparse=True)
+            self.head = torch.nn.Linear(DIM, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.open(ids).mean(1) + self.known(ids).mean(1)))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.05),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+
+
+def state(made: Fleet, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in made.state_dict(model).items()}
+
+
+def same(got: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert torch.equal(ours[key], theirs[key]), key
+
+
+def trains(
+    optimizer: str, steps: int = 4, strategy: Any = None, between: Callable[[Fleet, int, int], None] | None = None
+) -> Callable[[Fleet, int], Any]:
+    def body(made: Fleet, index: int) -> Any:
+        model = Model()
+        wrapped = made.distributed_optimizer(OPTIMIZERS[optimizer](model.parameters()), strategy, model=model)
+        made.init_worker()
+        draw = torch.Generator().manual_seed(index)
+        for step in range(steps):
+            loss = (model(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean()
+            wrapped.minimize(loss)
+            if between is not None:
+                between(made, index, step)
+        made.barrier_worker()
+        return state(made, model)
+
+    return body
+
+
+def gathers(made: Fleet, index: int, step: int) -> None:
+    total = made.all_reduce_worker(torch.tensor([float(index + step)]))
+    assert total.item() == 1 + 2 * step
+
+
+# ---------------------------------------------------------------- synchronous jobs, to the bit
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("offset", range(3))
+def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) -> None:
+    body = trains(optimizer, between=gathers)
+    job = DyingJob(body, tmp_path, plan=every(3, offset))
+    same(job.run(), run_job(body, 2, 2))
+    assert job.kills > 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_snapshots_in_the_midst_of_rounds_and_gatherings(tmp_path: Path) -> None:
+    """One with every request: whatever is not finished has to come along."""
+    job = DyingJob(trains("adam", between=gathers), tmp_path, plan=every(4, 1), journal_bytes=1)
+    same(job.run(), run_job(trains("adam", between=gathers), 2, 2))
+    assert job.kills > 8
+
+
+def test_a_journal_alone(tmp_path: Path) -> None:
+    job = DyingJob(trains("adagrad", between=gathers), tmp_path, plan=every(4, 2), journal_bytes=1 << 30)
+    same(job.run(), run_job(trains("adagrad", between=gathers), 2, 2))
+    assert job.kills > 8
+
+
+def test_parameters_that_come_later(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> Any:
+        model = Model()
+        first = [*model.open.parameters(), *model.head.parameters()]
+        optimizer = torch.optim.Adagrad(first, lr=0.1)
+        wrapped = made.distributed_optimizer(optimizer, model=model)
+        made.init_worker()
+        draw = torch.Generator().manual_seed(index)
+        for step in range(5):
+            if step == 2:
+                wrapped.add_param_group({"params": list(model.known.parameters()), "lr": 0.01})
+            loss = (model(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean()
+            wrapped.minimize(loss)
+        made.barrier_worker()
+        return state(made, model)
+
+    job = DyingJob(body, tmp_path, plan=every(3, 1))
+    same(job.run(), run_job(body, 2, 2))
+    assert job.kills > 8
+
+
+# ---------------------------------------------------------------- modes without rounds
+
+FREE = {
+    "async": fleet.StrategyFactory.create_async_strategy(independent_recv_thread=False),
+    "half_async": fleet.StrategyFactory.create_half_async_strategy(),
+    "ssp": fleet.StrategyFactory.create_ssp_strategy(2),
+}
+
+
+@pytest.mark.parametrize("mode", FREE)
+def test_one_worker_without_rounds(tmp_path: Path, mode: str) -> None:
+    body = counts(FREE[mode], torch.optim.Adagrad)
+    job = DyingJob(body, tmp_path, workers=1, plan=every(3, 1))
+    same(job.run(), run_job(body, 1, 2))
+    assert job.kills > 3
+
+
+@pytest.mark.parametrize("mode", FREE)
+def test_every_push_once(tmp_path: Path, mode: str) -> None:
+    job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(3, 2))
+    total = sum(step + index + 1 for step in range(12) for index in range(2))
+    for result in job.run():
+        for value in result.values():
+            assert torch.equal(value, torch.full_like(value, -0.125 * total))
+    assert job.kills > 5
+
+
+def counts(strategy: Any, optimizer: type[torch.optim.Optimizer], steps: int = 12) -> Callable[[Fleet, int], Any]:
+    """Gradients that do not depend on what was read, and whose sums are exact."""
+
+    def body(made: Fleet, index: int) -> Any:
+        model = torch.nn.ModuleDict({"line": torch.nn.Linear(4, 4), "rows": torch.nn.Embedding(9, 2, sparse=True)})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        wrapped = made.distributed_optimizer(optimizer(model.parameters(), lr=0.125), strategy, model=model)
+        made.init_worker()
+        for step in range(steps):
+            looked_up = model["rows"](torch.arange(9)).sum() + sum(each.sum() for each in model["line"].parameters())
+            wrapped.minimize(looked_up * float(step + index + 1))
+        made.barrier_worker()
+        return state(made, model)
+
+    return body
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["claim", "load", "ready", "release", "save", "settle"])
+def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str) -> None:
+    """Saved, changed, loaded again, trained on, by both workers."""
+
+    def body(made: Fleet, index: int) -> Any:
+        model = Model()
+        wrapped = made.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model)
+        made.init_worker()
+
+        def step(seed: int) -> None:
+            ids = torch.randint(0, ROWS, (8, 3), generator=torch.Generator().manual_seed(seed))
+            wrapped.minimize((model(ids) - 1).square().mean())
+
+        step(index)
+        made.save_persistables(dirname=folder)
+        step(2 + index)
+        made.load_persistables(dirname=folder)
+        step(4 + index)
+        made.save_persistables(dirname=folder, mode="delta")
+        made.barrier_worker()
+        return state(made, model)
+
+    folder = str(tmp_path / "undisturbed")
+    expected = run_job(body, 2, 2)
+    folder = str(tmp_path / "killed")
+    job = DyingJob(body, tmp_path / "durable", plan=at(kind, moment, times=3), journal_bytes=20_000)
+    same(job.run(), expected)
+    assert job.kills
+
+    def again(made: Fleet, index: int) -> Any:
+        model = Model()
+        made.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model)
+        made.init_worker()
+        return state(made, model)
+
+    same(run_job(again, 1, 2, model_dir=folder), expected[:1])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["hello", "push", "bye"])
+def test_a_job_that_began_with_a_checkpoint(tmp_path: Path, kind: str, moment: str) -> None:
+    def first(made: Fleet, index: int) -> Any:
+        result = trains("adam")(made, index)
+        made.save_persistables(dirname=str(tmp_path / "first"))
+        return result
+
+    run_job(first, 2, 2)
+    body = trains("adam")
+    expected = run_job(body, 2, 2, model_dir=str(tmp_path / "first"))
+    job = DyingJob(body, tmp_path / "durable", plan=at(kind, moment, times=2), model_dir=str(tmp_path / "first"))
+    same(job.run(), expected)
+    assert job.kills
+
+
+# ---------------------------------------------------------------- what is on the disk
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("piece", range(1, 9))
+def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: bool) -> None:
+    struck = []
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if index == 0 and step == 1:
+            job.hosts[0].crash = Crashes(piece, after=after)
+        if index == 0 and step == 4:
+            struck.append(job.hosts[0].crash.struck)
+
+    body = trains("adam", steps=6)
+    job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
+    same(job.run(), run_job(body, 2, 1))
+    assert struck == [True]
+    assert job.kills == 1
+
+
+def test_no_room_for_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal goes on, and the next snapshot has what that one would have had."""
+    full = threading.Event()
+    create = service.Memory.take
+
+    def take(memory: Any, *given: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if full.is_set():
+                patch.setattr("fleet.checkpoint.places.Directory.publish", no_room)
+            create(memory, *given)
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if index == 0:
+            (full.set if step in (1, 2) else full.clear)()
+            if step == 4:
+                job.hosts[0].kill()
+
+    monkeypatch.setattr(service.Memory, "take", take)
+    job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1000)
+    same(job.run(), run_job(trains("adam", steps=6), 2, 1))
+
+
+def test_no_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be kept is not acknowledged: the job ends, and says so."""
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step == 1:
+            monkeypatch.setattr(Journal, "_write", no_room)
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job = DyingJob(trains("adam", between=disturb), tmp_path, workers=1, servers=1)
+    with pytest.raises(AssertionError, match=r"server0:1 cannot keep what it does; got .Errno 28. No space left"):
+        job.run()
+
+
+def records(path: Path) -> list[bytes]:
+    journal = Journal(path)
+    try:
+        return [bytes(record) for record in journal.read(is_last=True)]
+    finally:
+        journal.close()
+
+
+def written(path: Path, contents: list[bytes]) -> bytes:
+    journal = Journal(path)
+    for content in contents:
+        journal.append([content])
+    journal.close()
+    return path.read_bytes()
+
+
+def test_a_torn_end_is_cut_off_wherever_it_is(tmp_path: Path) -> None:
+    path, kept = tmp_path / "journal", [b"first", b"second"]
+    whole = written(path, [*kept, b"third"])
+    end = len(whole) - 16 - 5
+    for size in range(end, len(whole)):
+        for rest in (b"", bytes(100)) if size == end else (b"",):
+            path.write_bytes(whole[:size] + rest)
+            assert records(path) == kept
+            assert path.read_bytes() == whole[:end]
+    path.write_bytes(whole[:-1] + b"?")
+    assert records(path) == kept
+
+
+def test_damage_is_no_torn_end(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = written(path, [b"first", b"second", b"third"])
+    for at_byte in range(len(whole) - 16 - 5):
+        path.write_bytes(whole[:at_byte] + bytes([whole[at_byte] ^ 1]) + whole[at_byte + 1 :])
+        with pytest.raises(CheckpointError, match=r"journal is damaged; at .*journal, byte \d+"):
+            records(path)
+
+
+def test_only_the_newest_journal_may_end_in_the_midst(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    whole = written(path, [b"first", b"second"])
+    path.write_bytes(whole[:-1])
+    journal = Journal(path)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        list(journal.read(is_last=False))
+    journal.close()
+
+
+def test_a_snapshot_that_is_damaged(tmp_path: Path) -> None:
+    kept = durable(tmp_path)
+    kept.take({"clocks": {2: 1, 10: 1}}, [], [], on_top=False)
+    kept.close()
+    kept = durable(tmp_path)
+    assert kept.snapshot is not None
+    assert kept.snapshot.state == {"clocks": {"2": 1, "10": 1}}
+    kept.close()
+    (found,) = tmp_path.glob("*/snapshot-*/state.json")
+    found.write_bytes(found.read_bytes().replace(b"clocks", b"blocks"))
+    with pytest.raises(CheckpointError, match=r"snapshot cannot be read; at .*state.json.*checksum is wrong"):
+        durable(tmp_path)
+
+
+# ---------------------------------------------------------------- whose state it is
+
+
+def durable(tmp_path: Path, endpoint: str = "server0:1") -> Durable:
+    return Durable(str(tmp_path), Endpoint.parse(endpoint), "always")
+
+
+def test_one_directory_for_all_servers_of_a_host(tmp_path: Path) -> None:
+    first, second = durable(tmp_path), durable(tmp_path, "server0:2")
+    with pytest.raises(ConfigurationError, match="another server keeps its state here"):
+        durable(tmp_path)
+    first.close()
+    durable(tmp_path).forget()
+    second.forget()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"FLEET_DURABLE_DIR cannot be used; at .*file"):
+        durable(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [
+        (fleet.StrategyFactory.create_geo_strategy(2), "GEO"),
+        (fleet.StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5), "delay compensation"),
+    ],
+    ids=["geo", "dc-asgd"],
+)
+def test_modes_that_cannot_be_kept_are_refused_at_once(tmp_path: Path, strategy: Any, what: str) -> None:
+    refused = []
+
+    def body(made: Fleet, index: int) -> None:
+        model = torch.nn.Linear(2, 2)
+        made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        with pytest.raises(UnsupportedError, match=f"FLEET_DURABLE_DIR cannot keep what {what} remembers") as caught:
+            made.init_worker()
+        refused.append(caught.value.todo)
+
+    job = DyingJob(body, tmp_path, workers=1, servers=1, environ={**ENVIRON, "FLEET_STARTUP_DEADLINE": "0.5"})
+    job.join(job.start())
+    assert refused == ["Unset FLEET_DURABLE_DIR, or choose another strategy."]
+
+
+def test_a_job_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """What SIGTERM does: nothing is answered any more, and the next process goes on."""
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if index == 0 and step in (1, 3):
+            job.hosts[step // 2].stop_and_start()
+
+    body = trains("momentum", steps=6)
+    job = DyingJob(trains("momentum", steps=6, between=disturb), tmp_path)
+    same(job.run(), run_job(body, 2, 2))
+
+
+def test_who_was_given_up_on_stays_so(tmp_path: Path) -> None:
+    """What it brought to a round that is open stays in it."""
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "600"}
+    gone = threading.Event()
+
+    def body(made: Fleet, index: int) -> Any:
+        model = Model()
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        made.init_worker()
+        ids = torch.arange(6).reshape(2, 3)
+        wrapped.minimize((model(ids) - 1).square().mean())
+        if index == 1:
+            made._chosen._worker.close()  # type: ignore[union-attr]
+            gone.set()
+            return None
+        assert gone.wait(10)
+        wrapped.minimize((model(ids) - 1).square().mean())
+        for host in job.hosts:
+            host.kill()
+        wrapped.minimize((model(ids) - 1).square().mean())
+        return state(made, model)
+
+    job = DyingJob(body, tmp_path, environ=environ, journal_bytes=1)
+    job.run()
+    assert job.kills == 2
+
+
+def left_behind(tmp_path: Path, **environ: str) -> None:
+    """The state of a job whose server was killed and whose worker as well."""
+
+    def body(made: Fleet, index: int) -> None:
+        trains("adam", steps=2, between=copied)(made, index)
+
+    def copied(made: Fleet, index: int, step: int) -> None:
+        if step == 0:
+            shutil.copytree(tmp_path / "first", tmp_path / "left")
+
+    DyingJob(body, tmp_path / "first", workers=1, servers=1, environ={**ENVIRON, **environ}).run()
+
+
+def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:
+    left_behind(tmp_path, FLEET_JOB_ID="one")
+    with pytest.raises(ConfigurationError, match=r"state of another job is kept here; at .*left.*expected job 'two'"):
+        DyingJob(trains("adam"), tmp_path / "left", workers=1, servers=1, environ={**ENVIRON, "FLEET_JOB_ID": "two"})
+
+
+def test_a_worker_that_was_no_part_of_it_is_refused(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "600", "FLEET_STARTUP_DEADLINE": "2"}
+    job = DyingJob(trains("adam"), tmp_path / "left", workers=1, servers=1, environ=environ)
+    job.join(job.start())
+    assert "goes on with a job whose state it has kept, and this worker was not part of it" in str(
+        job.errors["worker 0"]
+    )
+
+
+def test_why_a_job_failed_is_told_after_a_kill(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> Any:
+        def disturb(made: Fleet, index: int, step: int) -> None:
+            if index == 1 and step == 1:
+                raise ValueError("a bad batch")
+
+        return trains("adam", between=disturb)(made, index)
+
+    job = DyingJob(body, tmp_path, servers=1, plan=at("abort", "noted down"))
+    job.join(job.start())
+    assert job.kills == 1
+    assert "a bad batch" in str(job.errors["worker 0"])
