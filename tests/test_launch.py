@@ -324,8 +324,8 @@ else:
         "[server 0] second True",
     ]
     assert (tmp_path / "logs" / "server.0.log").read_text().splitlines() == ["first", "second True"]
-    assert any(line.startswith("server 0 was killed by SIGKILL") for line in said(err))
-    assert said(err)[-1].endswith("starting it again (restart 1 of 2)")
+    told = [line for line in said(err) if line.startswith("server 0 was killed by SIGKILL")]
+    assert [line.rpartition("; ")[2] for line in told] == ["starting it again (restart 1 of 2)"], err
 
 
 def test_what_is_killed_too_often_ends_the_job(launch: Launch, tmp_path: Path) -> None:
