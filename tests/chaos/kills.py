@@ -24,7 +24,7 @@ from pathlib import Path
 #: A step that takes no time would be over before anybody is killed.
 PAUSE_S = 0.005
 #: From when a server listens until it is killed; one in so many is killed before it does.
-LIFE_S, EARLY = (0.0, 1.0), 5
+LIFE_S, EARLY = (0.0, 3.0), 5
 #: For a job to end once nobody is killed any more.
 END_S = 120.0
 
