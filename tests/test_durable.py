@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -491,3 +493,13 @@ def test_why_a_job_failed_is_told_after_a_kill(tmp_path: Path) -> None:
     job.join(job.start())
     assert job.kills == 1
     assert "a bad batch" in str(job.errors["worker 0"])
+
+
+@pytest.mark.chaos
+def test_servers_of_real_processes_are_killed_at_random() -> None:
+    script = Path(__file__).parent / "chaos" / "kills.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--minutes", "0.3"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same end, bit for bit" in done.stdout

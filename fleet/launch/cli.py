@@ -58,8 +58,8 @@ one it is:
   PYTHONUNBUFFERED=1; OMP_NUM_THREADS=1  unless OMP_NUM_THREADS is set
 
 Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. With --max_restarts
-a process that is killed by a signal is started again. Otherwise the first process to fail ends the job, and its exit
-code becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second one kills it. After a mistake in the
+a process that a signal has killed is started again. Otherwise the first process to fail ends the job, and its exit code
+becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second one kills it. After a mistake in the
 options nothing is started and the exit code is 2.
 """
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 #: A step that takes no time would be over before anybody is killed.
 PAUSE_S = 0.005
-#: Between the start of a server and its end: sometimes it has not even listened by then.
-LIFE_S = (0.5, 4.0)
+#: From when a server listens until it is killed; one in so many is killed before it does.
+LIFE_S, EARLY = (0.0, 3.0), 5
 #: For a job to end once nobody is killed any more.
 END_S = 120.0
 
@@ -64,7 +64,7 @@ def work(until: float, steps: int) -> None:
             step += 1
             time.sleep(0 if steps else PAUSE_S)
         more = step < steps if steps else time.time() < until
-        goes_on = bool(fleet.all_reduce_worker(torch.tensor(float(more)), "min"))
+        goes_on = bool(fleet.all_reduce_worker(torch.tensor(float(more)), op="min"))
     digest = hash_of(fleet.state_dict(model))
     print(f"END {step} {digest}", flush=True)
     fleet.barrier_worker()
@@ -138,14 +138,25 @@ def free_endpoints(count: int) -> list[str]:
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
 
 
+def wait_for(endpoint: str, until: float) -> None:
+    """Until somebody listens there."""
+    host, port = endpoint.split(":")
+    while time.time() < until:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1.0):
+            return
+        time.sleep(0.02)
+
+
 def disturbed(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], int]:
     until = time.time() + 60 * options.minutes
     draw, kills = random.Random(options.seed), 0
     durable = folder / "durable"
     with Job(options.servers, options.workers, folder, ["--until", str(until)], durable) as job:
         while time.time() < until and all(worker.poll() is None for worker in job.workers):
-            time.sleep(draw.uniform(*LIFE_S) / options.servers)
             index = draw.randrange(options.servers)
+            if draw.randrange(EARLY):
+                wait_for(job.endpoints[index], until)
+            time.sleep(draw.uniform(*LIFE_S))
             job.servers[index].send_signal(signal.SIGKILL)
             job.servers[index].wait()
             job.servers[index] = job.serve(index)
