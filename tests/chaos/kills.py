@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -181,7 +182,7 @@ def main() -> int:
     if options.role:
         work(options.until, options.steps)
         return 0
-    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))  # it stays if something goes wrong
     said, kills = disturbed(options, folder)
     steps = said[0][1]
     quiet = folder / "quiet"
@@ -189,6 +190,8 @@ def main() -> int:
     with Job(options.servers, options.workers, quiet, ["--steps", steps], None) as job:
         expected = job.end()
     same = said == expected
+    if same:
+        shutil.rmtree(folder)
     print(f"{kills} kills in {steps} steps: {'the same end, bit for bit' if same else f'{said} and not {expected}'}")
     return 0 if same else 1
 
