@@ -72,6 +72,18 @@ def test_a_store_is_a_dict(segment_bytes: int, operations: list[tuple[bool, list
     assert (column(store, "a") == 1.5).all()
 
 
+def test_a_store_that_was_told_how_many_come_takes_no_more_memory_for_its_index_while_they_do() -> None:
+    store, part = MemoryStore(), np.arange(100)
+    store.insert(part)  # before it is told
+    store.reserve(1_000)
+    reserved = store.nbytes
+    store.insert(np.arange(1_000))
+    assert store.nbytes - reserved <= 900 * 8, "the ids alone"
+    assert store.find(np.arange(-1, 2_000)).tolist() == [-1, *range(1_000), *[-1] * 1_000]
+    store.insert(np.arange(5_000))  # it was only a guess
+    assert store.find(np.arange(5_000)).tolist() == list(range(5_000))
+
+
 @pytest.mark.parametrize("segment_bytes", SEGMENTS)
 @pytest.mark.parametrize("stride", [1, 64, 2**32, -(2**40)])
 def test_a_store_keeps_ids_and_columns_while_it_grows(stride: int, segment_bytes: int) -> None:

@@ -27,6 +27,8 @@ FORMAT = "fleet-checkpoint"
 FORMAT_VERSION = 2
 #: A manifest has a few hundred bytes for every 16 MiB of state.
 _MOST_BYTES = 1 << 30
+#: So many pieces are read and verified while one is worked on: one waits for the disk while another is summed up.
+_READERS = 2
 
 #: Kinds of pieces: parameters with their optimizer's state, rows of a table, and buffers of a model.
 DENSE, TABLE, BUFFERS = "dense", "table", "buffers"
@@ -196,19 +198,20 @@ class Checkpoint:
         return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """What the pieces of a kind are, and their tensors, each read and verified; the next one is read meanwhile."""
+        """What the pieces of a kind are, and their tensors, each read and verified; the next ones are read
+        meanwhile."""
         files = deque(self.files(kind))
-        with ThreadPoolExecutor(1, thread_name_prefix="fleet-checkpoint") as reader:
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="fleet-checkpoint") as reader:
             ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
             while files or ahead:
                 if files:
                     place, piece = files.popleft()
                     ahead.append((piece.about, reader.submit(self._read, place, piece)))
-                    if len(ahead) == 1:
+                    if len(ahead) <= _READERS:
                         continue
                 about, tensors = ahead.popleft()
                 yield about, tensors.result()
-                del tensors  # held no longer than the next one takes to read
+                del tensors  # before the next one takes its place
 
     def _read(self, place: Place, piece: PieceFile) -> list[torch.Tensor]:
         try:

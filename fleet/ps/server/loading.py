@@ -32,7 +32,7 @@ def restore_from(dirname: object) -> Restore:
             shard.history.exists(checkpoint.manifest.id)
         except CheckpointError:
             raise
-        except (LookupError, TypeError, ValueError, RuntimeError, StopIteration) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, MemoryError, RuntimeError, StopIteration) as error:
             raise CheckpointError(
                 "the checkpoint's contents do not fit the job", where=checkpoint.where, got=repr(error)
             ) from error
@@ -64,10 +64,18 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
     shard.prepare()
+    for name, table in tables.items():
+        table.expect(_rows_saved(checkpoint, name) // shard.plan.spec.settings.server_num)
     for about, tensors in checkpoint.pieces(TABLE):
         # A table may have joined the job while a worker saved that did not know of it yet.
         if about["table"] in tables:
             _restore_piece(tables[about["table"]], about, [tensor.numpy() for tensor in tensors], shard, server)
+
+
+def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
+    """As many as were saved at first: deltas mostly have the same ones again."""
+    abouts = (piece.about for piece in checkpoint.lineage()[0].manifest.pieces)
+    return sum(int(about["rows"]) for about in abouts if about.get(TABLE) == table)
 
 
 def _restore_piece(table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int) -> None:

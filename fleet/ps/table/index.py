@@ -58,7 +58,7 @@ class Index:
 
     def put(self, keys: Rows, ids: Ids) -> None:
         """Give ids, which are distinct and new, the next slots in their order."""
-        self._reserve(keys, self._count + ids.size)
+        self.reserve(keys, self._count + ids.size)
         self._move(keys, MOVED_PER_ID * ids.size)
         _put(*self._tables(), ids, self._count)
         self._count += ids.size
@@ -69,7 +69,8 @@ class Index:
             return self._now, _shift(self._now), self._now, _shift(self._now), 0
         return self._now, _shift(self._now), self._old, _shift(self._old), self._moved
 
-    def _reserve(self, keys: Rows, count: int) -> None:
+    def reserve(self, keys: Rows, count: int) -> None:
+        """Have places for so many ids in all."""
         size = self._now.size
         while count > size * _MAX_LOAD:
             size *= 2

@@ -69,6 +69,9 @@ class MemoryStore:
         self._index.put(self._keys.rows, ids)
         self._count = stop
 
+    def reserve(self, count: int) -> None:
+        self._index.reserve(self._keys.rows, count)
+
     def ids(self, slots: Ids) -> Ids:
         ids = np.empty((slots.size, 1), np.int64)
         gather(self._keys.rows, slots, ids)

@@ -32,6 +32,9 @@ class Store(Protocol):
     def insert(self, ids: Ids) -> Ids:
         """The slot of every id; those without one get the next ones in their order, with every column at its fill."""
 
+    def reserve(self, count: int) -> None:
+        """Be ready for so many rows in all: nothing need be moved while they come. Only a guess."""
+
     def ids(self, slots: Ids) -> Ids:
         """The ids at slots."""
 

@@ -109,6 +109,10 @@ class Table:
             scatter(self._store.column(name), slots, values)
         self._mark(slots)
 
+    def expect(self, rows: int) -> None:
+        """About so many rows will be there soon."""
+        self._store.reserve(rows)
+
     def begin_epoch(self, epoch: int) -> None:
         """From now on rows that change, or come, are known to have done so in this epoch; the numbers grow."""
         if not self._epoch:
