@@ -94,12 +94,15 @@ def run_page_script(processes: Processes, tmp_path: Path, name: str, ports: dict
     """Its commands, and its result held against one process made of its own functions. What the trainers printed."""
     code = script(name)
     lines = commands(name)
-    for documented, free in ports.items():
-        assert documented in code
-        code = code.replace(documented, free)
-        lines = [line.replace(documented, free) for line in lines]
-    (tmp_path / name).write_text(code)
-    outs = results([shell(processes, line, tmp_path) for line in lines])
+    assert all(documented in code for documented in ports)
+    any_of_them = re.compile("|".join(map(re.escape, ports)))
+
+    def moved(text: str) -> str:
+        """All ports at once: a free one may look like another that is documented."""
+        return any_of_them.sub(lambda found: ports[found[0]], text)
+
+    (tmp_path / name).write_text(moved(code))
+    outs = results([shell(processes, moved(line), tmp_path) for line in lines])
     servers, working = outs[:2], outs[2:]
     assert servers == ["", ""]
     assert len(working) == trainers
