@@ -465,23 +465,34 @@ class Service:
         upload = request.upload
         job = self._running()
         if upload.anew:
+            self._check_upload(shard, upload, frame.tensors)
             job.asked_by = request.worker
             job.uploads.append((upload, frame.tensors))
         else:
             self._check_initializer(request)
             if job.growing or not job.initialized:
+                self._check_upload(shard, upload, frame.tensors)
                 self._write(shard, upload, frame.tensors)
         outbox.append((respond, Frame(pb.Reply())))
 
     @staticmethod
-    def _write(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
+    def _check_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
+        """Refuse what does not fit when it comes: later it would be everybody's problem."""
         if upload.rows:
             if len(tensors) != 2:
                 raise ProtocolError("an upload of rows needs ids and values", got=len(tensors))
-            shard.upload_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
+            shard.check_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
         else:
             if len(tensors) != len(upload.blocks):
                 raise ProtocolError("an upload's blocks and tensors differ in number")
+            for position, tensor in zip(upload.blocks, tensors, strict=True):
+                shard.dense.check_values(position, tensor.torch())
+
+    @staticmethod
+    def _write(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
+        if upload.rows:
+            shard.upload_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
+        else:
             for position, tensor in zip(upload.blocks, tensors, strict=True):
                 shard.dense.write(position, tensor.torch())
 
@@ -776,8 +787,11 @@ class Service:
             return
         shard, loaded, uploads = self._shard(), job.loaded, job.uploads
         is_read = loaded is not None and loaded[0] == attempt and loaded[2].plan is job.plan
-        if not is_read and not uploads and self._memory is not None:
-            raise StillBusyError("this server has not read the checkpoint yet", where=str(self._endpoint))
+        if not is_read and (loaded is not None or not uploads):
+            if self._memory is not None:  # it was killed since, and can read again
+                raise StillBusyError("this server has not read the checkpoint yet", where=str(self._endpoint))
+            what = "the values that were to be taken over are not here"
+            raise ProtocolError(what, where=str(self._endpoint), got=attempt[:80])
         try:
             if is_read:
                 assert loaded is not None
@@ -785,12 +799,10 @@ class Service:
                 # Of a round that is open, what has been pushed counts from here on.
                 job.steps_before, job.steps = restore.version, dict.fromkeys((worker for worker, _ in job.pushed), 1)
                 job.last = (restore.id, restore.url)
-            elif uploads and not loaded:
+            else:
                 for upload, tensors in uploads:
                     self._write(shard, upload, tensors)
                 shard.replaced()
-            else:
-                raise ProtocolError("the values that were to be taken over are not here", got=attempt)
         except FleetError as error:
             # Other servers have taken them over: nobody may go on from here as if nothing had happened.
             what = f"server {self._endpoint} could not go on from other values"

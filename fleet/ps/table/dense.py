@@ -95,17 +95,21 @@ class DenseShard:
 
     def write(self, position: int, values: torch.Tensor) -> None:
         """Set one block, as an upload or a checkpoint says."""
+        self.check_values(position, values)
+        slot = self.layout.slots[position]
+        self._flat[slot.dtype][slot.start : slot.stop] = values.view(-1)
+
+    def check_values(self, position: int, values: torch.Tensor) -> None:
+        """Refuse values that do not fit a block."""
         if not 0 <= position < len(self.layout.slots):
             raise ProtocolError("an upload names a block this server does not have", got=position)
         slot = self.layout.slots[position]
-        target = self._flat[slot.dtype][slot.start : slot.stop]
-        if values.numel() != target.numel() or values.dtype != target.dtype:
+        if values.numel() != slot.stop - slot.start or values.dtype != self._flat[slot.dtype].dtype:
             raise ProtocolError(
                 f"the values of {self._plan.block_name(slot.block)!r} do not fit",
-                expected=f"{target.numel()} x {slot.dtype}",
+                expected=f"{slot.stop - slot.start} x {slot.dtype}",
                 got=f"{values.numel()} x {values.dtype}",
             )
-        target.copy_(values.view(-1))
 
     def check(self, gradient: Gradient) -> None:
         """Refuse a gradient that does not fit, before it becomes part of a round."""

@@ -232,12 +232,17 @@ class Shard:
         return self._table(index).read(ids, training)
 
     def upload_rows(self, index: int, ids: Array, values: Array) -> None:
+        self.check_rows(index, ids, values)
+        self.tables[index].load(ids, {"weight": values})
+
+    def check_rows(self, index: int, ids: Array, values: Array) -> None:
+        """Refuse rows that do not fit their table."""
         table = self._table(index)
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
         if values.shape != (len(ids), table.spec.dim) or values.dtype.name != table.spec.dtype:
             raise ProtocolError(f"initial rows of {table.spec.name!r} do not fit", got=f"{values.dtype} {values.shape}")
-        table.load(ids, {"weight": values})
+        table.check_range(ids)
 
     def replaced(self) -> None:
         """Other values stand here now: forget what belongs to those that were here before."""

@@ -16,7 +16,7 @@ import torch
 from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
-from fleet.errors import ArgumentTypeError, CheckpointError, StillBusyError
+from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -71,7 +71,14 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
 
 def _take_over(worker: WorkerRuntime, attempt: str) -> None:
     ready = pb.Ready(anew=True, attempt=attempt)
-    worker.ask_all(lambda _, client: Frame(client.request(worker.completed, ready=ready)), "other values")
+    try:
+        worker.ask_all(lambda _, client: Frame(client.request(worker.completed, ready=ready)), "other values")
+    except StillBusyError:
+        raise
+    except FleetError as error:
+        # Other servers may go on from them already: nobody may go on as if nothing had happened.
+        worker.abort(f"a server could not go on from other values: {error}")
+        raise
 
 
 class _Sorted:
