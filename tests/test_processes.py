@@ -185,7 +185,7 @@ def test_an_exception_ends_the_whole_job_with_its_traceback(
 
 
 @pytest.mark.xfail(
-    raises=subprocess.TimeoutExpired, strict=False, reason="a worker has hung after Ctrl-C, rarely; why is not known yet"
+    raises=subprocess.TimeoutExpired, strict=False, reason="a worker rarely hangs after Ctrl-C; why is not known"
 )
 def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
