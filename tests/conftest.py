@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -13,6 +14,10 @@ import pytest
 
 #: Threads and processes that were told to end get this long to do so.
 GRACE_S = 5.0
+
+
+# A shell that starts something in the background has it ignore Ctrl-C, and whatever that starts does so too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
