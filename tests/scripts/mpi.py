@@ -14,24 +14,28 @@ def rank() -> int:
     return int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 
 
-def meet(last: bool) -> None:
-    """Say in a file that this rank is about to call fleet.init(); the last one waits until all others are in it.
-
-    Whatever this rank says from here on goes into that file: launchers may drop the last words of those they kill.
-    """
-    place = Path(os.environ["MEETING_PLACE"])
-    words = os.open(place / str(rank()), os.O_CREAT | os.O_WRONLY)
+def speak_into_a_file() -> Path:
+    """What this rank says on stderr goes into a file: launchers may drop the last words of those that end badly."""
+    place = Path(os.environ["WORDS"])
+    words = os.open(place / f"{rank()}.txt", os.O_CREAT | os.O_WRONLY)
     os.dup2(words, sys.stderr.fileno())
     os.close(words)
-    while last and len(list(place.iterdir())) < 4:
+    return place
+
+
+def meet(place: Path, last: bool) -> None:
+    """Say that this rank is about to call fleet.init(); the last one waits until all others are in it."""
+    (place / f"{rank()}.met").touch()
+    while last and len(list(place.glob("*.met"))) < 4:
         time.sleep(0.05)
     time.sleep(1 if last else 0)
 
 
 def main(variant: str, who: int) -> None:
+    place = speak_into_a_file()
     mine = rank() == who
     if variant in ("exit-before", "never-calls"):
-        meet(mine)
+        meet(place, mine)
         if mine:
             sys.exit(3 if variant == "exit-before" else 0)
     if variant == "discord":
