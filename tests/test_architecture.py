@@ -169,8 +169,13 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def nodes(module: str, *, at_import_only: bool = False) -> Iterator[ast.AST]:
-    stack: list[ast.AST] = [tree(module)]
+@cache
+def nodes(module: str, *, at_import_only: bool = False) -> tuple[ast.AST, ...]:
+    return tuple(walk(tree(module), at_import_only))
+
+
+def walk(top: ast.AST, at_import_only: bool) -> Iterator[ast.AST]:
+    stack = [top]
     while stack:
         node = stack.pop()
         yield node
@@ -231,6 +236,7 @@ def test_light_modules_import_the_standard_library_only(module: str) -> None:
     assert sorted(found - allowed) == []
 
 
+@cache
 def uses(module: str) -> set[str]:
     """Every name the file imports or looks up, in full: with ``import numpy as np``, np.random.x is numpy.random.x."""
     aliases = {

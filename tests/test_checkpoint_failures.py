@@ -597,7 +597,7 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
     call: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its claim and its release: the others hear of it within the deadline, and do it themselves."""
-    claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "1000"}
+    claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "3000"}
     ask_all = WorkerRuntime.ask_all
 
     def dying(worker: Any, make: Any, what: str, *rest: Any) -> Any:
