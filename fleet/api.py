@@ -82,6 +82,10 @@ class Fleet:
         )
         if assignment.collective:
             self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
+        elif assignment.is_server and self._network is None:
+            from fleet.ps.server.lean import do_without_compiler
+
+            do_without_compiler()
 
     def is_worker(self) -> bool:
         return self._me("is_worker").is_worker

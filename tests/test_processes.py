@@ -151,9 +151,10 @@ def test_four_terminals(processes: Processes, free_endpoints: Callable[[int], li
         assert code == 0, err
         # Two workers: weight -1 a round; row 0 gets half a gradient a round, from worker 0 alone.
         assert "weight -5.0 row -2.5" in out
-    for process in servers:
+    for process, said in zip(servers, ["served without a compiler\n", ""], strict=True):
         code, out, err = ended(process)
         assert code == 0, err
+        assert out == said
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def main(variant: str) -> None:
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
-        print("served")
+        print("served", "with" if "torch._dynamo" in sys.modules else "without", "a compiler")
         return
     fleet.init_worker()
     print("joined", flush=True)
@@ -38,6 +38,7 @@ def main(variant: str) -> None:
             optimizer.minimize(weight.sum() * 0)
             time.sleep(0.1)
     print(f"weight {weight[0].item()} row {table(torch.tensor([0]))[0, 0].item()}")
+    assert "torch._dynamo" in sys.modules  # whoever trains may compile
     if variant != "forget":
         fleet.stop_worker()
 

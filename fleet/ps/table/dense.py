@@ -139,9 +139,11 @@ class DenseShard:
             pieces = torch.split_with_sizes(total[dtype], [run.stop - run.start for run in runs])
             for run, piece in zip(runs, pieces, strict=True):
                 run.param.grad = piece.view(run.param.shape)
-        for optimizer in self._optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad()
+        with torch.no_grad():
+            for optimizer in self._optimizers.values():
+                # Around it torch wraps what autograd, profilers and its compiler need, and imports the latter.
+                inspect.unwrap(type(optimizer).step)(optimizer)
+                optimizer.zero_grad()
 
     def add(self, change: Gradient) -> None:
         """Add changes, laid out as gradients are, to the values."""

@@ -1,0 +1,25 @@
+"""A process that only serves does without torch's compiler, whose import takes nearly as long as torch's own.
+
+torch imports it with the first optimizer, the user's or the server's, only to have it leave some methods alone: what it
+is handed instead of such a method it remembers with the method, and here that is the method itself. Nothing else about
+them changes, and code that is compiled all the same finds methods that it may look into. The name is torch's own
+affair: a release that does without it goes on as if this were not here, and starts later.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+_LEFT_ALONE = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+
+
+def do_without_compiler() -> None:
+    """Once for a process, before its first optimizer. For none that trains: it may compile, or be asked to later."""
+    if "torch._dynamo" in sys.modules:
+        return
+    for name in _LEFT_ALONE:
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None:
+            method.__dict__.setdefault("__dynamo_disable", method)
