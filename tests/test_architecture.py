@@ -22,7 +22,7 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: From the bottom up. A unit is a module or a folder with all in it, the longest fitting name counts; it may import
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "clock", "spelling"),
+    ("errors", "clock", "spelling", "checksum"),
     ("cluster", "environ", "transpiler", "ps.memory", "members", "lifecycle"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),

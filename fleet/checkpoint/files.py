@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import zlib
 from pathlib import Path
+
+from fleet.checksum import crc32
 
 #: Files are read in parts of this size, however large they are.
 _PART_BYTES = 8 << 20
@@ -38,7 +39,7 @@ def measure(path: Path) -> tuple[int, int]:
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
-            size, crc = size + len(part), zlib.crc32(part, crc)
+            size, crc = size + len(part), crc32(part, crc)
     return size, crc
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 from fleet.checkpoint.files import measure, remove, sync_directory, sync_file, write_file
 from fleet.checkpoint.readme import readme
+from fleet.checksum import crc32
 from fleet.errors import CheckpointError
 
 FORMAT = "fleet-inference-model"
@@ -167,7 +167,7 @@ def _described(model: InferenceModel, files: Mapping[str, tuple[int, int]]) -> s
 
 def _crc32(content: dict[str, Any]) -> int:
     """Of the content as it would be written; without it an altered digit would go unnoticed."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return crc32(json.dumps(content, sort_keys=True).encode())
 
 
 # ---------------------------------------------------------------- reading

@@ -7,7 +7,6 @@ one manifest, or it names that one as its parent, by place and id.
 from __future__ import annotations
 
 import json
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch
 
 from fleet.checkpoint.pieces import PieceFile, decoded
 from fleet.checkpoint.places import Place, place_at, referred
+from fleet.checksum import crc32
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.transpiler.specs import JobSpec
 
@@ -106,7 +106,7 @@ def _piece(raw: dict[str, Any]) -> PieceFile:
 
 def _crc32(content: dict[str, Any]) -> int:
     """Of the content as it would be written; without it an altered digit would go unnoticed."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def is_checkpoint(place: Place) -> bool:
@@ -118,8 +118,8 @@ def is_checkpoint(place: Place) -> bool:
     return isinstance(raw, dict) and raw.get("format") == FORMAT
 
 
-def _content(place: Place) -> bytearray:
-    data = place.read(MANIFEST, _MOST_BYTES + 1)
+def _content(place: Place) -> bytes:
+    data = bytes(place.read(MANIFEST, _MOST_BYTES + 1))
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     return data

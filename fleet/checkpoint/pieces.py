@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from fleet.checkpoint.places import Buffer, Place
+from fleet.checksum import crc32
 from fleet.errors import CheckpointError
 
 #: Pieces are about this large.
@@ -86,9 +86,9 @@ def encoded(tensors: Tensors) -> list[Buffer]:
     return [len(text).to_bytes(8, "little") + text, *bodies]
 
 
-def decoded(piece: PieceFile, data: bytearray, where: str) -> list[torch.Tensor]:
+def decoded(piece: PieceFile, data: memoryview, where: str) -> list[torch.Tensor]:
     """The tensors of a file, in their order, once its checksum is right: views of its bytes."""
-    found = (len(data), zlib.crc32(data))
+    found = (len(data), crc32(data))
     if found != (piece.bytes, piece.crc32):
         raise CheckpointError(
             "a piece of the checkpoint is damaged",
@@ -99,7 +99,7 @@ def decoded(piece: PieceFile, data: bytearray, where: str) -> list[torch.Tensor]
     try:
         end = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(bytes(data[8:end]))
-        return [_tensor(header[name], memoryview(data)[end:]) for name in piece.tensors]
+        return [_tensor(header[name], data[end:]) for name in piece.tensors]
     except (KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise CheckpointError("a piece of the checkpoint cannot be read", where=where, got=repr(error)) from None
 
@@ -136,7 +136,7 @@ class PieceWriter:
         pieces = encoded(tensors)
         size, crc = 0, 0
         for piece in pieces:
-            size, crc = size + len(piece), zlib.crc32(piece, crc)
+            size, crc = size + len(piece), crc32(piece, crc)
         name = f"{self._prefix}-{len(self.files):05d}.safetensors"
         while len(self._under_way) >= _WRITERS:
             self._under_way.popleft().result()

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+import numpy as np
+
 from fleet.checkpoint.files import remove, sync_directory
 from fleet.clock import SystemClock
 from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError
@@ -50,7 +52,7 @@ class Place(Protocol):
 
     def size(self, name: str) -> int: ...
 
-    def read(self, name: str, most: int) -> bytearray:
+    def read(self, name: str, most: int) -> memoryview:
         """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask."""
         ...
 
@@ -101,15 +103,13 @@ class Directory:
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
-    def read(self, name: str, most: int) -> bytearray:
+    def read(self, name: str, most: int) -> memoryview:
         with (self.path / name).open("rb", buffering=0) as file:
-            data = bytearray(min(most, os.fstat(file.fileno()).st_size))
-            at = 0
-            with memoryview(data) as view:
-                while at < len(data) and (got := file.readinto(view[at:])):
-                    at += got
-        del data[at:]
-        return data
+            # Not a bytearray: that would be filled with zeros first.
+            data, at = np.empty(min(most, os.fstat(file.fileno()).st_size), np.uint8).data, 0
+            while at < len(data) and (got := file.readinto(data[at:])):
+                at += got
+        return data[:at]
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
         with (self.path / name).open("xb", buffering=0) as file:
@@ -189,10 +189,10 @@ class Remote:
     def size(self, name: str) -> int:
         return int(self._fs.size(self._at(name)))
 
-    def read(self, name: str, most: int) -> bytearray:
+    def read(self, name: str, most: int) -> memoryview:
         # Not by ``open``: it goes by a size that may be remembered from before somebody else replaced the file, and
         # in memory:// all readers of a file share one position.
-        return bytearray(self._fs.cat_file(self._at(name), start=0, end=most))
+        return memoryview(bytearray(self._fs.cat_file(self._at(name), start=0, end=most)))
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
         with self._fs.open(self._at(name), "wb") as file:

@@ -16,7 +16,6 @@ import enum
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from fleet.checkpoint.files import sync_directory
 from fleet.checkpoint.manifest import TABLE, read
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
 from fleet.checkpoint.places import Directory, locked
+from fleet.checksum import crc32
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError
 from fleet.ps.server.journal import Journal
@@ -222,4 +222,4 @@ class Durable:
 
 
 def _crc32(content: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(content)
+    return b"%08x" % crc32(content)

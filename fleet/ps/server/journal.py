@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fleet.checksum import crc32
 from fleet.errors import CheckpointError
 
 #: The length and the checksum of what follows, and the checksum of these twelve bytes.
@@ -35,7 +35,7 @@ class Journal:
         """Add a record. It outlives this process when this returns, and the machine after ``sync``."""
         size, crc = 0, 0
         for buffer in buffers:
-            size, crc = size + len(buffer), zlib.crc32(buffer, crc)
+            size, crc = size + len(buffer), crc32(buffer, crc)
         pieces: list[Any] = [_head(size, crc), *buffers]
         before = self.bytes
         try:
@@ -110,7 +110,7 @@ class Journal:
         view, got = memoryview(data), 0
         while got < size:
             got += os.preadv(self._file, [view[got:]], at + _HEAD.size + got)
-        if zlib.crc32(data) != crc:
+        if crc32(data) != crc:
             if end == self.bytes:
                 return None
             raise self._damaged(at)
@@ -137,4 +137,4 @@ class Journal:
 
 def _head(size: int, crc: int) -> bytes:
     begin = _HEAD.pack(size, crc, 0)[:-4]
-    return begin + zlib.crc32(begin).to_bytes(4, "little")
+    return begin + crc32(begin).to_bytes(4, "little")

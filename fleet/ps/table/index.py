@@ -56,12 +56,15 @@ class Index:
         _find(*self._tables(), keys, ids, slots)
         return slots
 
-    def put(self, keys: Rows, ids: Ids) -> None:
-        """Give ids, which are distinct and new, the next slots in their order."""
-        self.reserve(keys, self._count + ids.size)
+    def insert(self, keys: Rows, ids: Ids) -> tuple[Ids, int]:
+        """The slot of every id, those without one get the next ones; and how many there are now. ``keys`` has room for
+        all of them, and the new ids are put there."""
+        if self._count + ids.size > self._now.size * _MAX_LOAD:
+            self.reserve(keys, self._count + int((self.find(keys, ids) < 0).sum()))
         self._move(keys, MOVED_PER_ID * ids.size)
-        _put(*self._tables(), ids, self._count)
-        self._count += ids.size
+        slots = np.empty(ids.size, np.int64)
+        self._count = int(_insert(*self._tables(), keys, ids, slots, self._count))
+        return slots, self._count
 
     def _tables(self) -> tuple[Entries, int, Entries, int, int]:
         """The table that stays, the one that is left, and how many of that one's homes have moved."""
@@ -130,46 +133,70 @@ def _find(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, ke
         known = k - _APART
         if known >= 0 and slots[known] >= 0 and row(keys, slots[known])[0] != ids[known]:
             if np.int64(mix(np.uint64(ids[known])) >> np.uint64(old_shift)) < moved:
-                slots[known] = _searched(now, shift, keys, ids[known])
+                slots[known] = _slot(now[_searched(now, shift, keys, ids[known])])
             else:
-                slots[known] = _searched(old, old_shift, keys, ids[known])
+                slots[known] = _slot(old[_searched(old, old_shift, keys, ids[known])])
 
 
 @compiled
 def _searched(entries: Entries, shift: int, keys: Rows, id: np.int64) -> np.int64:
-    """The slot of an id, when the 24 bits of another one are the same."""
+    """The place where an id is or would be, when the 24 bits of another one are the same."""
     hashed = mix(np.uint64(id))
     at = _likely(entries, np.int64(hashed >> np.uint64(shift)), hashed)
     while entries[at] != 0 and row(keys, _slot(entries[at]))[0] != id:
         at = _likely(entries, (at + 1) & (entries.size - 1), hashed)
-    return _slot(entries[at])
+    return at
 
 
 @compiled
-def _put(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, ids: Ids, start: int) -> None:
-    for k in range(-_APART, ids.size):
+def _insert(
+    now: Entries, shift: int, old: Entries, old_shift: int, moved: int, keys: Rows, ids: Ids, slots: Ids, count: int
+) -> int:
+    # The three stages of ``_find``; an id whose place turns out to be empty takes it.
+    for k in range(ids.size):
+        slots[k] = np.int64(mix(np.uint64(ids[k])))
+    for k in range(-_APART, ids.size + _APART):
         if k + _APART < ids.size:
-            hashed = mix(np.uint64(ids[k + _APART]))
+            hashed = np.uint64(slots[k + _APART])
             home = np.int64(hashed >> np.uint64(old_shift))
             if home < moved:
                 prefetch(now, np.int64(hashed >> np.uint64(shift)))
             else:
                 prefetch(old, home)
-        if k >= 0:
-            hashed = mix(np.uint64(ids[k]))
-            entry = (hashed << _TAG_SHIFT) | np.uint64(start + k + 1)
+        if 0 <= k < ids.size:
+            hashed = np.uint64(slots[k])
             home = np.int64(hashed >> np.uint64(old_shift))
             if home < moved:
-                _enter(now, np.int64(hashed >> np.uint64(shift)), entry)
+                at = _likely(now, np.int64(hashed >> np.uint64(shift)), hashed)
+                count = _enter(now, at, hashed, keys, ids[k], count)
+                slots[k] = _slot(now[at])
             else:
-                _enter(old, home, entry)
+                at = _likely(old, home, hashed)
+                count = _enter(old, at, hashed, keys, ids[k], count)
+                slots[k] = _slot(old[at])
+            prefetch(keys, slots[k])
+        known = k - _APART
+        if known >= 0 and row(keys, slots[known])[0] != ids[known]:
+            hashed = mix(np.uint64(ids[known]))
+            if np.int64(hashed >> np.uint64(old_shift)) < moved:
+                at = _searched(now, shift, keys, ids[known])
+                count = _enter(now, at, hashed, keys, ids[known], count)
+                slots[known] = _slot(now[at])
+            else:
+                at = _searched(old, old_shift, keys, ids[known])
+                count = _enter(old, at, hashed, keys, ids[known], count)
+                slots[known] = _slot(old[at])
+    return count
 
 
 @compiled
-def _enter(entries: Entries, at: np.int64, entry: np.uint64) -> None:
-    while entries[at] != 0:
-        at = (at + 1) & (entries.size - 1)
-    entries[at] = entry
+def _enter(entries: Entries, at: np.int64, hashed: np.uint64, keys: Rows, id: np.int64, count: int) -> int:
+    """Give an id the next slot if its place is empty; how many ids there are then."""
+    if entries[at] != 0:
+        return count
+    entries[at] = (hashed << _TAG_SHIFT) | np.uint64(count + 1)
+    row(keys, count)[0] = id
+    return count + 1
 
 
 @compiled

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
 from fleet.ps.kernels.jit import Array, Ids, Segments
-from fleet.ps.kernels.rows import gather, packed_ids, scatter, unique
+from fleet.ps.kernels.rows import gather, packed_ids
 from fleet.ps.table.index import Index
 
 _SEGMENT_BYTES = 32 << 20
@@ -53,21 +53,12 @@ class MemoryStore:
         return self._index.find(self._keys.rows, packed_ids(ids))
 
     def insert(self, ids: Ids) -> Ids:
-        slots = self.find(ids)
-        missing = np.flatnonzero(slots < 0)
-        if missing.size:
-            fresh, places = unique(ids[missing])
-            slots[missing] = self._count + places
-            self._append(fresh)
+        ids, before = packed_ids(ids), self._count
+        self._keys.extend(before, before + ids.size)
+        slots, self._count = self._index.insert(self._keys.rows, ids)
+        for column in self._columns.values():
+            column.extend(before, self._count)
         return slots
-
-    def _append(self, ids: Ids) -> None:
-        start, stop = self._count, self._count + ids.size
-        for column in self._all():
-            column.extend(start, stop)
-        scatter(self._keys.rows, np.arange(start, stop), ids[:, np.newaxis])
-        self._index.put(self._keys.rows, ids)
-        self._count = stop
 
     def reserve(self, count: int) -> None:
         self._index.reserve(self._keys.rows, count)

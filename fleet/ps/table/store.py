@@ -30,7 +30,7 @@ class Store(Protocol):
         """The slot of every id, -1 where there is none."""
 
     def insert(self, ids: Ids) -> Ids:
-        """The slot of every id; those without one get the next ones in their order, with every column at its fill."""
+        """The slot of every id; those without one get the next ones, with every column at its fill."""
 
     def reserve(self, count: int) -> None:
         """Be ready for so many rows in all: nothing need be moved while they come. Only a guess."""
