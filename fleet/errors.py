@@ -112,3 +112,7 @@ class NonFiniteGradientError(FleetError, ArithmeticError):
 
 class CheckpointError(FleetError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the job."""
+
+
+class DataError(FleetError, ValueError):
+    """A file of training data cannot be read, or something in it is malformed."""

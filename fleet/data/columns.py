@@ -1,0 +1,135 @@
+"""What a user says of the columns to be read, and the form that all formats read them into.
+
+A *row* is one sample as 64-bit *words*, column by column: the values, after their number where that may differ from row
+to row. A float32 lies in one half of its word. So a row of any format is one piece of memory, which makes shuffling a
+copy per sample, and it is as large as the text of its line, more or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+
+Words = npt.NDArray[np.int64]
+
+IDS, FLOATS, IGNORED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Whole numbers, as int64: ``width`` of them in every sample, or any number (``None``), for an ``EmbeddingBag``.
+
+    ``missing``, for Parquet and CSV, stands in for a null or an empty cell, which is malformed otherwise; without a width
+    these are no ids at all.
+    """
+
+    width: int | None = None
+    missing: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_width(self.width)
+        if self.missing is not None and (isinstance(self.missing, bool) or not isinstance(self.missing, int)):
+            raise ArgumentTypeError("missing must be an int or None", got=repr(self.missing))
+        _check_missing(self)
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Numbers, as float32: ``width`` of them in every sample, or any number (``None``); ``missing`` as with ``Ids``."""
+
+    width: int | None = None
+    missing: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_width(self.width)
+        if self.missing is not None and (isinstance(self.missing, bool) or not isinstance(self.missing, int | float)):
+            raise ArgumentTypeError("missing must be a number or None", got=repr(self.missing))
+        _check_missing(self)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Something in the line that is not wanted."""
+
+
+Column: TypeAlias = Ids | Floats | Ignored
+
+
+def _check_width(width: object) -> None:
+    if width is None:
+        return
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise ArgumentTypeError("width must be an int or None", got=repr(width))
+    if width < 1:
+        raise ConfigurationError("width is out of range", expected="at least 1, or None for any number", got=width)
+
+
+def _check_missing(column: Ids | Floats) -> None:
+    if column.missing is not None and column.width is None:
+        raise ConfigurationError(
+            "missing has nothing to stand in for where any number of values may be",
+            expected="a width beside it",
+            got=column,
+            todo="Leave it out: a null is no values then.",
+        )
+
+
+class Ragged(NamedTuple):
+    """The values of a batch where samples have different numbers of them: sample ``i`` has those from ``offsets[i]`` on.
+    ``bag(*ragged)`` is how ``EmbeddingBag`` takes them."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
+#: What a dataset yields: a matrix of as many columns as the width, or ``Ragged``. A sample has one dimension less.
+Batch: TypeAlias = dict[str, torch.Tensor | Ragged]
+
+
+class Layout(NamedTuple):
+    """The columns as compiled loops take them."""
+
+    names: tuple[str, ...]
+    kinds: npt.NDArray[np.uint8]
+    widths: npt.NDArray[np.int64]  #: 0: any number
+
+    def used(self) -> Layout:
+        """Without what is ignored: of this rows are made."""
+        kept = self.kinds != IGNORED
+        names = tuple(name for name, keep in zip(self.names, kept, strict=True) if keep)
+        return Layout(names, self.kinds[kept], self.widths[kept])
+
+
+def check_columns(columns: object) -> dict[str, Column]:
+    if not isinstance(columns, Mapping):
+        raise ArgumentTypeError(
+            "the columns must be a mapping",
+            expected='names to Ids, Floats or Ignored, like {"label": Ids(1)}',
+            got=type(columns).__name__,
+        )
+    for name, column in columns.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError("the name of a column must be a string", got=repr(name))
+        if not isinstance(column, Ids | Floats | Ignored):
+            raise ArgumentTypeError(
+                f"column {name!r} is of the wrong type", expected="Ids(…), Floats(…) or Ignored()", got=repr(column)
+            )
+    if all(isinstance(column, Ignored) for column in columns.values()):
+        raise ConfigurationError("no column is to be read", expected="at least one of Ids or Floats", got=dict(columns))
+    return dict(columns)
+
+
+def layout(columns: Mapping[str, Column]) -> Layout:
+    kinds = {Ids: IDS, Floats: FLOATS, Ignored: IGNORED}
+    return Layout(
+        tuple(columns),
+        np.array([kinds[type(column)] for column in columns.values()], np.uint8),
+        np.array([0 if isinstance(column, Ignored) else column.width or 0 for column in columns.values()], np.int64),
+    )

@@ -1,0 +1,33 @@
+"""What becomes of malformed samples: the first one ends the reading, or all are counted, and some of them logged."""
+
+from __future__ import annotations
+
+import logging
+
+from fleet.errors import DataError
+
+_log = logging.getLogger("fleet")
+
+#: So many are told in full; of the others there is only the number at the end.
+TOLD = 10
+
+
+class Faults:
+    """Those of one reading in one process."""
+
+    def __init__(self, skip: bool) -> None:
+        self._skip = skip
+        self.skipped = 0
+
+    def found(self, error: DataError) -> None:
+        if not self._skip:
+            raise error
+        self.skipped += 1
+        if self.skipped <= TOLD:
+            _log.warning("skipped: %s", error)
+        if self.skipped == TOLD:
+            _log.warning("further malformed samples are counted, and told at the end of the epoch")
+
+    def close(self) -> None:
+        if self.skipped:
+            _log.warning("%d malformed samples were skipped in this epoch, in this process", self.skipped)
