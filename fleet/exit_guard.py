@@ -1,7 +1,7 @@
 """What happens when a worker's process ends without ``stop_worker``: the job hears of it at once, not after a deadline.
 
 An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts
-down, as is SIGTERM; a script that just stops is told on by ``atexit``.
+down, as is SIGTERM (after which some jobs go on); a script that just stops is told on by ``atexit``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
 
 class Guarded(Protocol):
     def abort(self, reason: str) -> None: ...
+
+    def end(self, reason: str) -> None: ...
 
 
 _log = logging.getLogger("fleet.worker")
@@ -50,19 +53,19 @@ def release(worker: Guarded) -> None:
             _guarded.remove(worker)
 
 
-def _abort_all(reason: str) -> None:
+def _let_all(say: Callable[[Guarded], None]) -> None:
     with _lock:
         # A forked child (a DataLoader's, say) ends without a word: the job is its parent's.
         workers = list(_guarded) if os.getpid() == _owner else []
         _guarded.clear()
     for worker in workers:
-        worker.abort(reason)
+        say(worker)
 
 
-def _tell(reason: str) -> None:
+def _tell(say: Callable[[Guarded], None]) -> None:
     """From a thread of its own, and not for ever: what ended the main thread (Ctrl-C, a signal) may have come between
     two instructions, with a lock held that this needs."""
-    telling = threading.Thread(target=_abort_all, args=(reason,), daemon=True)
+    telling = threading.Thread(target=_let_all, args=(say,), daemon=True)
     telling.start()
     telling.join(TELLING_S)
 
@@ -72,7 +75,8 @@ def _chain_excepthook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        _tell("".join(traceback.format_exception(kind, error, trace)))
+        reason = "".join(traceback.format_exception(kind, error, trace))
+        _tell(lambda worker: worker.abort(reason))
 
     sys.excepthook = hook
 
@@ -89,7 +93,7 @@ def _chain_sigterm() -> None:
     def on_sigterm(number: int, _frame: object) -> None:
         if os.getpid() == _owner:
             _log.error("this worker is ended by SIGTERM: launchers send it to every process when one has ended badly")
-        _tell("it was ended by SIGTERM")
+        _tell(lambda worker: worker.end("it was ended by SIGTERM"))
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -97,4 +101,4 @@ def _chain_sigterm() -> None:
 
 
 def _at_exit() -> None:
-    _abort_all("its script ended without fleet.stop_worker()")
+    _let_all(lambda worker: worker.abort("its script ended without fleet.stop_worker()"))

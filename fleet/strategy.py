@@ -27,6 +27,8 @@ class Strategy:
     #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
+    #: async and half_async: whether workers may join beyond those that the job began with.
+    elastic: bool = False
     #: async and half_async: settings of ``CommunicatorKnobs`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
 
@@ -52,10 +54,11 @@ class StrategyFactory:
         dc_asgd_lambda: float = 0.0,
         dc_asgd_adaptive: bool = False,
         check_finite: bool = False,
+        elastic: bool = False,
     ) -> Strategy:
         """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
         ``FLAGS_communicator_*`` variable of that name says, or its default. ``dc_asgd_lambda`` above zero compensates
-        for the delay of gradients."""
+        for the delay of gradients. With ``elastic`` workers may join the running job, and leave."""
         given = {
             "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
             "send_queue_size": _whole("send_queue_size", send_queue_size, 1),
@@ -72,6 +75,7 @@ class StrategyFactory:
             communicator=_said(given),
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
+            elastic=_switch("elastic", elastic),
         )
 
     @staticmethod
@@ -82,8 +86,10 @@ class StrategyFactory:
         dc_asgd_lambda: float = 0.0,
         dc_asgd_adaptive: bool = False,
         check_finite: bool = False,
+        elastic: bool = False,
     ) -> Strategy:
-        """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else."""
+        """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
+        workers may join the running job, and leave."""
         given = {
             "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
             "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
@@ -95,6 +101,7 @@ class StrategyFactory:
             communicator=_said(given),
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
+            elastic=_switch("elastic", elastic),
         )
 
     @staticmethod
@@ -161,6 +168,13 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             f"geo_sgd_mode=True and {other}=True exclude each other: GEO workers send no gradients",
             todo=f"Leave {other} unset, or geo_sgd_mode.",
         )
+    if config.elastic and (config.sync_mode or config.geo_sgd_mode):
+        raise ConfigurationError(
+            "elastic=True: "
+            + ("in synchronous training" if config.sync_mode else "in GEO")
+            + " every step counts on the number of workers that the job began with",
+            todo="Set sync_mode = False, without geo_sgd_mode, or leave elastic unset.",
+        )
     chosen = [mode for mode, on in (("geo", config.geo_sgd_mode), ("half_async", config.half_async)) if on]
     return Strategy(
         mode="sync" if config.sync_mode else chosen[0] if chosen else "async",
@@ -172,7 +186,14 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
         wait_port=config.wait_port,
         print_log=config.print_log,
         check_finite=config.check_finite,
+        elastic=config.elastic,
     )
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
+    return value
 
 
 def _whole(name: str, value: object, least: int) -> int | None:
@@ -197,9 +218,7 @@ def _strength(strength: object, adaptive: object) -> float:
         raise ArgumentTypeError("dc_asgd_lambda must be a number", got=repr(strength))
     if not 0 <= strength < float("inf"):
         raise ConfigurationError("dc_asgd_lambda is out of range", expected="0 or more", got=strength)
-    if not isinstance(adaptive, bool):
-        raise ArgumentTypeError("dc_asgd_adaptive must be True or False", got=repr(adaptive))
-    if adaptive and not strength:
+    if _switch("dc_asgd_adaptive", adaptive) and not strength:
         raise ConfigurationError("dc_asgd_adaptive=True: nothing to act on without dc_asgd_lambda", got="0")
     return float(strength)
 

@@ -355,6 +355,7 @@ SETTINGS = {
     "staleness": 0,
     "dc_lambda": 0.0,
     "dc_adaptive": False,
+    "elastic": False,
 }
 
 

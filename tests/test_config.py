@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "hierarchical_allreduce_inter_nranks": 0,
     "collective_mode": None,
     "check_finite": False,
+    "elastic": False,
 }
 SWITCHES = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 NUMBERS = [name for name, value in DEFAULTS.items() if isinstance(value, int) and not isinstance(value, bool)]
@@ -269,6 +271,17 @@ def test_rounds_exclude_what_relaxes_them(relaxed: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "where"),
+    [({}, "synchronous training"), ({"sync_mode": False, "geo_sgd_mode": True}, "GEO")],
+    ids=["sync", "geo"],
+)
+def test_elastic_is_refused_where_a_step_counts_on_the_number_of_workers(settings: dict[str, Any], where: str) -> None:
+    what = f"elastic=True: in {where} every step counts on the number of workers"
+    with pytest.raises(ConfigurationError, match=what):
+        as_strategy(config(elastic=True, **settings))
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("nccl_comm_num", 2),
@@ -318,6 +331,8 @@ def test_the_factory_makes_the_relaxed_strategies() -> None:
     assert as_strategy(config(sync_mode=False, half_async=True)) == Strategy(mode="half_async")
     assert StrategyFactory.create_async_strategy() == Strategy(mode="async")
     assert StrategyFactory.create_async_strategy(send_queue_size=7).communicator == (("send_queue_size", 7),)
+    assert StrategyFactory.create_half_async_strategy(elastic=True) == Strategy(mode="half_async", elastic=True)
+    assert as_strategy(config(sync_mode=False, elastic=True)) == StrategyFactory.create_async_strategy(elastic=True)
     for split in (True, False):
         assert as_strategy(config(sync_mode=False, runtime_split_send_recv=split)) == Strategy(mode="async")
 
@@ -337,6 +352,11 @@ def test_the_factory_makes_the_relaxed_strategies() -> None:
         (StrategyFactory.create_async_strategy, {"thread_pool_size": 0}, ValueError),
         (StrategyFactory.create_async_strategy, {"min_send_grad_num_before_recv": 0}, ValueError),
         (StrategyFactory.create_async_strategy, {"independent_recv_thread": 1}, TypeError),
+        (StrategyFactory.create_async_strategy, {"elastic": 1}, TypeError),
+        (StrategyFactory.create_half_async_strategy, {"elastic": None}, TypeError),
+        (StrategyFactory.create_sync_strategy, {"elastic": True}, TypeError),
+        (StrategyFactory.create_ssp_strategy, {"elastic": True}, TypeError),
+        (StrategyFactory.create_geo_strategy, {"elastic": True}, TypeError),
     ],
 )
 def test_the_factory_checks_its_numbers(make: Any, arguments: dict[str, Any], kind: type[Exception]) -> None:
@@ -360,6 +380,8 @@ def test_a_strategy_is_a_value() -> None:
 def test_strategy_and_plan_have_the_same_defaults() -> None:
     """The planner's settings and the strategy are written down twice; a default must not differ."""
     settings = PlanSettings(2, 2)
-    for name in ("mode", "slice_var_up", "split_method", "min_block_size", "staleness", "dc_lambda", "dc_adaptive"):
+    names = {field.name for field in fields(PlanSettings)} - {"server_num", "worker_num"}
+    assert len(names) > 7
+    for name in names:
         assert getattr(settings, name) == getattr(Strategy(), name)
     assert make_plan(JobSpec((), (), (), settings)).blocks == ()

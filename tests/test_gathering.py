@@ -346,6 +346,17 @@ def test_no_worker_skips_a_gathering() -> None:
     assert made.reached(0) == 1
 
 
+def test_one_that_joins_while_others_wait_is_waited_for() -> None:
+    made = Gatherings(range(2))
+    assert made.come(0, 1, MEET) == []
+    made.join(7)
+    assert made.come(1, 1, MEET) == []
+    assert made.lacking() == [(1, MEET, (7,))]
+    assert made.come(7, 1, MEET) == [Close(1, (0, 1, 7))]
+    made.join(8)
+    assert made.reached(8) == 1, "what is decided is over"
+
+
 # --- Values -----------------------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,54 @@ def test_what_is_told_of_members_makes_the_same_members() -> None:
     assert again.standing(1) is Standing.LEFT
 
 
+# --- An elastic job ---------------------------------------------------------------------------------------------------
+
+
+def elastic() -> Membership:
+    """Worker 0, which the job begins with, has said hello at ``BORN``."""
+    made = Membership(1, silence_s=SILENCE_S, quiet_s=QUIET_S, startup_s=STARTUP_S, now=BORN, elastic=True)
+    assert made.hello(0, 7, "a:1", BORN) is None
+    return made
+
+
+def test_others_may_take_any_place() -> None:
+    made = elastic()
+    assert made.hello(9, 8, "b:1", BORN) is Standing.LEFT
+    assert made.hello(9, 8, "b:1", BORN) is None, "a repetition"
+    assert made.awaited() == (0, 9)
+    with pytest.raises(PlaceTakenError):
+        made.hello(9, 9, "c:1", BORN + 1)
+    made.leave(0)
+    assert not made.finished
+    made.leave(9)
+    assert made.finished
+
+
+def test_a_place_that_was_left_is_free_for_another_process() -> None:
+    made = elastic()
+    made.hello(1, 8, "b:1", BORN)
+    made.leave(1)
+    with pytest.raises(IdentityError, match="worker 1 has already left this job"):
+        made.hello(1, 8, "b:1", BORN + 1)
+    assert made.hello(1, 9, "c:1", BORN + 1) is Standing.LEFT
+    assert not made.heard(1, 8, BORN + 1)
+
+
+def test_nobody_joins_when_the_job_is_over() -> None:
+    made = elastic()
+    made.lose(0)
+    for worker in (0, 1):
+        with pytest.raises(IdentityError, match=rf"worker {worker} comes too late.*has left or was given up on"):
+            made.hello(worker, 8, "b:1", BORN + 1)
+
+
+def test_who_has_joined_is_told() -> None:
+    made, again = elastic(), elastic()
+    made.hello(9, 8, "b:1", BORN)
+    again.resume(made.told(), BORN + 1)
+    assert again.heard(9, 8, BORN + 2)
+
+
 # --- Heartbeats -------------------------------------------------------------------------------------------------------
 
 

@@ -270,6 +270,10 @@ class CollectiveWorker:
                 self._let_go()
                 self.group.abandon()
 
+    def end(self, reason: str) -> None:
+        """No collective job goes on without one of its workers."""
+        self.abort(reason)
+
     def _let_go(self) -> None:
         """Leave the parameters alone, and hold nothing that holds the process group, or its store would outlive it."""
         if self._reducer is not None:

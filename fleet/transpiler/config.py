@@ -38,6 +38,7 @@ class DistributeTranspilerConfig:
         "hierarchical_allreduce_inter_nranks": 0,
         "collective_mode": None,
         "check_finite": False,
+        "elastic": False,
     }
 
     slice_var_up: bool
@@ -58,6 +59,8 @@ class DistributeTranspilerConfig:
     collective_mode: str | None
     #: Ours: name the parameter whose gradient holds NaN or infinity, instead of training on as torch does.
     check_finite: bool
+    #: Ours: workers may join the running job beyond those that it began with, and leave.
+    elastic: bool
 
     def __init__(self) -> None:
         self.__dict__.update(self._DEFAULTS)

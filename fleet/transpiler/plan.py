@@ -79,5 +79,5 @@ def make_plan(spec: JobSpec) -> Plan:
     dispatcher = DISPATCHERS[settings.split_method](settings.server_num)
     servers = tuple(dispatcher.dispatch([spec.params[block.param].name for block in blocks]))
     placement = repr(([block.numel for block in blocks], servers))
-    fingerprint = hashlib.sha256(spec.to_json().encode() + placement.encode()).hexdigest()
+    fingerprint = hashlib.sha256(spec.common.to_json().encode() + placement.encode()).hexdigest()
     return Plan(spec, tuple(blocks), servers, fingerprint)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -123,6 +123,7 @@ class PlanSettings:
     staleness: int = 0
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
+    elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,15 @@ class JobSpec:
     tables: tuple[TableSpec, ...]
     groups: tuple[GroupSpec, ...]
     settings: PlanSettings
+
+    @property
+    def common(self) -> JobSpec:
+        """What all processes say alike: those of an elastic job may have been told of different numbers of workers."""
+        return self.among(0) if self.settings.elastic else self
+
+    def among(self, worker_num: int) -> JobSpec:
+        """The same job with another number of workers."""
+        return replace(self, settings=replace(self.settings, worker_num=worker_num))
 
     def continues(self, earlier: JobSpec) -> bool:
         """Whether this is ``earlier`` with further parameters, tables or groups at the end."""

@@ -46,8 +46,12 @@ class ArrivalGate:
     def clocks(self) -> dict[int, int]:
         return dict(self._clock)
 
-    def resume(self, clocks: Mapping[int, int], version: int) -> None:
-        self._clock, self._applied = dict(clocks), version
+    @property
+    def gone(self) -> dict[int, int]:
+        return dict(self._gone)
+
+    def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
+        self._clock, self._gone, self._applied = dict(clocks), dict(gone), version
 
     def join(self, worker: int) -> None:
         self._clock[worker] = self._gone.pop(worker, 0)

@@ -54,12 +54,17 @@ class Gate(Protocol):
         """The newest step of every worker that is still part of this."""
         ...
 
-    def resume(self, clocks: Mapping[int, int], version: int) -> None:
+    @property
+    def gone(self) -> dict[int, int]:
+        """The newest step of every worker that has left, which goes on from there if it is part of this again."""
+        ...
+
+    def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
         """Be where another gate was that had these, with nothing pending."""
         ...
 
     def join(self, worker: int) -> None:
-        """``worker``, which had left, is part of this again."""
+        """``worker``, which had left or was never there, is part of this from now on."""
         ...
 
     def delivered(self, worker: int) -> int:

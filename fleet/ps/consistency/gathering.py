@@ -152,7 +152,7 @@ class Gatherings:
         self._came, self._decided = dict(came), set(decided)
 
     def join(self, worker: int) -> None:
-        """``worker``, which had left, takes part again, in the gatherings after those that are decided."""
+        """``worker``, which had left or was never there, takes part in the gatherings after those that are decided."""
         self._came[worker] = max(self._decided, default=0)
 
     def reached(self, worker: int) -> int:

@@ -1,7 +1,8 @@
 """Who is in the job: a pure function of hellos, heartbeats, goodbyes and the time.
 
-Every worker is expected from the start. It becomes live with its hello, and is out once it said goodbye, was
-silent for longer than the deadline, or the whole job failed because it never came.
+Every worker that the job begins with is expected from the start; in an elastic job others may come as well. A worker
+becomes live with its hello, and is out once it said goodbye, was silent for longer than the deadline, or the whole job
+failed because it never came.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Member:
     refusal: str = ""
 
 
+#: Of a worker: its index, how it stands, its incarnation and its label.
+Told = tuple[int, str, int, str]
+
+
 @dataclass(frozen=True)
 class Lost:
     """A worker was silent for too long."""
@@ -49,8 +54,19 @@ class NeverCame:
 
 
 class Membership:
-    def __init__(self, worker_num: int, *, silence_s: float, quiet_s: float, startup_s: float, now: float) -> None:
-        """Who is silent for ``silence_s`` is given up on; one that is for ``quiet_s`` may be replaced."""
+    def __init__(
+        self,
+        worker_num: int,
+        *,
+        silence_s: float,
+        quiet_s: float,
+        startup_s: float,
+        now: float,
+        elastic: bool = False,
+    ) -> None:
+        """Who is silent for ``silence_s`` is given up on; one that is for ``quiet_s`` may be replaced. In an
+        ``elastic`` job anybody may take a place that was never taken, or whose worker has left."""
+        self._elastic = elastic
         self._members = {worker: Member() for worker in range(worker_num)}
         self._quiet_s = quiet_s
         self._silence_s = silence_s
@@ -64,9 +80,9 @@ class Membership:
 
     def hello(self, worker: int, incarnation: int, label: str, now: float, *, surely: bool = False) -> Standing | None:
         """Admit a worker, or say who holds its place. Repeating a hello is no second worker. Where it takes the place
-        of a process that has fallen silent, whose requests count no more, how that one stood. ``surely``: it was
-        admitted once."""
-        member = self._members.get(worker)
+        of a process that has fallen silent, whose requests count no more, how that one stood; of a worker that joins an
+        elastic job, that its place was left. ``surely``: it was admitted once."""
+        member = self._members.get(worker, Member(Standing.LEFT) if self._elastic else None)
         if member is None:
             raise IdentityError(
                 f"worker {worker} is not part of this job",
@@ -77,14 +93,19 @@ class Membership:
             member.last_heard = now
             return None
         is_silent = member.standing is Standing.LIVE and (surely or now - member.last_heard > self._quiet_s)
-        if member.standing is not Standing.EXPECTED and not is_silent and not self._is_lost(member, incarnation):
+        if member.standing is not Standing.EXPECTED and not is_silent and not self._is_free(member, incarnation):
             raise self._taken(worker, member, label, now)
         self._members[worker] = Member(Standing.LIVE, incarnation, label, now)
         return None if member.standing is Standing.EXPECTED else member.standing
 
-    def _is_lost(self, member: Member, incarnation: int) -> bool:
-        """Whether a place is free because its process was given up on; that process itself stays out."""
-        return member.standing is Standing.LOST and member.incarnation not in (0, incarnation)
+    def _is_free(self, member: Member, incarnation: int) -> bool:
+        """Whether a place is free because its process was given up on, or has left a job in which others may follow;
+        that process itself stays out, as does everybody when the job is over."""
+        if self.finished or member.incarnation == incarnation:
+            return False
+        if member.standing is Standing.LOST:
+            return member.incarnation != 0
+        return self._elastic and member.standing is Standing.LEFT
 
     def refused(self, worker: int, reason: str) -> None:
         """Remember why a worker was turned away, to be told if it never comes back better."""
@@ -106,13 +127,12 @@ class Membership:
         member.last_heard = now
         return True
 
-    def told(self) -> list[tuple[str, int, str]]:
-        """Of every worker: how it stands, its incarnation and its label."""
-        return [(each.standing.value, each.incarnation, each.label) for each in self._members.values()]
+    def told(self) -> list[Told]:
+        return [(worker, each.standing.value, each.incarnation, each.label) for worker, each in self._members.items()]
 
-    def resume(self, told: Iterable[tuple[str, int, str]], now: float) -> None:
+    def resume(self, told: Iterable[Told], now: float) -> None:
         """Be what another one was that told this; everybody is heard of now."""
-        for worker, (standing, incarnation, label) in enumerate(told):
+        for worker, standing, incarnation, label in told:
             self._members[worker] = Member(Standing(standing), incarnation, label, now)
 
     def leave(self, worker: int) -> None:
@@ -166,6 +186,13 @@ class Membership:
                 where=f"{member.label}, last heard {now - member.last_heard:.1f} s ago",
                 got=f"a second one at {label}",
                 todo="Give every worker its own index, and let no two jobs share a server.",
+            )
+        if self._elastic and self.finished:
+            return IdentityError(
+                f"worker {worker} comes too late",
+                where=label,
+                got="every worker of this job has left or was given up on",
+                todo="Start a new job: servers and workers.",
             )
         how = "left this job" if member.standing is Standing.LEFT else "been given up on"
         return IdentityError(

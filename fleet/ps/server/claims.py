@@ -33,10 +33,14 @@ class _Claim:
 
 @dataclass
 class _Closed:
-    """One that is over: why it failed, if it did, and who has been told."""
+    """One that is over: why it failed, if it did, who has been told, and whose processes were not there yet."""
 
     failure: FleetError | None
     told: set[int]
+    missed: set[int] = field(default_factory=set)
+
+    def answers(self, worker: int) -> bool:
+        return worker not in self.missed and (self.failure is None or worker in self.told)
 
 
 class Claims:
@@ -63,7 +67,7 @@ class Claims:
                 got=repr(name)[:80],
             )
         closed = self._closed.get(name)
-        if closed is not None and name not in self._open and (closed.failure is None or worker in closed.told):
+        if closed is not None and name not in self._open and closed.answers(worker):
             outbox.append(self._outcome(waiting, closed.failure))
             return
         if only_first and worker != 0 and first_is_gone:
@@ -91,6 +95,11 @@ class Claims:
         reason = failure[:_LONGEST_NAME]
         self._settle(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
 
+    def joined(self, worker: int) -> None:
+        """A process that counts its calls from one: none of them is among those that others have done before."""
+        for closed in self._closed.values():
+            closed.missed.add(worker)
+
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:
             self._settle(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
@@ -111,12 +120,13 @@ class Claims:
     def told(self) -> dict[str, Any]:
         """Who has begun what, and who has done what; whoever waits will ask again."""
         begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
-        return {"begun": begun, "done": [name for name, closed in self._closed.items() if closed.failure is None]}
+        done = {name: sorted(closed.missed) for name, closed in self._closed.items() if closed.failure is None}
+        return {"begun": begun, "done": done}
 
     def resume(self, told: Mapping[str, Any], now: float) -> None:
         """Be what others were that told this."""
         self._open = {name: _Claim(writer, now, begun=True) for name, writer in told["begun"].items()}
-        self._closed = {name: _Closed(None, set()) for name in told["done"]}
+        self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in told["done"].items()}
 
     def clear(self) -> None:
         self._open.clear()
@@ -124,7 +134,9 @@ class Claims:
     def _settle(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
         claim = self._open.pop(name)
         came = {claim.writer} if claim.begun or claim.asking is not None else set()
-        self._closed[name] = _Closed(failure, came | {waiting.worker for waiting in claim.queue})
+        came |= {waiting.worker for waiting in claim.queue}
+        before = self._closed.pop(name, None)
+        self._closed[name] = _Closed(failure, came, set() if before is None else before.missed - came)
         if len(self._closed) > _MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
         outbox += [self._outcome(waiting, failure) for waiting in claim.queue]

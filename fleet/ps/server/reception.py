@@ -46,22 +46,25 @@ def check_share(endpoint: Endpoint, plan: Plan, server: int, options: Sequence[s
         )
 
 
-def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, hello: Any) -> None:
-    """The worker and this server must have been told of the same cluster."""
+def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, worker: int, hello: Any) -> None:
+    """The worker and this server must have been told of the same cluster, but for the workers that join an elastic
+    job."""
     settings = spec.settings
     if settings.mode not in MODES:
         raise ConfigurationError("this server does not know the mode", got=settings.mode, expected=", ".join(MODES))
     if len(hello.endpoints) != settings.server_num or hello.server >= settings.server_num:
         named = ", ".join(hello.endpoints[:_MOST_NAMES])
         raise ProtocolError("a hello contradicts itself about the servers", got=named[:_MOST_TEXT])
+    if settings.elastic and worker >= settings.worker_num:
+        raise ProtocolError("a hello contradicts itself", got=f"worker {worker} of {settings.worker_num}")
     if expected is None:
         return
     worker_num, servers = expected
-    if settings.worker_num != worker_num:
+    if settings.worker_num < worker_num or (settings.worker_num > worker_num and not settings.elastic):
         raise PlanMismatchError(
             "worker and server were started with different numbers of workers",
             where=str(endpoint),
-            expected=f"{worker_num}, as this server was told",
+            expected=f"{worker_num}{' or more' if settings.elastic else ''}, as this server was told",
             got=settings.worker_num,
         )
     told = [str(server) for server in servers]
@@ -84,11 +87,11 @@ def check_same_job(endpoint: Endpoint, ours: str, plan: Plan, spec: JobSpec, hel
             got=f"job {hello.job_id[:_MOST_TEXT]}",
             todo="Give the second job servers of its own.",
         )
-    if plan.spec != spec:
+    if plan.spec.common != spec.common:
         raise PlanMismatchError(
             "this worker's model, optimizer or strategy is not the job's",
             where=str(endpoint),
-            got="; ".join(differences(plan.spec, spec))[:_MOST_TEXT],
+            got="; ".join(differences(plan.spec.common, spec.common))[:_MOST_TEXT],
             todo="Run the same script everywhere; if another job is using this server, give this one its own.",
         )
     check_fingerprint(endpoint, plan, hello.fingerprint)

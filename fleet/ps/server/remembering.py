@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet.errors import FleetError, UnsupportedError
 from fleet.ps.consistency import MODES
+from fleet.ps.consistency.membership import Told
 from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.job import Job
 from fleet.ps.server.loading import fill_own
@@ -55,7 +56,7 @@ class Memory:
         shard.warm()
         self._kept = shard, shard.history.next_epoch()
         job.shard, job.initialized = shard, True
-        job.gate.resume(_by_worker(state["clocks"]), state["version"])
+        job.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"])
         job.hall.resume(_by_worker(state["came"]))
         job.steps_before, job.steps = state["steps_before"], _by_worker(state["steps"])
         job.loads, job.taken = state["loads"], state["taken"]
@@ -118,7 +119,7 @@ class Memory:
         """What has to be done now so that everything is on the disk, by whoever can wait for it."""
         return self._durable.sync_due(now)
 
-    def take(self, job: Job, members: Sequence[tuple[str, int, str]]) -> None:
+    def take(self, job: Job, members: Sequence[Told]) -> None:
         """A snapshot of a job whose parameters all are there."""
         shard = job.shard
         assert shard is not None
@@ -137,6 +138,7 @@ class Memory:
             "table_steps": [table.step for table in shard.tables],
             "staleness": shard.staleness.counts,
             "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in job.gate.clocks.items()},
+            "gone": job.gate.gone,
             "version": job.gate.version,
             "came": job.hall.told(),
             "steps_before": job.steps_before,

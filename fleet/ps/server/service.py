@@ -33,7 +33,7 @@ from fleet.errors import (
 )
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Apply, Effect
-from fleet.ps.consistency.membership import Membership, NeverCame, Standing
+from fleet.ps.consistency.membership import Membership, NeverCame, Standing, Told
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.gathering import Hall
@@ -238,7 +238,7 @@ class Service:
         except OSError as error:
             raise self._cannot_keep(error, outbox) from None
 
-    def _members_told(self) -> list[tuple[str, int, str]]:
+    def _members_told(self) -> list[Told]:
         assert self._members is not None
         with self._members_lock:
             return self._members.told()
@@ -325,10 +325,11 @@ class Service:
         spec = JobSpec.from_json(hello.spec)
         label = _on_one_line(hello.label[:200])
         try:
-            check_cluster(self._endpoint, self._expected, spec, hello)
+            check_cluster(self._endpoint, self._expected, spec, request.worker, hello)
             if self._memory is not None:
                 check_can_be_kept(spec)
-            job = self._job or self._new_job(spec, hello.job_id)
+            begun_with = spec.settings.worker_num if self._expected is None else self._expected[0]
+            job = self._job or self._new_job(spec.among(begun_with), hello.job_id)
             check_same_job(self._endpoint, self._knobs.job_id or job.job_id, job.plan, spec, hello)
             check_share(self._endpoint, job.plan, hello.server, hello.options, self._most_bytes)
         except FleetError as error:
@@ -339,19 +340,26 @@ class Service:
             _log.warning("%s: worker %d (%s) was refused: %s", self._endpoint, request.worker, label, told)
             raise
         with self._members_lock:
-            members = self._members or self._new_members(spec)
+            members = self._members or self._new_members(job.plan.spec)
             surely = self._memory is not None and self._memory.replaying
             before = members.hello(request.worker, request.incarnation, label, self._clock.now(), surely=surely)
             self._members = members
         self._note("hello", frame, outbox)  # only now: whether it is let in is a matter of time
-        if before is not None:
-            self._replaced(job, request.worker, label, before, outbox)
+        if before is Standing.LEFT:
+            _log.info("%s: worker %d (%s) has joined", self._endpoint, request.worker, label)
+        elif before is not None:
+            self._replaced(job, request.worker, label, outbox)
+        if before in (Standing.LEFT, Standing.LOST):
+            job.gate.join(request.worker)
+            job.hall.join(request.worker)
+        if before is not None and not job.mode.lockstep:
+            job.claims.joined(request.worker)
         if self._job is None:
             self._job = job
             _log.info(
                 "%s: serving a job of %d workers: %d blocks of %d bytes in all, and a share of %d tables",
                 self._endpoint,
-                spec.settings.worker_num,
+                begun_with,
                 len(job.plan.by_server[hello.server]),
                 job.plan.dense_bytes(hello.server),
                 len(spec.tables),
@@ -378,21 +386,19 @@ class Service:
         if job.initialized:
             self._release_early(job, outbox)
 
-    def _replaced(self, job: Job, worker: int, label: str, before: Standing, outbox: Outbox) -> None:
+    def _replaced(self, job: Job, worker: int, label: str, outbox: Outbox) -> None:
         """A worker has started again: what its earlier process waited for nobody waits for now."""
         _log.warning(
             "%s: worker %d has started again (%s); its earlier process is fenced off", self._endpoint, worker, label
         )
         self._drop_requests(job, worker, outbox)
-        if before is Standing.LOST:
-            job.gate.join(worker)
-            job.hall.join(worker)
 
     def _refuse_successor(self, request: Any) -> None:
         """A worker of the next job may be early: the process that had its place here has left, others have not."""
         with self._members_lock:
             members = self._members
             before = None if members is None else members.succeeds(request.worker, request.incarnation)
+            is_new = members is not None and members.standing(request.worker) is None
         ours = self._knobs.job_id or ("" if self._job is None else self._job.job_id)
         restarted = bool(ours) and ours == request.hello.job_id
         if before is Standing.LIVE and not restarted and self._memory is not None and self._memory.goes_on:
@@ -402,12 +408,12 @@ class Service:
                 got=f"a new worker {request.worker}",
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
-        if not restarted and (before is Standing.LEFT or (before is not None and self._over)):
+        if not restarted and (before is Standing.LEFT or (self._over and (is_new or before is not None))):
             raise StillBusyError(
                 "this server has not finished an earlier job yet",
                 where=str(self._endpoint),
-                got=f"a hello of a new worker {request.worker}; the earlier one has "
-                + ("left" if before is Standing.LEFT else "failed with its job"),
+                got=f"a hello of a new worker {request.worker}; the earlier "
+                + ("one has left" if before is Standing.LEFT else "job is over"),
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
 
@@ -418,6 +424,7 @@ class Service:
             quiet_s=QUIET_BEATS * self._knobs.beat_s,
             startup_s=self._knobs.startup_deadline_s,
             now=self._clock.now(),
+            elastic=spec.settings.elastic,
         )
 
     def _new_job(self, spec: JobSpec, job_id: str) -> Job:

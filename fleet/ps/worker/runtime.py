@@ -167,7 +167,7 @@ class WorkerRuntime:
             self._begin_from(self._take_dense(self._pull_dense()))
         except BaseException as error:
             # Servers that let this worker in would otherwise wait for it until their deadline.
-            self.abort(f"it could not start: {type(error).__name__}: {error}")
+            self.end(f"it could not start: {type(error).__name__}: {error}")
             raise
         self._attach(self._description.handles)
         if self.mode.name == "async":
@@ -283,10 +283,20 @@ class WorkerRuntime:
 
     def abort(self, reason: str) -> None:
         """Tell the servers, as far as they can be reached, that this worker failed and the job with it."""
+        self._part(abort=pb.Abort(reason=reason[-4000:]))
+
+    def end(self, reason: str) -> None:
+        """This worker cannot go on, by no fault of the job's: an elastic one goes on without it."""
+        if self._strategy.elastic:
+            self._part(bye=pb.Bye())
+        else:
+            self.abort(reason)
+
+    def _part(self, **word: object) -> None:
         if self.stopped:
             return
         for client in self.clients:
-            client.farewell(Frame(client.request(self.completed, abort=pb.Abort(reason=reason[-4000:]))))
+            client.farewell(Frame(client.request(self.completed, **word)))
         self.close()
 
     def close(self) -> None:
