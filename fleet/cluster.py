@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import IPv6Address
 
 from fleet.errors import ConfigurationError
 
@@ -25,26 +26,54 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        host, colon, port = text.strip().rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        well_formed = (
-            bool(colon)
-            and bool(host)
-            and port.isascii()
-            and port.isdigit()
-            and len(port) <= 5
-            and int(port) <= 65535
-            and not any(c.isspace() or c in "/," for c in host)
-            and (bracketed or ":" not in host)
-        )
-        if not well_formed:
+        name, _, number = text.strip().rpartition(":")
+        host, port = _host(name), _port(number)
+        if host is None or port is None:
             raise ConfigurationError(
                 "malformed endpoint", expected="host:port with a port from 0 to 65535", got=repr(text)
             )
-        return cls(host, int(port))
+        return cls(host, port)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> tuple[str, int | None]:
+    """``host`` or ``host:port``; a bare IPv6 address, which is how Kubernetes writes one, gets its brackets."""
+    text = text.strip()
+    bare = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
+    host = _host(bare)
+    if host is not None:
+        return host, None
+    endpoint = Endpoint.parse(bare)
+    return endpoint.host, endpoint.port
+
+
+def _host(text: str) -> str | None:
+    """A host in the spelling by which it is compared, IPv6 addresses in their shortest and in brackets; None if it is
+    no host."""
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            return f"[{IPv6Address(text[1:-1])}]"
+        except ValueError:
+            return None
+    return text if text and not any(c.isspace() or c in "/,:[]" for c in text) else None
+
+
+def _port(text: str) -> int | None:
+    sound = text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535
+    return int(text) if sound else None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where a server listens, where that is not the address by which others reach it."""
+
+    host: str = ""
+    port: int | None = None
+
+    def of(self, endpoint: Endpoint) -> Endpoint:
+        return Endpoint(self.host or endpoint.host, self.port or endpoint.port)
 
 
 @dataclass(frozen=True)

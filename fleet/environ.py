@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fleet.cluster import Binding, parse_address
 from fleet.errors import ConfigurationError
 
 _log = logging.getLogger("fleet")
@@ -38,6 +39,7 @@ _KNOWN = {
     *(*_IDLE, *_ACTING, *_SECURITY),
     *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"),
     *("FLEET_DURABLE_DIR", "FLEET_DURABLE_SYNC"),
+    *("FLEET_SLURM_SERVERS", "FLEET_SLURM_PORT", "FLEET_BIND", "FLEET_HEALTH_PORT"),
 }
 
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
@@ -138,6 +140,10 @@ class Knobs:
     job_id: str = ""
     #: where a server takes direct connections, 0: at any free port; None: no direct connections
     direct_port: int | None = 0
+    #: where a server listens, where that is not its endpoint
+    binding: Binding = field(default_factory=Binding)
+    #: where a server tells that it is ready; None: nowhere
+    health_port: int | None = None
     #: where servers keep what they acknowledge; empty: nowhere
     durable_dir: str = ""
     durable_sync: str = "interval"
@@ -179,6 +185,8 @@ class Knobs:
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
             direct_port=direct_port,
+            binding=_binding(environ, "FLEET_BIND"),
+            health_port=_port_if_any(environ, "FLEET_HEALTH_PORT"),
             durable_dir=environ.get("FLEET_DURABLE_DIR", "").strip(),
             durable_sync=_choice(environ, "FLEET_DURABLE_SYNC", cls.durable_sync, ("always", "interval", "os")),
             communicator=CommunicatorKnobs.read(environ),
@@ -239,6 +247,32 @@ def _port_or_off(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isascii() or not (text or "0").isdigit() or int(text or "0") > 65535:
         raise ConfigurationError(f"{name} is not usable", expected="a port, 0 for any, or off", got=repr(text))
     return int(text or "0")
+
+
+def _port_if_any(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise ConfigurationError(f"{name} is not usable", expected="a port from 1 to 65535", got=repr(text))
+    return int(text)
+
+
+def _binding(environ: Mapping[str, str], name: str) -> Binding:
+    text = environ.get(name, "").strip()
+    if not text:
+        return Binding()
+    try:
+        host, port = parse_address(text)
+    except ConfigurationError:
+        host, port = "", 0
+    if port == 0:
+        raise ConfigurationError(
+            f"{name} is not usable",
+            expected="an address of this machine, as 10.0.0.1, [fd00::1], 0.0.0.0 or 10.0.0.1:6174",
+            got=repr(text),
+        )
+    return Binding(host, port)
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

@@ -257,7 +257,8 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
         raise UnsupportedError(
             "this job is to be started by MPI, and mpi4py is not installed",
             where=where,
-            todo="pip install 'torch-fleet[mpi]'; or start the processes without MPI (docs/environment.md).",
+            todo="pip install 'torch-fleet[mpi]'; or start the processes without MPI: srun --mpi=none, "
+            "or as docs/environment.md has it.",
         ) from None
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(

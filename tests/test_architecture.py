@@ -23,7 +23,8 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling", "checksum"),
-    ("cluster", "environ", "transpiler", "ps.memory", "members", "lifecycle"),
+    ("cluster",),
+    ("environ", "transpiler", "ps.memory", "members", "lifecycle"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
@@ -69,7 +70,7 @@ EFFECTS = {
 #: Who may import a module or use a name, and for what. The lists are exact: a line nobody needs any more fails as well.
 ONLY: dict[str, dict[str, str]] = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv": {"environ.py": "monopoly"},
-    "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter"},
+    "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter", "ps/wire/health.py": "adapter"},
     "ssl": {"ps/wire/tls.py": "monopoly"},
     "google": {"ps/wire/frame.py": "headers"},
     "mpi4py": {"mpi.py": "adapter"},
@@ -91,6 +92,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/direct_server.py": "connections",
         "ps/wire/grpc_client.py": "readers",
         "ps/wire/grpc_server.py": "pool",
+        "ps/wire/health.py": "pool",
         "ps/wire/loopback.py": "replies",
         "ps/worker/client.py": "heartbeat",
         "ps/worker/communicator.py": "sender",

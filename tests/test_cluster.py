@@ -1,6 +1,6 @@
 import pytest
 
-from fleet.cluster import Assignment, Endpoint, Role
+from fleet.cluster import Assignment, Endpoint, Role, parse_address
 from fleet.errors import ConfigurationError
 
 
@@ -12,6 +12,9 @@ from fleet.errors import ConfigurationError
         ("localhost:0", "localhost", 0),
         ("a:65535", "a", 65535),
         ("[::1]:6174", "[::1]", 6174),
+        ("[0:0:0:0:0:0:0:1]:6174", "[::1]", 6174),
+        ("[FD00::0:1]:6174", "[fd00::1]", 6174),
+        ("[fe80::1%eth0]:6174", "[fe80::1%eth0]", 6174),
     ],
 )
 def test_parse(text: str, host: str, port: int) -> None:
@@ -24,12 +27,33 @@ def test_parse(text: str, host: str, port: int) -> None:
     "text",
     [
         *("", "a", ":1", "a:", "a:b", "a:-1", "a:+1", "a:65536", "a:1.0", "a: 1", "a:²", "a:" + "9" * 5000),
-        *("a b:1", "a,b:1", "http://a:1", "::1:1"),
+        *("a b:1", "a,b:1", "http://a:1", "::1:1", "[a]:1", "[::1:1", "[]:1", "[::g]:1"),
     ],
 )
 def test_malformed(text: str) -> None:
     with pytest.raises(ConfigurationError, match="malformed endpoint"):
         Endpoint.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        (" a ", "a", None),
+        ("a:1", "a", 1),
+        ("10.0.0.1", "10.0.0.1", None),
+        ("fd00::0:1", "[fd00::1]", None),
+        ("[fd00::1]", "[fd00::1]", None),
+        ("[fd00::1]:7", "[fd00::1]", 7),
+    ],
+)
+def test_an_address_with_or_without_a_port(text: str, host: str, port: int | None) -> None:
+    assert parse_address(text) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a:", "fd00:::1", "[fd00::1]:x", "a:1:2"])
+def test_no_address(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="malformed endpoint"):
+        parse_address(text)
 
 
 def test_equal_endpoints_are_one() -> None:

@@ -15,6 +15,7 @@ from fleet.role_maker import (
     PaddleCloudRoleMaker,
     Role,
     RoleMakerBase,
+    SlurmRoleMaker,
     UserDefinedCollectiveRoleMaker,
     UserDefinedRoleMaker,
 )
@@ -163,12 +164,19 @@ def _torchrun(role: Role, i: int) -> RoleMakerBase:
     return TorchrunRoleMaker({**TORCHRUN, "RANK": str(i), "LOCAL_RANK": str(i % 2)})
 
 
+def _slurm(role: Role, i: int) -> RoleMakerBase:
+    tasks = {Role.WORKER: [1, 2, 4], Role.SERVER: [0, 3]}
+    step = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_TASKS_PER_NODE": "3,2"}
+    own = {"SLURM_PROCID": str(tasks[role][i]), "SLURM_NODEID": str(int(tasks[role][i] > 2))}
+    return SlurmRoleMaker(environ={**step, **own, "FLEET_SLURM_SERVERS": "2", "FLEET_SLURM_PORT": "6174"})
+
+
 def _local(role: Role, i: int) -> RoleMakerBase:
     return LocalRoleMaker()
 
 
 def _cluster(assignment: Assignment) -> Assignment:
-    return replace(assignment, role=Role.WORKER, index=0, local_rank=None)
+    return replace(assignment, role=Role.WORKER, index=0, local_rank=None, origin="")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +185,7 @@ def _cluster(assignment: Assignment) -> Assignment:
         (_user, 3, 2),
         (_env, 3, 2),
         (_env_ips, 3, 2),
+        (_slurm, 3, 2),
         (_user_collective, 3, 0),
         (_env_collective, 3, 0),
         (_torchrun, 3, 0),
@@ -193,7 +202,7 @@ def test_every_node_sees_one_cluster(make: Callable[[Role, int], RoleMakerBase],
 
 
 def test_makers_of_one_kind_agree() -> None:
-    ps = {replace(_cluster(make(Role.SERVER, 1).assignment()), origin="") for make in (_user, _env, _env_ips)}
+    ps = {_cluster(make(Role.SERVER, 1).assignment()) for make in (_user, _env, _env_ips, _slurm)}
     assert len(ps) == 1
     collective = [make(Role.WORKER, 1).assignment() for make in (_user_collective, _env_collective, _torchrun)]
     assert {each.local_rank for each in collective} == {1}
@@ -500,6 +509,65 @@ def test_is_collective_is_a_bool() -> None:
         EnvRoleMaker("yes", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="is_collective"):
         resolve("yes", {})  # type: ignore[arg-type]
+
+
+# --- paddle-operator's PaddleJob --------------------------------------------------------------------------------------
+
+
+def _pod(kind: str, index: int, servers: int, workers: int, intranet: str = "PodIP") -> Env:
+    """What the operator gives the container: its own variables and a config map, the same for all. In a
+    ``Service`` network pods have names; every pod has a PADDLE_TRAINER_ID, servers too."""
+
+    def host(kind: str, i: int) -> str:
+        return f"job-{kind}-{i}" if intranet == "Service" else f"10.244.{len(kind)}.{i + 1}"
+
+    def listed(kind: str, count: int, port: str = ":2379") -> str:
+        return ",".join(f"{host(kind, i)}{port}" for i in range(count))
+
+    role = {"ps": "PSERVER", "worker": "TRAINER", "heter": "HETER"}[kind]
+    config_map = {"TRAINER_PORTS_NUM": "20", "PADDLE_PORT": "2379"}
+    if servers:
+        config_map |= {"PADDLE_PSERVERS_IP_PORT_LIST": listed("ps", servers)}
+    config_map |= {
+        "PADDLE_TRAINER_ENDPOINTS": listed("worker", workers),
+        "PADDLE_TRAINERS": listed("worker", workers, ""),
+        "PADDLE_TRAINERS_NUM": str(workers),
+    }
+    if servers and intranet == "PodIP":
+        config_map |= {"PADDLE_WITH_GLOO": "1", "PADDLE_GLOO_RENDEZVOUS": "3"}
+        config_map |= {"PADDLE_GLOO_HTTP_ENDPOINT": f"{host('ps', 0)}:2397"}
+    own = {"POD_IP": host(kind, index), "PADDLE_TRAINER_ID": str(index)}
+    return {**own, "TRAINING_ROLE": role, "PADDLE_TRAINING_ROLE": role, **config_map}
+
+
+@pytest.mark.parametrize("intranet", ["PodIP", "Service"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_paddle_job_with_servers(intranet: str, workers: int) -> None:
+    places = [("worker", i) for i in range(workers)] + [("ps", i) for i in range(2)]
+    everyone = [resolve(None, _pod(kind, i, 2, workers, intranet)) for kind, i in places]
+    names = {"worker": Role.WORKER, "ps": Role.SERVER}
+    assert [(each.role, each.index) for each in everyone] == [(names[kind], i) for kind, i in places]
+    assert len({_cluster(each) for each in everyone}) == 1
+    assert all(each.worker_num == workers and not each.collective for each in everyone)
+    assert all(server.port == 2379 for server in everyone[0].servers)
+
+
+@pytest.mark.parametrize("intranet", ["PodIP", "Service"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_paddle_job_without_servers(intranet: str, workers: int) -> None:
+    everyone = [resolve(None, _pod("worker", i, 0, workers, intranet)) for i in range(workers)]
+    assert [(each.index, each.worker_num, each.collective) for each in everyone] == [
+        (i, workers, True) for i in range(workers)
+    ]
+    assert len({_cluster(each) for each in everyone}) == 1
+
+
+def test_a_paddle_job_that_contradicts_itself() -> None:
+    pod = _pod("worker", 0, 2, 2)
+    lines = _complaints(False, {**pod, "PADDLE_TRAINERS": "10.244.6.1,10.244.6.9"})
+    assert len(lines) == 1
+    assert _has(lines, "PADDLE_TRAINERS", "a whole number", "10.244.6.9")
+    assert _has(_complaints(False, _pod("heter", 0, 2, 2)), "TRAINING_ROLE", "PSERVER or TRAINER", "'HETER'")
 
 
 # --- torchrun ---------------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleet.cluster import Endpoint, Role
+from fleet.cluster import Endpoint, Role, parse_address
 from fleet.errors import ConfigurationError
 
 #: The words of the variables for the two roles.
 _ROLE_WORDS = {Role.SERVER: "PSERVER", Role.WORKER: "TRAINER"}
 
 #: These, and 127.*, mean a different machine on each machine.
-_LOOPBACK_NAMES = ("localhost", "[::1]", "::1")
+_LOOPBACK_NAMES = ("localhost", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def parse_endpoints(text: str, whose: str) -> tuple[Endpoint, ...]:
 def parse_worker_hosts(text: str) -> tuple[str, ...]:
     """``host,host``, a host once for each of its workers; workers listen nowhere, so a port says nothing."""
     _refuse_count("--workers", "--worker_num", text)
-    return tuple(_worker_host(entry.strip()) for entry in text.split(","))
+    return tuple(parse_address(entry)[0] for entry in text.split(","))
 
 
 def check_reachable(hosts: Collection[str], here: Collection[str]) -> None:
@@ -150,12 +150,6 @@ def shared_job_id(servers: Sequence[Endpoint], worker_hosts: Sequence[str]) -> s
     """A name that the launchers of several machines find without talking: all were told the same two lists."""
     text = ",".join(map(str, servers)) + "/" + ",".join(worker_hosts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _worker_host(entry: str) -> str:
-    has_port = ":" in entry and not entry.endswith("]")
-    # Endpoint knows what a host may look like; any port will do to ask it.
-    return Endpoint.parse(entry if has_port else f"{entry}:0").host
 
 
 def _refuse_count(option: str, count_option: str, text: str) -> None:

@@ -30,14 +30,20 @@ from fleet.strategy import Strategy, as_strategy
 
 
 def real_network(knobs: Knobs) -> Network:
-    """gRPC and direct connections beside it, imported when they are first needed."""
+    """gRPC and what stands beside it, imported when it is first needed."""
     from fleet.ps.wire.direct import DirectNetwork
     from fleet.ps.wire.grpc_server import GrpcNetwork
     from fleet.ps.wire.security import Security
 
     security = Security.of(knobs.security)
-    network = GrpcNetwork(knobs.rpc_get_thread_num, security)
-    return network if knobs.direct_port is None else DirectNetwork(network, knobs.direct_port, security)
+    network: Network = GrpcNetwork(knobs.rpc_get_thread_num, security, knobs.binding)
+    if knobs.direct_port is not None:
+        network = DirectNetwork(network, knobs.direct_port, security, knobs.binding)
+    if knobs.health_port is not None:
+        from fleet.ps.wire.health import HealthNetwork
+
+        network = HealthNetwork(network, knobs.health_port, knobs.binding)
+    return network
 
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):

@@ -4,6 +4,7 @@ from fleet.cluster import Role
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.environment import EnvRoleMaker, PaddleCloudRoleMaker
 from fleet.role_maker.mpi import MPISymetricRoleMaker, MPISymmetricRoleMaker
+from fleet.role_maker.slurm import SlurmRoleMaker
 from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PaddleCloudRoleMaker",
     "Role",
     "RoleMakerBase",
+    "SlurmRoleMaker",
     "UserDefinedCollectiveRoleMaker",
     "UserDefinedRoleMaker",
 ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv6Address
 
-from fleet.cluster import Endpoint
+from fleet.cluster import Endpoint, parse_address
 from fleet.errors import ArgumentTypeError, ConfigurationError
 
 
@@ -38,14 +37,9 @@ def endpoint(text: str, *, where: str | None = None) -> Endpoint:
 
 
 def address(text: str) -> tuple[str, int | None]:
-    """``host`` or ``host:port``; a bare IPv6 address, which is how Kubernetes writes one, gets its brackets."""
-    text = text.strip()
-    if text.count(":") > 1 and not text.startswith("["):
-        text = f"[{IPv6Address(text)}]"
-    if ":" in text and not text.endswith("]"):
-        whole = endpoint(text)
-        return whole.host, whole.port
-    return endpoint(f"{text}:1").host, None
+    """``host``, or ``host:port`` that others can connect to."""
+    host, port = parse_address(text)
+    return (host, None) if port is None else (host, endpoint(f"{host}:{port}").port)
 
 
 def refuse_duplicates(name: str, items: Iterable[object]) -> None:

@@ -112,8 +112,19 @@ def _role(text: str) -> Role:
 
 
 def _worker_num(variables: Variables, workers: Sequence[Endpoint]) -> int:
-    """The number of workers, 0 where nothing sound says it; a list of them has to be as long."""
-    number = variables.read(_WORKER_NUM, *whole(1))
+    """The number of workers, 0 where nothing sound says it; a list of them has to be as long.
+
+    paddle-operator puts their hosts where others put their number, and the number into the other spelling.
+    """
+    parse, expected = whole(1)
+    hosts = [worker.host for worker in workers]
+
+    def parse_either(text: str) -> int:
+        if hosts and [host for host, _ in _addresses(text)] == hosts:
+            return len(hosts)
+        return parse(text)
+
+    number = variables.read(_WORKER_NUM, parse_either, expected)
     if number is not None and workers and number != len(workers):
         names = variables.given(*_WORKER_NUM) + variables.given(_WORKER_LIST, *_WORKER_HOSTS)
         variables.complain(names, "as many trainers as are listed")

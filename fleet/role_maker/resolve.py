@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fleet.cluster import Assignment
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.mpi import launcher_of
-from fleet.role_maker import torchrun
+from fleet.role_maker import slurm, torchrun
 from fleet.role_maker.environment import EnvRoleMaker, mentions_job, names_servers, names_workers
 from fleet.role_maker.local import LocalRoleMaker
 from fleet.role_maker.mpi import MPISymmetricRoleMaker
@@ -19,7 +19,7 @@ _VARIABLES = (
 
 
 def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignment:
-    """The environment's variables if they are there, else an MPI launcher, else torchrun, else alone."""
+    """The environment's variables if they are there, else an MPI launcher, else torchrun, else Slurm, else alone."""
     if is_collective is not None and not isinstance(is_collective, bool):
         raise ArgumentTypeError("is_collective must be a bool or None", got=repr(is_collective))
     if mentions_job(environ):
@@ -29,6 +29,9 @@ def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignmen
     # torchrun starts collective jobs only, so it answers a call for one even where an MPI launcher started it.
     if launcher_of(environ) is not None and not (is_collective and by_torchrun):
         return MPISymmetricRoleMaker(bool(is_collective), environ).assignment()
+    # torchrun's agents and MPI's may be tasks of a Slurm step themselves, and what they start is none.
+    if not by_torchrun and slurm.at_work(environ, even_alone=bool(is_collective)):
+        return slurm.SlurmRoleMaker(bool(is_collective), environ).assignment()
     if is_collective or (by_torchrun and is_collective is None):
         return EnvRoleMaker(True, environ).assignment()
     if by_torchrun:

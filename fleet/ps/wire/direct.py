@@ -9,7 +9,7 @@ Nothing is encrypted here. With TLS they are taken under a name on the server's 
 
 from __future__ import annotations
 
-from fleet.cluster import Endpoint
+from fleet.cluster import Binding, Endpoint
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import DirectChannel
 from fleet.ps.wire.direct_server import DirectListener
@@ -19,15 +19,19 @@ from fleet.ps.wire.transport import Handler, Listener, Network, Respond
 
 
 class DirectNetwork:
-    def __init__(self, control: Network, port: int = 0, security: Security | None = None) -> None:
+    def __init__(
+        self, control: Network, port: int = 0, security: Security | None = None, binding: Binding | None = None
+    ) -> None:
         """Servers listen at ``port``, or at any that is free."""
         self._control = control
         self._port = port
         self._security = security or Security()
+        self._binding = binding or Binding()
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
-        self._security.check_listening(endpoint)
-        direct = DirectListener(endpoint, self._port, handler, self._security)
+        at = self._binding.of(endpoint)
+        self._security.check_listening(at)
+        direct = DirectListener(at, self._port, handler, self._security)
 
         def receive(frame: Frame, respond: Respond) -> None:
             if frame.message.WhichOneof("kind") == "direct":

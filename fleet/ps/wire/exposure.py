@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 
 from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError
+
+_log = logging.getLogger("fleet.wire")
 
 #: This machine, networks of one owner (RFC 1918, RFC 4193), of one link, and behind a carrier's NAT (RFC 6598). What
 #: ``ipaddress`` calls private is more than that, 0.0.0.0 included.
@@ -29,11 +32,28 @@ def is_private(address: str) -> bool:
 
 def public_addresses(endpoint: Endpoint) -> list[str]:
     """Those of the host's addresses that strangers may reach; none where the name is not known."""
+    return sorted(address for address in _addresses(endpoint) if not is_private(address))
+
+
+def _addresses(endpoint: Endpoint) -> set[str]:
     try:
         found = socket.getaddrinfo(endpoint.host.strip("[]"), endpoint.port, type=socket.SOCK_STREAM)
     except OSError:
-        return []
-    return sorted({str(info[4][0]) for info in found if not is_private(str(info[4][0]))})
+        return set()
+    return {str(info[4][0]) for info in found}
+
+
+def warn_if_only_here(endpoint: Endpoint) -> None:
+    """Some systems let a machine's own name stand for 127.0.1.1: a server there waits for workers in vain."""
+    addresses = _addresses(endpoint)
+    host = endpoint.host.strip("[]")
+    meant = host == "localhost" or host in addresses
+    if addresses and not meant and all(ipaddress.ip_address(each).is_loopback for each in addresses):
+        _log.warning(
+            "%s is %s on this machine, where no other machine reaches it: set FLEET_BIND to an address that they reach",
+            host,
+            ", ".join(sorted(addresses)),
+        )
 
 
 def refuse_public(endpoint: Endpoint) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 import grpc
 
 from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
+from fleet.cluster import Binding, Endpoint
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError
 from fleet.ports import holder_of, is_taken
 from fleet.ps.wire.errors import error_reply, serve
+from fleet.ps.wire.exposure import warn_if_only_here
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, TOKEN, UPLOAD, URGENT, GrpcChannel
 from fleet.ps.wire.security import Security
@@ -63,23 +64,26 @@ _OPTIONS = [
 
 
 class GrpcNetwork:
-    def __init__(self, threads: int, security: Security | None = None) -> None:
+    def __init__(self, threads: int, security: Security | None = None, binding: Binding | None = None) -> None:
         self._threads = threads
         self._security = security or Security()
+        self._binding = binding or Binding()
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> GrpcListener:
-        return GrpcListener(endpoint, handler, self._threads, self._security)
+        return GrpcListener(endpoint, self._binding.of(endpoint), handler, self._threads, self._security)
 
     def connect(self, endpoint: Endpoint) -> GrpcChannel:
         return GrpcChannel(endpoint, self._security)
 
 
 class GrpcListener:
-    def __init__(self, endpoint: Endpoint, handler: Handler, threads: int, security: Security) -> None:
-        security.check_listening(endpoint)
+    def __init__(self, endpoint: Endpoint, at: Endpoint, handler: Handler, threads: int, security: Security) -> None:
+        """The server that others know by ``endpoint`` listens ``at``."""
+        security.check_listening(at)
         # gRPC's own failure to bind names neither the reason nor the holder, so look before it does.
-        if is_taken(endpoint):
-            raise _port_in_use(endpoint)
+        if is_taken(at):
+            raise _port_in_use(at)
+        warn_if_only_here(at)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fleet-rpc")
         self._server = grpc.server(self._pool, options=_OPTIONS)
         # However many requests wait for a long round to end, heartbeats are answered meanwhile.
@@ -87,28 +91,28 @@ class GrpcListener:
         methods = _Methods(handler, self._pool, threads, self._urgent, security.max_message_bytes)
         self._server.add_generic_rpc_handlers((_Gate(methods, security, endpoint),))
         try:
-            self._bind(endpoint, security)
+            self._bind(at, security)
         except RuntimeError as error:
             self._server.stop(None)
             self._pool.shutdown(wait=False)
             self._urgent.shutdown(wait=False)
-            if is_taken(endpoint):
-                raise _port_in_use(endpoint) from None
+            if is_taken(at):
+                raise _port_in_use(at) from None
             raise ConfigurationError(
                 "cannot listen here",
-                where=str(endpoint),
+                where=str(at),
                 got=str(error),
-                todo="Give the server an address of this machine.",
+                todo="Give the server an address of this machine; FLEET_BIND is one that others need not know.",
             ) from None
         self._server.start()
 
-    def _bind(self, endpoint: Endpoint, security: Security) -> None:
+    def _bind(self, at: Endpoint, security: Security) -> None:
         tls = security.tls
         if tls is None:
-            self._server.add_insecure_port(str(endpoint))
+            self._server.add_insecure_port(str(at))
             return
         credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, tls.mutual)
-        self._server.add_secure_port(str(endpoint), credentials)
+        self._server.add_secure_port(str(at), credentials)
 
     def close(self, grace_s: float = 0.0) -> None:
         self._server.stop(grace_s).wait()
