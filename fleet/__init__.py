@@ -49,6 +49,7 @@ load_inference_model = _default.load_inference_model
 state_dict = _default.state_dict
 load_state_dict = _default.load_state_dict
 summary = _default.summary
+report = _default.report
 resume_step = _default.resume_step
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "nn",
     "optim",
     "prefetch",
+    "report",
     "resume_step",
     "run_server",
     "save_inference_model",

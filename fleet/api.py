@@ -251,8 +251,15 @@ class Fleet:
 
     def summary(self) -> dict[str, Any]:
         """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
-        and how old the values were that gradients were computed on (docs/modes.md has every key)."""
+        how old the values were that gradients were computed on (docs/modes.md has every key), and this worker's own
+        figures (docs/observing.md)."""
         return self._backend("summary").summary()
+
+    def report(self, *, examples: int | None = None, loss: Any = None, **figures: Any) -> None:
+        """Tell what only the script knows, on a worker: how many ``examples`` it has trained on since it said so last,
+        its ``loss``, and figures of any other name, each a number or a tensor of one element. ``fleet top``, the report
+        and the metrics show them. It costs a few assignments; ``minimize(loss)`` tells the loss by itself."""
+        self._backend("report").report(examples, loss, figures)
 
     # ---------------------------------------------------------------- shorthands
 

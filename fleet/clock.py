@@ -14,6 +14,11 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
 
+def wall_time() -> float:
+    """Seconds since 1970, to be compared between processes and machines as well as their clocks agree."""
+    return time.time()
+
+
 class SystemClock:
     """The machine's monotonic clock."""
 

@@ -40,6 +40,7 @@ _KNOWN = {
     *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"),
     *("FLEET_DURABLE_DIR", "FLEET_DURABLE_SYNC"),
     *("FLEET_SLURM_SERVERS", "FLEET_SLURM_PORT", "FLEET_BIND", "FLEET_HEALTH_PORT"),
+    *("FLEET_RECORD_DIR", "FLEET_METRICS_PORT", "FLEET_METRICS_HOST", "FLEET_TENSORBOARD_DIR"),
 }
 
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
@@ -128,6 +129,34 @@ class SecurityKnobs:
 
 
 @dataclass(frozen=True)
+class ObservingKnobs:
+    """Where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
+
+    record_dir: str = ""
+    tensorboard_dir: str = ""
+    #: 0: any free one; None: no Prometheus endpoint
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> ObservingKnobs:
+        host = environ.get("FLEET_METRICS_HOST", "").strip()
+        port = environ.get("FLEET_METRICS_PORT", "").strip()
+        if host and not port:
+            raise ConfigurationError(
+                "FLEET_METRICS_HOST is set and FLEET_METRICS_PORT is not",
+                got=f"FLEET_METRICS_HOST={host}",
+                todo="Set FLEET_METRICS_PORT as well: without it there is no endpoint.",
+            )
+        return cls(
+            record_dir=environ.get("FLEET_RECORD_DIR", "").strip(),
+            tensorboard_dir=environ.get("FLEET_TENSORBOARD_DIR", "").strip(),
+            metrics_port=_port_or_off(environ, "FLEET_METRICS_PORT") if port else None,
+            metrics_host=host or cls.metrics_host,
+        )
+
+
+@dataclass(frozen=True)
 class Knobs:
     """Deadlines and sizes that come from the environment; every duration is in seconds."""
 
@@ -149,6 +178,7 @@ class Knobs:
     durable_sync: str = "interval"
     communicator: CommunicatorKnobs = CommunicatorKnobs()
     security: SecurityKnobs = SecurityKnobs()
+    observing: ObservingKnobs = ObservingKnobs()
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
@@ -191,6 +221,7 @@ class Knobs:
             durable_sync=_choice(environ, "FLEET_DURABLE_SYNC", cls.durable_sync, ("always", "interval", "os")),
             communicator=CommunicatorKnobs.read(environ),
             security=security,
+            observing=ObservingKnobs.read(environ),
         )
 
 

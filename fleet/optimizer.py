@@ -9,10 +9,13 @@ from typing import Any, Protocol, cast
 import torch
 
 from fleet.errors import StateError, UnsupportedError
+from fleet.observing.worker import WorkerFigures
 
 
 class Stepper(Protocol):
     """What carries out a step: the worker's side of a running job."""
+
+    figures: WorkerFigures
 
     @property
     def trains_here(self) -> bool:
@@ -82,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stepper = self._stepper()
+        stepper.figures.saw(loss)
         if stepper.trains_here:
             stepper.step_here(self._update)
             return loss
@@ -114,6 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.step()
+        self._stepper().figures.saw(loss)
 
     def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         if not self._updating:

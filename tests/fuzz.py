@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -87,7 +88,8 @@ def requests(mode: str, step: int) -> dict[str, tuple[dict[str, object], list[Wi
         "push": ({"push": push}, _tensors(weight, bias, *rows)),
         "pull": ({"pull": pb.Pull(dense=True, tables=[0, 1], training=[1, 0])}, _tensors(_ids(1, 1, 9), _ids(-1))),
         "later": ({"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1])}, _tensors(_ids(5))),
-        "beat": ({"beat": pb.Beat()}, []),
+        "beat": ({"beat": pb.Beat(figures={"steps": step, "loss": 0.5})}, []),
+        "status": ({"status": pb.Status()}, []),
         "export": ({"export": pb.Export(cursor="table:0:0", version=step - 1)}, []),
         "claim": ({"claim": pb.Claim(name="ckpt@1")}, []),
         "release": ({"release": pb.Release(name="ckpt@1", failure="no room")}, []),
@@ -206,8 +208,8 @@ def twisted(data: bytes, chance: random.Random) -> bytes:
     message = frame.message
     inner = getattr(message, message.WhichOneof("kind"))
     for _ in range(chance.randint(1, 3)):
-        place = inner if inner.DESCRIPTOR.fields and chance.random() < 0.8 else message
-        field = chance.choice([each for each in place.DESCRIPTOR.fields if each.message_type is None])
+        place = inner if _plain_fields(inner) and chance.random() < 0.8 else message
+        field = chance.choice(_plain_fields(place))
         if field.name in ("worker", "incarnation"):
             continue
         value = getattr(place, field.name)
@@ -226,6 +228,11 @@ def twisted(data: bytes, chance: random.Random) -> bytes:
         with np.errstate(all="ignore"):
             frame.tensors[at] = WireTensor.of(np.array(numbers, np.int64).astype(dtype).reshape(shape))
     return b"".join(frame.pieces())
+
+
+def _plain_fields(message: Any) -> list[Any]:
+    """Those that hold no messages."""
+    return [each for each in message.DESCRIPTOR.fields if each.message_type is None]
 
 
 def _other(value: object, kind: int, chance: random.Random) -> object:

@@ -24,15 +24,17 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling", "checksum"),
     ("cluster",),
-    ("environ", "transpiler", "ps.memory", "members", "lifecycle"),
-    ("ports", "rendezvous", "mpi", "metrics", "ps.kernels"),
+    ("environ", "transpiler", "ps.memory", "members", "lifecycle", "observing.names", "observing.process"),
+    ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
     ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
-    ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local"),
+    ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local", "observing.prometheus"),
+    ("observing.observer",),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
-    ("launch.server", "launch.checkpoints"),
+    ("launch.server", "launch.checkpoints", "launch.sources"),
+    ("launch.top",),
     ("launch.cli", "api"),
     ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
@@ -45,6 +47,7 @@ PURE = (
     *("errors", "spelling", "cluster", "strategy", "role_maker", "transpiler"),
     *("ps.consistency", "ps.layout", "launch.job"),
     *("collective.options", "collective.pace", "collective.silence"),
+    "observing.names",
 )
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
@@ -81,6 +84,7 @@ ONLY: dict[str, dict[str, str]] = {
         "collective/clerk.py": "clerk",
         "exit_guard.py": "lock",
         "launch/local.py": "waiters",
+        "observing/observer.py": "observer",
         "mpi.py": "start",
         "periodic.py": "writer",
         "ps/backend.py": "embedding",
@@ -103,6 +107,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/checkpoints.py": "dates",
         "launch/guard.py": "standalone",
         "launch/local.py": "events",
+        "observing/process.py": "processor time",
     },
     "secrets uuid": {
         "checkpoint/exporting.py": "names",
@@ -128,7 +133,15 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/runtime.py": "hostname",
         "rendezvous.py": "addresses",
     },
-    "print": {"launch/checkpoints.py": "console", "launch/cli.py": "console", "ps/worker/runtime.py": "plan"},
+    "print": {
+        "launch/checkpoints.py": "console",
+        "launch/cli.py": "console",
+        "launch/top.py": "console",
+        "ps/worker/runtime.py": "plan",
+    },
+    "rich": {"launch/top.py": "live table", "observing/table.py": "table"},
+    "prometheus_client": {"observing/prometheus.py": "page"},
+    "tensorboard torch.utils.tensorboard": {"observing/tensorboard.py": "scalars"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},

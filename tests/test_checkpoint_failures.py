@@ -566,7 +566,7 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
 
     def claim(name: str, worker: int) -> None:
-        waiting = Waiting(worker, lambda frame: None, lambda: Frame(pb.Reply()))
+        waiting = Waiting(worker, "a claim", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
         outbox: list[Any] = []
         claims.claim(name, False, waiting, 0.0, False, outbox)
         for _, frame in outbox:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -121,17 +121,27 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     # ---------------------------------------------------------------- among workers
 
     def barrier_worker(self) -> None:
-        self._running_worker("barrier_worker()").gatherings.barrier()
+        worker = self._running_worker("barrier_worker()")
+        with worker.figures.meet:
+            worker.gatherings.barrier()
 
     def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
         """What reduces (value, output, op) over the workers, on behalf of ``call``."""
-        gatherings = self._running_worker(f"{call}()").gatherings
-        return lambda value, output, op: gatherings.all_reduce(f"{call}()", value, output, op)
+        worker = self._running_worker(f"{call}()")
+
+        def reduce(value: object, output: object, op: object) -> Any:
+            with worker.figures.meet:
+                return worker.gatherings.all_reduce(f"{call}()", value, output, op)
+
+        return reduce
 
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
         return self._running_worker("summary()").summary()
+
+    def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
+        self._running_worker("report()").figures.report(examples, loss, others)
 
     # ---------------------------------------------------------------- state
 

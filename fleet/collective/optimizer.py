@@ -71,6 +71,7 @@ class CollectiveOptimizer(DistributedOptimizer):
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self)
         self._scaler.update()
+        self._stepper().figures.saw(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

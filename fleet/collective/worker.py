@@ -27,6 +27,8 @@ from fleet.collective.reducer import Reducer, Round
 from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
 from fleet.members import Member, members
+from fleet.observing.observer import Observer
+from fleet.observing.worker import WorkerFigures
 
 
 class CollectiveWorker:
@@ -45,6 +47,7 @@ class CollectiveWorker:
         self.assignment = assignment
         self.optimizers = optimizers
         self.model = model
+        self.figures = WorkerFigures(clock)
         self.steps = 0
         self.loads = 0
         self.stopped = False
@@ -63,6 +66,8 @@ class CollectiveWorker:
         self._exchange: Exchange | None = None
         self._compression: DeepCompression | None = None
         self._reducer: Reducer | None = None
+        self._knobs = knobs
+        self._observer: Observer | None = None
 
     # ---------------------------------------------------------------- the beginning
 
@@ -71,6 +76,7 @@ class CollectiveWorker:
         self.members = members(self.optimizers, self.model)
         self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
+            self._observer = Observer(str(self.assignment), "worker", self.told, self._knobs)
             self.gatherings = Gatherings(self.group.clerk)
             if self._pace.sends_gradients:
                 self._exchange = self._make_exchange()
@@ -276,6 +282,8 @@ class CollectiveWorker:
 
     def _let_go(self) -> None:
         """Leave the parameters alone, and hold nothing that holds the process group, or its store would outlive it."""
+        if self._observer is not None:
+            self._observer.close()
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._exchange = self._compression = None
@@ -285,8 +293,18 @@ class CollectiveWorker:
         return {
             "steps": self.steps,
             "rounds": self.group.clerk.rounds,
-            "gradient_bytes": 0 if self._exchange is None else self._exchange.sent_bytes,
+            "gradient_bytes": self._sent_bytes,
+            "figures": self.told(),
         }
+
+    def told(self) -> dict[str, float]:
+        """What this worker tells of itself, from any thread."""
+        return self.figures.read(steps=self.steps, sent_bytes=self._sent_bytes)
+
+    @property
+    def _sent_bytes(self) -> int:
+        exchange = self._exchange
+        return 0 if exchange is None else exchange.sent_bytes
 
     def check(self, call: str) -> None:
         """Refuse a call after the end, and tell of a failure."""

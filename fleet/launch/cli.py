@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT
-from fleet.errors import ConfigurationError, FleetError
+from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import local, network
 from fleet.launch.job import (
     LaunchPlan,
@@ -151,10 +151,26 @@ def _checkpoint(argv: list[str], prog: str) -> int:
     return inspect(argv, prog)
 
 
+def _top(argv: list[str], prog: str) -> int:
+    from fleet.launch.top import top
+
+    return _observed(top, argv, prog)
+
+
+def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
+    """A command that asks a job: not every error is a mistake in the arguments, so most say no word of --help."""
+    try:
+        return command(argv, prog)
+    except (DeadlineError, AuthenticationError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+
+
 #: What ``fleet`` can do: a new subcommand is one entry.
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
+    "top": ("show a running job, one line a process", _top),
     "checkpoint": ("look at checkpoints: ls, verify, diff, export", _checkpoint),
 }
 

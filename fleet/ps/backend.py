@@ -96,8 +96,10 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def _make_server(self, endpoint: Endpoint) -> ServerRuntime:
         expected = (self._assignment.worker_num, self._assignment.servers)
-        # One that lives and dies with its only worker has nobody to keep anything for.
-        knobs = replace(self._knobs, durable_dir="") if self._assignment.embedded else self._knobs
+        # One that lives and dies with its only worker has nobody to keep anything for, and the port is the worker's.
+        knobs = self._knobs
+        if self._assignment.embedded:
+            knobs = replace(knobs, durable_dir="", observing=replace(knobs.observing, metrics_port=None))
         return ServerRuntime(endpoint, self._network, knobs, self._clock, expected=expected, restore=self._restore)
 
     # ---------------------------------------------------------------- workers
@@ -189,6 +191,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def summary(self) -> dict[str, Any]:
         return self._running_worker("summary()").summary()
+
+    def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
+        self._running_worker("report()").figures.report(examples, loss, others)
 
     # ---------------------------------------------------------------- state
 

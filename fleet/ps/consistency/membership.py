@@ -160,6 +160,13 @@ class Membership:
             return f"worker {worker} ({member.label}), last heard {now - member.last_heard:.1f} s ago"
         return f"worker {worker}, {'not there yet' if member.standing is Standing.EXPECTED else member.standing.value}"
 
+    def glance(self, now: float) -> list[tuple[str, str, float | None]]:
+        """Of every worker: how it stands, its label, and for how long it has not been heard of, if it ever was."""
+        return [
+            (each.standing.value, each.label, now - each.last_heard if each.label else None)
+            for each in self._members.values()
+        ]
+
     def tick(self, now: float) -> list[Lost | NeverCame]:
         """What the passing of time alone has decided since the last call."""
         effects: list[Lost | NeverCame] = []

@@ -75,6 +75,14 @@ class Job:
     def all_waiting(self) -> list[Waiting]:
         return [*self.parked.values(), *(waiting for _, waiting in self.early), *self.claims.waiting()]
 
+    def waited_for(self, waiting: Waiting) -> list[int]:
+        """The workers that have to do something before a request can be answered, as far as that is known."""
+        if waiting.gathering:
+            return sorted({worker for _, workers in self.hall.lacking() for worker in workers} - {waiting.worker})
+        if any(each is waiting for _, each in self.early):
+            return [0]
+        return list(self.gate.lacking()[1]) if any(each is waiting for each in self.parked.values()) else []
+
     def steps_of(self, worker: int) -> int:
         """How many of its steps the job has."""
         return self.steps_before + self.steps.get(worker, 0)

@@ -6,11 +6,12 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
+from fleet.observing.observer import Observer
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.job import Restore
 from fleet.ps.server.service import Service
@@ -37,7 +38,11 @@ class ServerRuntime:
         restore: Restore | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._knobs = knobs
         self._clock = clock
+        endpoints = () if expected is None else expected[1]
+        #: ``fleet server`` is not told which one it is
+        self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
         durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
         try:
             self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore, durable=durable)
@@ -51,7 +56,8 @@ class ServerRuntime:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
         explained_at = self._clock.now()
         try:
-            with _signals_end(self._service.stop) as stopped:
+            observer = Observer(self._name, "server", self._service.status, self._knobs)
+            with closing(observer), _signals_end(self._service.stop) as stopped:
                 while not self._service.ended.wait(TICK_S):
                     self._service.tick()
                     if self._clock.now() - explained_at > EXPLAIN_S:

@@ -38,6 +38,7 @@ from fleet.ps.server.claims import Claims
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
+from fleet.ps.server.ledger import Ledger
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
 from fleet.ps.server.remembering import Memory, check_can_be_kept, outcome_of
@@ -96,6 +97,7 @@ class Service:
         self._told: set[int] = set()
         self._over_at = 0.0
         self._tickets = itertools.count()
+        self._ledger = Ledger(clock)
         self._suspended = False
         self.ended = threading.Event()
         self._handlers: dict[str, Callable[[Any, Frame, Respond, Outbox], None]] = {
@@ -133,11 +135,15 @@ class Service:
         if kind == "beat":
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, parting=True)
+            self._ledger.heard(request.worker, request.beat.figures)
             respond(Frame(pb.Reply()))
+            return
+        if kind == "status":
+            respond(Frame(pb.Reply(about=json.dumps(self.status()))))
             return
         outbox: Outbox = []
         try:
-            with self._lock:
+            with self._lock, self._ledger.request(frame, outbox):
                 if self._suspended:
                     return  # unanswered, it is asked again when the server is there again
                 if kind == "hello":
@@ -313,6 +319,23 @@ class Service:
                 f"{what}: waiting for " + ", ".join(members.describe(worker, now) for worker in lacking)
                 for what, lacking in waits
             )
+
+    def status(self) -> dict[str, Any]:
+        """How the job does, as far as this server sees it, for whoever shows it."""
+        with self._lock, self._members_lock:
+            return {"server": str(self._endpoint), **self._ledger.status(self._job, self._members, self._phase())}
+
+    def _phase(self) -> str:
+        job = self._job
+        if self._suspended:
+            return "stopped, to go on when it is started again"
+        if self._over:
+            return "over" if self._failure is None else f"failed: {_on_one_line(str(self._failure))[:500]}"
+        if job is None:
+            return "waiting for the first worker"
+        if not job.initialized:
+            return "waiting for initial values"
+        return "training" if job.errand is None or job.errand.is_done else job.errand.what
 
     # ---------------------------------------------------------------- joining
 
@@ -565,7 +588,7 @@ class Service:
             values = self._values(job, worker, not quiet, ())
             return values if self._shard().changes is None else self._with_changes(values, worker, step)
 
-        waiting = Waiting(worker, respond, answer)
+        waiting = Waiting(worker, f"push of step {step}", self._clock.now(), respond, answer)
         self._check_patience(job, waiting)
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
@@ -626,6 +649,8 @@ class Service:
         self._check_reply(job, pull, frame.tensors)
         waiting = Waiting(
             request.worker,
+            f"values at step {request.step}",
+            self._clock.now(),
             respond,
             lambda: self._values(job, request.worker, pull.dense, wanted),
             ahead=pull.ahead,
@@ -670,9 +695,10 @@ class Service:
         """Carry out what a request caused and let it wait for its version, which may be there at once."""
         ticket = next(self._tickets)
         job.parked[ticket] = waiting
-        self._carry_out(job, effects + job.gate.wait(ticket, waiting.worker, version), outbox)
+        self._carry_out(job, effects + job.gate.wait(ticket, waiting.worker, version), waiting.worker, outbox)
 
-    def _carry_out(self, job: Job, effects: Sequence[Effect], outbox: Outbox) -> None:
+    def _carry_out(self, job: Job, effects: Sequence[Effect], by: int, outbox: Outbox) -> None:
+        """What worker ``by`` has brought about."""
         try:
             for effect in effects:
                 if isinstance(effect, Apply):
@@ -680,6 +706,7 @@ class Service:
                 else:
                     waiting = job.parked.pop(effect.ticket, None)
                     if waiting is not None:  # else it was a process's whose worker has started again
+                        self._ledger.released(waiting, by)
                         outbox.append((waiting.respond, _answer_of(waiting)))
         except Exception as error:
             # Half a round is applied: nobody may go on from here as if nothing had happened.
@@ -750,10 +777,10 @@ class Service:
         with self._members_lock:
             assert self._members is not None
             gone = 0 not in self._members.awaited()
-        waiting = Waiting(request.worker, respond, lambda: Frame(pb.Reply(loads=job.loads)))
+        claim, now = request.claim, self._clock.now()
+        waiting = Waiting(request.worker, claim.name[:80], now, respond, lambda: Frame(pb.Reply(loads=job.loads)))
         self._check_patience(job, waiting)
-        claim = request.claim
-        job.claims.claim(claim.name, claim.by_anyone, waiting, self._clock.now(), gone, outbox)
+        job.claims.claim(claim.name, claim.by_anyone, waiting, now, gone, outbox)
 
     def _grant(self) -> Frame:
         """What a worker is told that may do what only one does: also which checkpoint is the last."""
@@ -884,14 +911,16 @@ class Service:
             met.message.loads = job.loads
             return met
 
-        waiting = Waiting(request.worker, respond, answer, gathering=True)
+        what = f"{gather.op[:20]} {gather.number}"
+        waiting = Waiting(request.worker, what, self._clock.now(), respond, answer, gathering=True)
         self._check_patience(job, waiting)
         ready = job.hall.come(ticket, request.worker, gather, frame.tensors)
         job.parked[ticket] = waiting
-        self._answer(job, ready, outbox)
+        self._answer(job, ready, waiting.worker, outbox)
 
-    def _answer(self, job: Job, tickets: Sequence[Hashable], outbox: Outbox) -> None:
+    def _answer(self, job: Job, tickets: Sequence[Hashable], by: int, outbox: Outbox) -> None:
         for waiting in [job.parked.pop(ticket) for ticket in tickets if ticket in job.parked]:  # none if the job failed
+            self._ledger.released(waiting, by)
             outbox.append((waiting.respond, _answer_of(waiting)))
 
     # ---------------------------------------------------------------- leaving
@@ -931,8 +960,8 @@ class Service:
             self._fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
             return
         self._drop_requests(job, worker, outbox)
-        self._carry_out(job, job.gate.leave(worker), outbox)
-        self._answer(job, job.hall.leave(worker), outbox)
+        self._carry_out(job, job.gate.leave(worker), worker, outbox)
+        self._answer(job, job.hall.leave(worker), worker, outbox)
         assert self._members is not None
         with self._members_lock:
             finished = self._members.finished

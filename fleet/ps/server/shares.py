@@ -29,14 +29,18 @@ class Errand:
     def __init__(self, name: str, work: Callable[[], Frame], what: str) -> None:
         """``what`` it is, errors tell."""
         self.name = name
+        self.what = what
         self._work = work
-        self._what = what
         self._lock = threading.Lock()
         self._asking: list[Respond] = []
         self._reply: Frame | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"fleet-{self.name}", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._reply is not None
 
     def answer(self, respond: Respond) -> None:
         """Tell the outcome, now or when it is there."""
@@ -52,8 +56,8 @@ class Errand:
         except FleetError as error:
             reply = error_reply(error)
         except Exception as error:
-            _log.warning("%s failed", self._what, exc_info=error)
-            reply = error_reply(CheckpointError(f"{self._what} failed", got=f"{type(error).__name__}: {error}"))
+            _log.warning("%s failed", self.what, exc_info=error)
+            reply = error_reply(CheckpointError(f"{self.what} failed", got=f"{type(error).__name__}: {error}"))
         with self._lock:
             self._reply, asking = reply, self._asking
         for respond in asking:

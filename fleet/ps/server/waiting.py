@@ -14,9 +14,12 @@ Outbox = list[tuple[Respond, Frame]]
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that cannot be answered yet: who asked, and how to make the answer when its time has come."""
+    """A request that cannot be answered yet: who asked, for what and when, and how to make the answer when its time has
+    come."""
 
     worker: int
+    what: str
+    since: float
     respond: Respond
     answer: Callable[[], Frame]
     gathering: bool = False

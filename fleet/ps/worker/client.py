@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Mapping
 
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
@@ -47,9 +48,19 @@ FATAL = (JobAbortedError, ServerLostError, IdentityError)
 
 class ServerClient:
     def __init__(
-        self, endpoint: Endpoint, network: Network, knobs: Knobs, clock: Clock, worker: int, incarnation: int
+        self,
+        endpoint: Endpoint,
+        network: Network,
+        knobs: Knobs,
+        clock: Clock,
+        worker: int,
+        incarnation: int,
+        figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """``figures`` are what the worker tells of itself with its heartbeats."""
         self.endpoint = endpoint
+        self.sent_bytes = self.received_bytes = 0
+        self._figures = figures
         self._channel = network.connect(endpoint)
         self._knobs = knobs
         self._clock = clock
@@ -133,7 +144,8 @@ class ServerClient:
         noticed = self._clock.now()
         while not self._closing.wait(self._knobs.beat_s):
             try:
-                call = self._channel.start(Frame(self.request(0, beat=pb.Beat())), self._knobs.beat_s * 2, urgent=True)
+                beat = Frame(self.request(0, beat=pb.Beat(figures=self._figures())))
+                call = self._channel.start(beat, self._knobs.beat_s * 2, urgent=True)
                 raise_if_error(call.result())
                 self._heard()
             except TransportError:
@@ -175,27 +187,29 @@ class ServerClient:
     # ---------------------------------------------------------------- for Pending
 
     def launch(self, frame: Frame, what: str, ahead: bool) -> Call:
-        self._check_size(frame, what)
+        nbytes = self._checked_size(frame, what)
         if self.failure is None:
             call = self._channel.start(frame, ahead=ahead)
             with self._lock:
                 if self._failure is None:
                     self._under_way.add(call)
+                    self.sent_bytes += nbytes
                     return call
             _give_up(call)
         raise self.report()
 
-    def _check_size(self, frame: Frame, what: str) -> None:
-        """A server would hang up in the midst of a request that is too large for it."""
-        most = self._knobs.security.max_message_bytes
-        if frame.nbytes > most:
+    def _checked_size(self, frame: Frame, what: str) -> int:
+        """What a frame weighs. A server would hang up in the midst of a request that is too large for it."""
+        most, nbytes = self._knobs.security.max_message_bytes, frame.nbytes
+        if nbytes > most:
             raise ConfigurationError(
                 "a request is larger than a message may be",
                 where=f"worker {self._worker}, {what}",
                 expected=f"at most {most >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
-                got=f"{frame.nbytes / (1 << 20):.1f} MiB",
+                got=f"{nbytes / (1 << 20):.1f} MiB",
                 todo="Raise FLEET_MAX_MESSAGE_MB for every process, or use more servers.",
             )
+        return nbytes
 
     def settle(self, call: Call) -> None:
         with self._lock:
@@ -215,6 +229,8 @@ class ServerClient:
     def answered(self, reply: Frame) -> Frame:
         """A reply to the user's request; one that says that the job is over ends the line."""
         self._heard()
+        with self._lock:
+            self.received_bytes += reply.nbytes
         try:
             return raise_if_error(reply)
         except FATAL as error:

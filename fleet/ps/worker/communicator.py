@@ -73,6 +73,11 @@ class Communicator:
             self._changed.wait_for(lambda: self._over or not (self._queue or self._sending))
             self._raise_failure()
 
+    @property
+    def queued(self) -> int:
+        """How many steps wait to be sent."""
+        return len(self._queue)
+
     def end(self) -> None:
         """Tell the threads to stop; a request under way ends with its line."""
         with self._changed:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fleet.nn.handle import Lookup, TableHandle, Wanted
+from fleet.observing.worker import ProfilerRange
 from fleet.ps.kernels.jit import Array, Ids
 from fleet.ps.kernels.rows import partition, unique
 from fleet.ps.wire import fleet_pb2 as pb
@@ -65,7 +66,8 @@ class Fetch:
     def _arrive(self) -> None:
         parts: list[list[tuple[Ids, Array]]] = [[] for _ in self._queries]
         for asked in self._asked:
-            reply = asked.pending.result()
+            with ProfilerRange("fleet.wait"):
+                reply = asked.pending.result()
             for (place, part), tensor, clock in zip(
                 asked.parts, reply.tensors, reply.message.table_clocks, strict=True
             ):

@@ -32,6 +32,8 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.nn.handle import Lookup, TableHandle, Wanted
+from fleet.observing.observer import Observer
+from fleet.observing.worker import ProfilerRange, WorkerFigures
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.describe import Description
@@ -101,8 +103,9 @@ class WorkerRuntime:
         self._gathered = 0
         self._gathering_in_doubt: tuple[int, Frame] | None = None
         incarnation = secrets.randbits(63)
+        self.figures = WorkerFigures(clock)
         self.clients = [
-            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation)
+            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation, self.told)
             for endpoint in assignment.servers
         ]
         self._rows = RowReader(self.clients, self._version_needed)
@@ -119,6 +122,7 @@ class WorkerRuntime:
         self._dense_read: dict[int, int] = {}
         self._foresight: Foresight | None = None
         self.stopped = False
+        self._observer = Observer(str(assignment), "worker", self.told, knobs)
 
     def _adopt(self, description: Description) -> None:
         self._description = description
@@ -309,6 +313,7 @@ class WorkerRuntime:
             client.close()
         if self._communicator is not None:
             self._communicator.join()
+        self._observer.close()
 
     # ---------------------------------------------------------------- what is trained
 
@@ -403,7 +408,8 @@ class WorkerRuntime:
         gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read(), options)
         self._taken += 1
         if self._communicator is not None:
-            self._communicator.put(gradients.copied())
+            with self.figures.push:
+                self._communicator.put(gradients.copied())
             fresh = self._communicator.fresh()
             if fresh is not None:
                 self._take_dense(fresh)
@@ -507,7 +513,8 @@ class WorkerRuntime:
         """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
         self._in_doubt = push
         try:
-            replies = self.ask_all(lambda server, _: push.frames[server], f"push of step {push.step}")
+            with self.figures.push:
+                replies = self.ask_all(lambda server, _: push.frames[server], f"push of step {push.step}")
         except DeadlineError:
             raise  # no answer: still in doubt
         except FleetError:
@@ -602,7 +609,8 @@ class WorkerRuntime:
 
         def fetch(wanted: Sequence[Wanted]) -> None:
             self.settle("a look-up")
-            self._rows.foresee(wanted, self.completed, self.replica)
+            with self.figures.pull:
+                self._rows.foresee(wanted, self.completed, self.replica)
 
         if self._description.handles:
             self._foresight = Foresight(model, fetch, self._rows.forget)
@@ -616,15 +624,18 @@ class WorkerRuntime:
         self.settle("a look-up")
         if self._foresight is not None:
             self._foresight.saw(wanted)
-        return self._rows.lookup(wanted, self.completed, self.replica)
+        with self.figures.pull:
+            return self._rows.lookup(wanted, self.completed, self.replica)
 
     def _fetch_to_train(self, index: int, ids: Array) -> Array:
-        return self._rows.fetch(index, ids, self.completed, training=True)
+        with self.figures.pull:
+            return self._rows.fetch(index, ids, self.completed, training=True)
 
     def fetch_ahead(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         self.settle("prefetch()")
-        return self._rows.fetch_ahead(wanted, self.completed, steps, self.replica)
+        with self.figures.pull:
+            return self._rows.fetch_ahead(wanted, self.completed, steps, self.replica)
 
     def present(self, ahead: Mapping[int, Ahead]) -> None:
         """From now on forwards may use what was fetched ahead."""
@@ -685,7 +696,10 @@ class WorkerRuntime:
         self._gathering_in_doubt = (number, frame)
         op = frame.message.gather.op
         try:
-            reply = self.clients[0].call(frame, f"barrier {number}" if op == BARRIER else f"all_reduce {number} ({op})")
+            with self.figures.meet:
+                reply = self.clients[0].call(
+                    frame, f"barrier {number}" if op == BARRIER else f"all_reduce {number} ({op})"
+                )
         except DeadlineError:
             raise  # no answer: still in doubt
         except FleetError:
@@ -702,7 +716,17 @@ class WorkerRuntime:
     def summary(self) -> dict[str, Any]:
         self.settle("summary()")
         replies = self.ask_all(lambda _, client: Frame(client.request(self.completed, survey=pb.Survey())), "summary")
-        return summary(self.assignment.index, self.mode.name, self.steps, [reply.message.about for reply in replies])
+        surveys = [reply.message.about for reply in replies]
+        return summary(self.assignment.index, self.mode.name, self.steps, surveys, self.told())
+
+    def told(self) -> dict[str, float]:
+        """What this worker tells of itself, from any thread."""
+        return self.figures.read(
+            steps=self._taken,
+            queue=0 if self._communicator is None else self._communicator.queued,
+            sent_bytes=sum(client.sent_bytes for client in self.clients),
+            received_bytes=sum(client.received_bytes for client in self.clients),
+        )
 
     # ---------------------------------------------------------------- shorthands
 
@@ -719,11 +743,12 @@ class WorkerRuntime:
                     pendings.append(client.start(make(server, client), what))
                 for pending in pendings:
                     pending.send()
-                for pending in pendings:
-                    try:
-                        replies.append(pending.result())
-                    except FleetError as error:  # the others still get their answer
-                        failure = failure or error
+                with ProfilerRange("fleet.wait"):
+                    for pending in pendings:
+                        try:
+                            replies.append(pending.result())
+                        except FleetError as error:  # the others still get their answer
+                            failure = failure or error
             except BaseException:  # interrupted: what nobody reads any more must hold nothing up
                 for pending in pendings:
                     pending.abandon()

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fleet.observing.names import Figures
 from fleet.ps.consistency.staleness import total
 
 
-def summary(worker: int, mode: str, steps: int, surveys: Sequence[str]) -> dict[str, Any]:
-    """``surveys`` holds the JSON text of each server."""
+def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures: Figures) -> dict[str, Any]:
+    """``surveys`` holds the JSON text of each server, ``figures`` what the worker tells of itself."""
     told: list[dict[str, Any]] = [json.loads(text) for text in surveys]
     tables: dict[str, dict[str, int]] = {}
     for each in told:
@@ -23,6 +24,7 @@ def summary(worker: int, mode: str, steps: int, surveys: Sequence[str]) -> dict[
         "worker": worker,
         "mode": mode,
         "steps": steps,
+        "figures": dict(figures),
         "steps_by_worker": {int(index): count for index, count in told[0]["steps"].items()},
         "tables": tables,
         "staleness": {

@@ -1,0 +1,122 @@
+"""Where those who look at a job from outside find it: at its servers while it runs, or in the records it has left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fleet.clock import wall_time
+from fleet.cluster import Endpoint
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.errors import ConfigurationError, DeadlineError, FleetError
+from fleet.observing.names import Figures
+from fleet.observing.picture import View, seen
+from fleet.observing.record import Line, newest
+
+#: A server that says nothing for so long is not waited for.
+PATIENCE_S = 3.0
+
+
+class Source(Protocol):
+    def look(self) -> View: ...
+
+    def close(self) -> None: ...
+
+
+def source_of(target: str) -> Source:
+    """What ``host:port,host:port`` or the name of a directory means."""
+    if not target.strip():
+        raise ConfigurationError("nothing to look at", expected="host:port of every server, or a log directory")
+    if Path(target).is_dir():
+        return Recorded(Path(target))
+    try:
+        endpoints = [Endpoint.parse(text) for text in target.split(",")]
+    except FleetError:
+        raise ConfigurationError(
+            "this is neither servers nor a directory",
+            expected="host:port,host:port of a job's servers, or the log directory of a job",
+            got=repr(target),
+        ) from None
+    return Running(endpoints)
+
+
+class Running:
+    """A job whose servers answer. Asking changes nothing there, and takes the job's token or certificates."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        from fleet.ps.backend import real_network  # loads torch and grpc
+
+        # Everything that is said here is small: no direct connections.
+        network = real_network(replace(Knobs.read(PROCESS_ENVIRONMENT), direct_port=None))
+        self._channels = {endpoint: network.connect(endpoint) for endpoint in dict.fromkeys(endpoints)}
+        self._answered = False
+
+    def look(self) -> View:
+        from fleet.ps.wire import fleet_pb2 as pb
+        from fleet.ps.wire.errors import raise_if_error
+        from fleet.ps.wire.frame import Frame
+        from fleet.ps.wire.transport import TransportError
+
+        calls = {
+            endpoint: channel.start(Frame(pb.Request(status=pb.Status())), PATIENCE_S)
+            for endpoint, channel in self._channels.items()
+        }
+        statuses: dict[str, Mapping[str, Any] | str] = {}
+        reasons = []
+        for endpoint, call in calls.items():
+            try:
+                status = json.loads(raise_if_error(call.result()).message.about)
+                statuses[_name(status)] = status
+            except TransportError as error:
+                statuses[f"server {endpoint}"] = "does not answer"
+                reasons.append(f"{endpoint}: {error}")
+        if not self._answered and len(reasons) == len(statuses):
+            raise DeadlineError(
+                "no server answers",
+                got="; ".join(reasons),
+                todo="Give the endpoints of the servers of a job that runs.",
+            )
+        self._answered = True
+        return seen(wall_time(), statuses, {})
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+
+class Recorded:
+    """A job that keeps records in a directory of this machine, as under ``fleetrun``; it may be over."""
+
+    def __init__(self, directory: Path, processes: Sequence[str] | None = None) -> None:
+        """``processes`` are those to look at, all unless given."""
+        self._directory = directory
+        self._processes = processes
+
+    def look(self) -> View:
+        lines = newest(self._directory, self._processes)
+        if not lines and self._processes is None:
+            raise ConfigurationError("no job has left a record in this directory", where=str(self._directory))
+        return view_of(wall_time(), lines)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def view_of(at: float, lines: Iterable[Line]) -> View:
+    """What the records' newest lines tell."""
+    statuses: dict[str, Mapping[str, Any] | str] = {}
+    own: dict[int, tuple[Figures, float]] = {}
+    for line in lines:
+        if line.kind == "server":
+            statuses[_name(line.told)] = line.told
+        elif line.kind == "worker":
+            own[int(line.process.rpartition(" ")[2])] = line.told, at - line.at
+    return seen(at, statuses, own)
+
+
+def _name(status: Mapping[str, Any]) -> str:
+    index = status.get("index")
+    return f"server {status['server'] if index is None else index}"

@@ -1,0 +1,59 @@
+"""The figures that a process tells of itself, by name: whoever shows any of them finds here what it means.
+
+A figure that counts only grows while its process lives. How fast, is the difference of two readings over the difference
+of their ``uptime_seconds``, which are the process's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: What is told of one process at one moment.
+Figures = Mapping[str, float]
+
+#: So many figures a process tells, with names no longer than this.
+MOST_FIGURES, LONGEST_NAME = 128, 64
+
+
+@dataclass(frozen=True)
+class Figure:
+    meaning: str
+    counts: bool = True
+
+
+_OF_EVERY_PROCESS = {
+    "uptime_seconds": Figure("how long the process has been part of the job"),
+    "cpu_seconds": Figure("processor time of all its threads"),
+    "memory_bytes": Figure("memory that it occupies", counts=False),
+    "sent_bytes": Figure("tensors that it has sent"),
+    "received_bytes": Figure("tensors that it has received"),
+}
+
+WORKER = {
+    "steps": Figure("steps taken"),
+    "examples": Figure("examples trained on, as fleet.report() was told"),
+    "loss": Figure("the last loss, of minimize(), of step(closure) or as fleet.report() was told", counts=False),
+    "push_seconds": Figure("time of the training thread in exchanging gradients for values, or waiting to queue them"),
+    "pull_seconds": Figure("time of the training thread in fetching rows"),
+    "meet_seconds": Figure("time of the training thread in barriers and reductions"),
+    "queue": Figure("steps that wait to be sent, in the asynchronous mode", counts=False),
+    **_OF_EVERY_PROCESS,
+}
+
+SERVER = {
+    "version": Figure("updates applied, those of the checkpoint it started from among them", counts=False),
+    "requests": Figure("requests taken, heartbeats not among them"),
+    "busy_seconds": Figure("time in carrying out requests, one after the other"),
+    "parked": Figure("requests that wait for something", counts=False),
+    **_OF_EVERY_PROCESS,
+}
+
+
+def rate(name: str, before: Figures | None, now: Figures) -> float | None:
+    """How fast a figure grew between two readings, a second; None where they do not tell."""
+    if before is None or name not in before or name not in now:
+        return None
+    seconds = now["uptime_seconds"] - before["uptime_seconds"]
+    grown = now[name] - before[name]
+    return grown / seconds if seconds > 0 and grown >= 0 else None
