@@ -15,12 +15,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-mpi lint format types protos clean
+.PHONY: help venv quickstart test test-mpi docs lint format types protos clean
 
 help:
 	@echo "make quickstart   train the example model on this machine"
 	@echo "make test         run the tests"
 	@echo "make test-mpi     run those that need MPI, under MPICH and Open MPI"
+	@echo "make docs         build the site into build/site"
 	@echo "make lint types   what else CI checks; make format repairs the layout"
 	@echo "make protos       regenerate the protobuf stubs"
 	@echo "make clean        remove whatever these have made"
@@ -63,6 +64,17 @@ $(MPIS): $(STAMP)
 
 test-mpi: $(STAMP) $(MPIS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m mpi $(ARGS)
+
+# What builds the site, which nothing else needs.
+SITE := $(VENV)/.installed-for-docs
+
+$(SITE): $(STAMP)
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site --bind 127.0.0.1"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

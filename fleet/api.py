@@ -33,7 +33,15 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """One process's part in one job. Several live side by side in one process."""
+    """One process's part in one job. Several live side by side in one process; the functions of ``import fleet`` are
+    the methods of one of them.
+
+    Examples:
+        >>> another = fleet.Fleet()
+        >>> another.init()  # a job of its own, beside the one that is running
+        >>> another.worker_num()
+        1
+    """
 
     def __init__(self, *, environ: Mapping[str, str] | None = None, network: Network | None = None) -> None:
         """``environ`` stands in for the process environment, ``network`` for gRPC (tests, simulations)."""
@@ -45,7 +53,14 @@ class Fleet:
     # ---------------------------------------------------------------- who am I
 
     def init(self, role_maker: RoleMakerBase | None = None, *, is_collective: bool | None = None) -> None:
-        """Resolve who this process is: from ``role_maker``, or else from the environment, or else alone."""
+        """Resolve who this process is: from ``role_maker``, or else from the environment, or else alone.
+
+        Examples:
+            >>> fleet.stop_worker()  # a running job has to end first
+            >>> fleet.init()  # no variables of a job, no launcher: alone
+            >>> fleet.worker_index(), fleet.worker_num(), fleet.is_server()
+            (0, 1, False)
+        """
         if role_maker is not None and not isinstance(role_maker, RoleMakerBase):
             raise ArgumentTypeError(
                 "role_maker is of the wrong type",
@@ -88,35 +103,106 @@ class Fleet:
             do_without_compiler()
 
     def is_worker(self) -> bool:
+        """Whether this process trains. One that runs alone does; its server is a part of it.
+
+        Examples:
+            >>> fleet.is_worker()
+            True
+        """
         return self._me("is_worker").is_worker
 
     def is_server(self) -> bool:
+        """Whether this process serves.
+
+        Examples:
+            >>> if fleet.is_server():
+            ...     fleet.init_server()
+            ...     fleet.run_server()
+            ... else:
+            ...     print("this process trains")
+            this process trains
+        """
         return self._me("is_server").is_server
 
     def is_first_worker(self) -> bool:
+        """Whether this is worker 0, who does what is to be done once.
+
+        Examples:
+            >>> if fleet.is_first_worker():
+            ...     fleet.save_persistables("ckpt/final")
+        """
         me = self._me("is_first_worker")
         return me.is_worker and me.index == 0
 
     def worker_index(self) -> int:
+        """Which worker this is, from 0. On a server it is an error.
+
+        Examples:
+            >>> fleet.worker_index()
+            0
+        """
         return self._index("worker_index", self._me("worker_index").is_worker)
 
     def server_index(self) -> int:
+        """Which server this is, from 0. On a worker it is an error.
+
+        Examples:
+            >>> fleet.server_index()
+            Traceback (most recent call last):
+                ...
+            fleet.errors.StateError: fleet.server_index() was called on worker 0. ...
+        """
         return self._index("server_index", self._me("server_index").is_server)
 
     def worker_num(self) -> int:
+        """How many workers the job began with.
+
+        Examples:
+            >>> fleet.worker_num()
+            1
+        """
         return self._me("worker_num").worker_num
 
     def server_num(self) -> int:
+        """How many servers the job has; none in a collective one.
+
+        Examples:
+            >>> fleet.server_num()
+            1
+        """
         return self._me("server_num").server_num
 
     def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
+        """The workers' addresses, where they are known: in collective jobs, and where a variable lists them.
+
+        Examples:
+            >>> fleet.worker_endpoints()
+            []
+        """
         return _listed(self._me("worker_endpoints").workers, to_string)
 
     def server_endpoints(self, to_string: bool = False) -> list[str] | str:
+        """The servers' addresses, in their order: a list, or text with commas.
+
+        Examples:
+            >>> from fleet.role_maker import Role, UserDefinedRoleMaker
+            >>> second = fleet.Fleet()
+            >>> second.init(UserDefinedRoleMaker(1, Role.WORKER, 2, ["10.0.0.1:6174", "10.0.0.2:6174"]))
+            >>> second.server_endpoints(to_string=True)
+            '10.0.0.1:6174,10.0.0.2:6174'
+        """
         return _listed(self._me("server_endpoints").servers, to_string)
 
     def split_files(self, files: list[T]) -> list[T]:
-        """This worker's share: contiguous; the first ``len(files) % n`` workers get one more."""
+        """This worker's share: contiguous; the first ``len(files) % n`` workers get one more.
+
+        Examples:
+            >>> from fleet.role_maker import Role, UserDefinedRoleMaker
+            >>> first = fleet.Fleet()
+            >>> first.init(UserDefinedRoleMaker(0, Role.WORKER, 2, ["10.0.0.1:6174"]))
+            >>> first.split_files(["monday", "tuesday", "wednesday"])
+            ['monday', 'tuesday']
+        """
         me = self._me("split_files")
         if not isinstance(files, list):
             raise ArgumentTypeError("files must be a list", got=type(files).__name__)
@@ -135,7 +221,18 @@ class Fleet:
         *,
         model: torch.nn.Module | None = None,
     ) -> DistributedOptimizer:
-        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous."""
+        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous.
+
+        Examples:
+            >>> fleet.stop_worker()
+            >>> fleet.init()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> adam = torch.optim.Adam(model.parameters(), lr=0.01)
+            >>> strategy = fleet.StrategyFactory.create_async_strategy()
+            >>> optimizer = fleet.distributed_optimizer(adam, strategy, model=model)
+            >>> fleet.init_worker()
+            >>> optimizer.minimize(model(torch.ones(4, 2)).mean())
+        """
         backend = self._backend("distributed_optimizer")
         import torch
 
@@ -145,25 +242,61 @@ class Fleet:
         return backend.distributed_optimizer(given, strategy, model)
 
     def init_server(self, model_dir: str | PathLike[str] | None = None) -> None:
-        """Prepare to serve, from a checkpoint if ``model_dir`` names one."""
+        """Prepare to serve, from a checkpoint if ``model_dir`` names one.
+
+        Examples:
+            >>> if fleet.is_server():
+            ...     fleet.init_server(fleet.Checkpoints.latest("ckpt/run"))  # None: nothing to go on from
+            ...     fleet.run_server()
+        """
         self._backend("init_server").init_server(model_dir)
 
     def run_server(self) -> None:
-        """Serve until every worker has stopped or is given up on."""
+        """Serve until every worker has stopped or is given up on.
+
+        Examples:
+            >>> if fleet.is_server():
+            ...     fleet.init_server()
+            ...     fleet.run_server()
+        """
         self._backend("run_server").run_server()
 
     def init_worker(self) -> None:
         """Connect to the servers, or in a collective job to each other, agree on the plan, take over the initial
-        parameters."""
+        parameters.
+
+        Examples:
+            >>> fleet.stop_worker()
+            >>> fleet.init()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            >>> fleet.init_worker()
+            >>> fleet.resume_step()
+            0
+        """
         self._backend("init_worker").init_worker()
 
     def stop_worker(self) -> None:
-        """Say goodbye to the servers. A second time does nothing."""
+        """Say goodbye to the servers. A second time does nothing.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> fleet.stop_worker()
+            >>> fleet.stop_worker()
+        """
         self._backend("stop_worker").stop_worker()
 
     def prefetch(self, batches: Iterable[T], lookup: Callable[[T], Mapping[Any, Any]], depth: int = 1) -> Iterator[T]:
         """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
-        ids that each remote embedding will be asked for, as ``{module: ids}``; forwards then find the rows there."""
+        ids that each remote embedding will be asked for, as ``{module: ids}``; forwards then find the rows there.
+
+        Examples:
+            >>> batches = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+            >>> for ids in fleet.prefetch(batches, lambda batch: {model[0]: batch}):
+            ...     optimizer.minimize(model(ids).square().mean())
+            >>> fleet.summary()["steps"]
+            2
+        """
         backend = self._backend("prefetch")
         if isinstance(depth, bool) or not isinstance(depth, int):
             raise ArgumentTypeError("depth must be an int", got=repr(depth))
@@ -177,7 +310,11 @@ class Fleet:
 
     def barrier_worker(self) -> None:
         """Wait until every worker has come here. Like all calls of this part: the same ones, in the same order, on
-        every worker; one that has left is not waited for."""
+        every worker; one that has left is not waited for.
+
+        Examples:
+            >>> fleet.barrier_worker()
+        """
         self._backend("barrier_worker").barrier_worker()
 
     def all_reduce_worker(self, input: Any, output: Any = None, op: str = "sum") -> Any:
@@ -186,27 +323,61 @@ class Fleet:
         ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers; the result is
         of the same kind and element type, but for integers and bools, whose sum is int64 and whose mean is float64. It
         is written into ``output``, and that returned, if it is given.
+
+        Examples:
+            >>> fleet.all_reduce_worker(1280)
+            1280
+            >>> fleet.all_reduce_worker(torch.tensor([1.0, 2.0]), op="max")
+            tensor([1., 2.])
         """
         return self._backend("all_reduce_worker").all_reducer("all_reduce_worker")(input, output, op)
 
     @property
     def metrics(self) -> Metrics:
-        """Metrics over the data of all workers."""
+        """Metrics over the data of all workers.
+
+        Examples:
+            >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
+            0.75
+        """
         return Metrics(lambda call: self._backend(call).all_reducer(call))
 
     # ---------------------------------------------------------------- state
 
     def save_persistables(self, dirname: str | PathLike[str], mode: str = "full") -> None:
         """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
-        a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one."""
+        a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> fleet.save_persistables("ckpt/final")
+            >>> optimizer.minimize(loss())
+            >>> fleet.save_persistables("ckpt/final", mode="delta")
+            >>> fleet.load_persistables("ckpt/final")
+        """
         self._backend("save_persistables").begin_saving(dirname, mode)()
 
     def resume_step(self) -> int:
-        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded."""
+        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> fleet.resume_step()
+            1
+        """
         return self._backend("resume_step").resume_step()
 
     def load_persistables(self, dirname: str | PathLike[str]) -> None:
-        """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all."""
+        """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all.
+
+        Examples:
+            >>> fleet.save_persistables("ckpt/before")
+            >>> before = loss().item()
+            >>> optimizer.minimize(loss())
+            >>> fleet.load_persistables("ckpt/before")
+            >>> loss().item() == before
+            True
+        """
         self._backend("load_persistables").load_persistables(dirname)
 
     def save_inference_model(
@@ -216,6 +387,12 @@ class Fleet:
 
         ``example_inputs``, a tuple of positional arguments made of tensors, adds a ``torch.export`` program that plain
         PyTorch runs on batches of any size (docs/serving.md).
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> fleet.save_inference_model("serve", model)
+            >>> sorted(fleet.load_inference_model("serve"))
+            ['0.ids', '0.weight', '1.bias', '1.weight']
         """
         backend = self._backend("save_inference_model")
         from fleet import serving
@@ -224,7 +401,16 @@ class Fleet:
 
     def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
         """The tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class that was
-        saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program."""
+        saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> fleet.save_inference_model("serve", model)
+            >>> fresh = torch.nn.Sequential(fleet.nn.Embedding(None, 4), torch.nn.Linear(4, 1))
+            >>> served = fleet.load_inference_model("serve", fresh)
+            >>> torch.equal(served(ids), model.eval()(ids))
+            True
+        """
         from fleet import serving
 
         return serving.load(serving.check_dirname(dirname), None if model is None else serving.check_model(model))
@@ -234,6 +420,12 @@ class Fleet:
 
         Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix, one that takes any id as
         its sorted ``ids`` beside the rows; ``tables=False`` leaves remote tables out.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> state = fleet.state_dict(model)
+            >>> state["0.ids"], state["0.weight"].shape
+            (tensor([1, 3, 4, 5, 9]), torch.Size([5, 4]))
         """
         backend = self._backend("state_dict")
         from fleet import serving
@@ -244,7 +436,17 @@ class Fleet:
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Give the whole job the values of plain tensors, as ``state_dict`` returns them or a model in one process
-        has them; called by one worker or by all. The optimizer's state stays."""
+        has them; called by one worker or by all. The optimizer's state stays.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> state = fleet.state_dict(model)
+            >>> before = loss().item()
+            >>> optimizer.minimize(loss())
+            >>> fleet.load_state_dict(model, state)
+            >>> loss().item() == before
+            True
+        """
         self._backend("load_state_dict").load_state_dict(model, state)
 
     # ---------------------------------------------------------------- what happened
@@ -252,7 +454,14 @@ class Fleet:
     def summary(self) -> dict[str, Any]:
         """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
         how old the values were that gradients were computed on (docs/modes.md has every key), and this worker's own
-        figures (docs/observing.md)."""
+        figures (docs/observing.md).
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> told = fleet.summary()
+            >>> told["mode"], told["steps"], told["tables"]["0.weight"]["rows"]
+            ('sync', 1, 5)
+        """
         return self._backend("summary").summary()
 
     def report(self, *, examples: int | None = None, loss: Any = None, **figures: Any) -> None:

@@ -11,7 +11,13 @@ from fleet.errors import ConfigurationError
 
 
 class Role(enum.Enum):
-    """What a process does in a parameter-server job; the numbers are the source system's."""
+    """What a process does in a parameter-server job; the numbers are the source system's.
+
+    Examples:
+        >>> from fleet.role_maker import Role
+        >>> [role.name for role in Role]
+        ['WORKER', 'SERVER']
+    """
 
     WORKER = 1
     SERVER = 2

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 
 class FleetError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     fleet.StrategyFactory.create_ssp_strategy(staleness=-1)
+        ... except fleet.errors.FleetError as error:
+        ...     print(error.what, error.expected, error.got, sep=" | ")
+        staleness is out of range | at least 0 | -1
+    """
 
     def __init__(
         self,
@@ -43,75 +51,209 @@ class FleetError(Exception):
 
 
 class ArgumentTypeError(FleetError, TypeError):
-    """An argument has the wrong type."""
+    """An argument has the wrong type.
+
+    Examples:
+        >>> fleet.distributed_optimizer("adam")
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ArgumentTypeError: optimizer is of the wrong type; ... got str
+    """
 
 
 class ConfigurationError(FleetError, ValueError):
-    """An argument, a configuration or an environment variable has an impossible value."""
+    """An argument, a configuration or an environment variable has an impossible value.
+
+    Examples:
+        >>> fleet.StrategyFactory.create_geo_strategy(update_frequency=0)
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ConfigurationError: update_frequency is out of range; expected at least 1; got 0
+    """
 
 
 class IdOutOfRangeError(FleetError, IndexError):
-    """An id is outside of the range its table was made for."""
+    """An id is outside of the range its table was made for.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> table = fleet.nn.Embedding(3, 2)
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), model=table)
+        >>> fleet.init_worker()
+        >>> table(torch.tensor([3]))
+        Traceback (most recent call last):
+            ...
+        fleet.errors.IdOutOfRangeError: an id is out of range for weight; expected 0 <= id < 3; got 3
+    """
 
 
 class UnsupportedError(FleetError, ValueError):
-    """What was asked for is understood and cannot be honoured; it is refused rather than ignored."""
+    """What was asked for is understood and cannot be honoured; it is refused rather than ignored.
+
+    Examples:
+        >>> optimizer.state_dict()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.UnsupportedError: the optimizer's state is a part of the job's, and not whole on any worker. ...
+    """
 
 
 class NotInitializedError(FleetError, RuntimeError):
-    """A call came before the call it needs."""
+    """A call came before the call it needs.
+
+    Examples:
+        >>> fleet.Fleet().worker_index()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.NotInitializedError: fleet.worker_index() came before fleet.init(). Call fleet.init() first.
+    """
 
 
 class StateError(FleetError, RuntimeError):
-    """A call came at a moment when it makes no sense."""
+    """A call came at a moment when it makes no sense.
+
+    Examples:
+        >>> fleet.init()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.StateError: fleet.init() was called while a job is running. Call fleet.stop_worker() first.
+    """
 
 
 class DeadlineError(FleetError, TimeoutError):
-    """A peer was silent, or something did not come up, for longer than its deadline."""
+    """A peer was silent, or something did not come up, for longer than its deadline.
+
+    Examples:
+        >>> from fleet.role_maker import Role, UserDefinedRoleMaker
+        >>> config = fleet.transpiler.DistributeTranspilerConfig()
+        >>> config.wait_port = False
+        >>> another = fleet.Fleet()
+        >>> another.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["127.0.0.1:1"]))
+        >>> _ = another.distributed_optimizer(torch.optim.SGD(torch.nn.Linear(2, 1).parameters()), config)
+        >>> another.init_worker()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.DeadlineError: the server at 127.0.0.1:1 did not come up; at worker 0, hello; ...
+    """
 
 
 class PortInUseError(FleetError, OSError):
-    """A server cannot listen where it was told to."""
+    """A server cannot listen where it was told to.
+
+    Examples:
+        >>> import socket
+        >>> from fleet.role_maker import Role, UserDefinedRoleMaker
+        >>> server = fleet.Fleet()
+        >>> with socket.create_server(("127.0.0.1", 0)) as taken:
+        ...     address, port = taken.getsockname()
+        ...     server.init(UserDefinedRoleMaker(0, Role.SERVER, 1, [f"{address}:{port}"]))
+        ...     server.init_server()
+        ...     server.run_server()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.PortInUseError: port ... is in use; at 127.0.0.1:...; got held by process ...
+    """
 
 
 class PlanMismatchError(FleetError, ValueError):
-    """Two processes of one job do not agree on the model, the optimizer or the cluster."""
+    """Two processes of one job do not agree on the model, the optimizer or the cluster.
+
+    Examples:
+        >>> issubclass(fleet.errors.PlanMismatchError, ValueError)
+        True
+    """
 
 
 class IdentityError(FleetError, RuntimeError):
-    """A process claims a place that is taken, or one it was removed from."""
+    """A process claims a place that is taken, or one it was removed from.
+
+    Examples:
+        >>> issubclass(fleet.errors.IdentityError, RuntimeError)
+        True
+    """
 
 
 class AuthenticationError(FleetError, PermissionError):
-    """A process did not prove to another one who it is: no token or a wrong one, no certificate or a wrong one."""
+    """A process did not prove to another one who it is: no token or a wrong one, no certificate or a wrong one.
+
+    Examples:
+        >>> issubclass(fleet.errors.AuthenticationError, PermissionError)
+        True
+    """
 
 
 class PlaceTakenError(IdentityError):
-    """Another process has this worker's place, and was heard of lately. If it has died the place is free soon."""
+    """Another process has this worker's place, and was heard of lately. If it has died the place is free soon.
+
+    Examples:
+        >>> issubclass(fleet.errors.PlaceTakenError, fleet.errors.IdentityError)
+        True
+    """
 
 
 class StillBusyError(FleetError, RuntimeError):
-    """A server has not finished an earlier job yet. A worker that waits for its servers asks again."""
+    """A server has not finished an earlier job yet. A worker that waits for its servers asks again.
+
+    Examples:
+        >>> issubclass(fleet.errors.StillBusyError, RuntimeError)
+        True
+    """
 
 
 class ServerLostError(FleetError, ConnectionError):
-    """A server answers but no longer knows the job: it was restarted without its state."""
+    """A server answers but no longer knows the job: it was restarted without its state.
+
+    Examples:
+        >>> issubclass(fleet.errors.ServerLostError, ConnectionError)
+        True
+    """
 
 
 class JobAbortedError(FleetError, RuntimeError):
-    """The job ended because one of its processes failed; the message carries that failure."""
+    """The job ended because one of its processes failed; the message carries that failure.
+
+    Examples:
+        >>> issubclass(fleet.errors.JobAbortedError, RuntimeError)
+        True
+    """
 
 
 class ProtocolError(FleetError, RuntimeError):
-    """A peer sent bytes that are not a valid message."""
+    """A peer sent bytes that are not a valid message.
+
+    Examples:
+        >>> issubclass(fleet.errors.ProtocolError, RuntimeError)
+        True
+    """
 
 
 class NonFiniteGradientError(FleetError, ArithmeticError):
-    """A gradient holds NaN or infinity and the strategy asked for a check."""
+    """A gradient holds NaN or infinity and the strategy asked for a check.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        >>> fleet.init_worker()
+        >>> optimizer.minimize(model(torch.full((1, 2), float("nan"))).mean())
+        Traceback (most recent call last):
+            ...
+        fleet.errors.NonFiniteGradientError: the gradient of 'weight' holds NaN or infinity; at worker 0, step 1
+    """
 
 
 class CheckpointError(FleetError, RuntimeError):
-    """A checkpoint is missing, damaged, or does not fit the job."""
+    """A checkpoint is missing, damaged, or does not fit the job.
+
+    Examples:
+        >>> fleet.load_persistables("nowhere")
+        Traceback (most recent call last):
+            ...
+        fleet.errors.CheckpointError: there is no checkpoint here; at ...nowhere; ...
+    """
 
 
 class DataError(FleetError, ValueError):

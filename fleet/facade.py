@@ -13,6 +13,17 @@ from fleet.role_maker.base import RoleMakerBase
 
 
 class Facade:
+    """``fleet`` for one kind of job: every name of ``import fleet``, and an ``init`` that refuses the other kind.
+
+    Examples:
+        >>> from fleet.collective import fleet as collective
+        >>> from fleet.role_maker import Role, UserDefinedRoleMaker
+        >>> collective.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["10.0.0.1:6174"]))
+        Traceback (most recent call last):
+            ...
+        fleet.errors.StateError: the fleet of fleet.collective is for collective jobs, ...
+    """
+
     def __init__(self, package: str, collective: bool) -> None:
         self._package = package
         self._collective = collective
@@ -45,4 +56,6 @@ class Facade:
 
 
 parameter_server = Facade("fleet.transpiler", collective=False)
+"""``import fleet`` for parameter-server jobs: its ``init`` refuses a collective one."""
 collective = Facade("fleet.collective", collective=True)
+"""``import fleet`` for collective jobs: its ``init`` refuses one with parameter servers."""

@@ -25,6 +25,13 @@ BUCKETS = 1 << 16
 
 
 class Metrics:
+    """Figures over the data of all workers. Each call is made by every worker, in the same order, and has one answer.
+
+    Examples:
+        >>> fleet.metrics.acc([0.9, 0.2, 0.6], [1, 0, 0])
+        0.6666666666666666
+    """
+
     def __init__(self, all_reducer: Callable[[str], AllReduce]) -> None:
         """``all_reducer`` gives what reduces over the workers on behalf of a call, which it is told the name of."""
         self._all_reducer = all_reducer
@@ -32,49 +39,102 @@ class Metrics:
     # Of any numbers: element by element over the workers
 
     def sum(self, x: Any) -> Any:
-        """The sum over all workers, element by element: a float for one element, else a numpy array."""
+        """The sum over all workers, element by element: a float for one element, else a numpy array.
+
+        Examples:
+            >>> fleet.metrics.sum([1.0, 2.0])
+            array([1., 2.])
+        """
         return self._elementwise("sum", x)
 
     def max(self, x: Any) -> Any:
-        """The largest value any worker has, element by element: a float for one element, else a numpy array."""
+        """The largest value any worker has, element by element: a float for one element, else a numpy array.
+
+        Examples:
+            >>> fleet.metrics.max(3)
+            3.0
+        """
         return self._elementwise("max", x)
 
     def min(self, x: Any) -> Any:
-        """The smallest value any worker has, element by element: a float for one element, else a numpy array."""
+        """The smallest value any worker has, element by element: a float for one element, else a numpy array.
+
+        Examples:
+            >>> fleet.metrics.min([3, 1])
+            array([3, 1])
+        """
         return self._elementwise("min", x)
 
     def mean(self, x: Any) -> Any:
-        """The mean over the workers, each alike, element by element: a float for one element, else a numpy array."""
+        """The mean over the workers, each alike, element by element: a float for one element, else a numpy array.
+
+        Examples:
+            >>> fleet.metrics.mean(0.25)
+            0.25
+        """
         return self._elementwise("mean", x)
 
     # Of predictions and labels: over all elements of all workers
 
     def mae(self, predictions: Any, labels: Any) -> float:
-        """The mean absolute error. NaN if no worker has any data."""
+        """The mean absolute error. NaN if no worker has any data.
+
+        Examples:
+            >>> fleet.metrics.mae([1.0, 3.0], [1.0, 2.0])
+            0.5
+        """
         return self._mean_of("mae", predictions, labels, abs)
 
     def mse(self, predictions: Any, labels: Any) -> float:
-        """The mean squared error. NaN if no worker has any data."""
+        """The mean squared error. NaN if no worker has any data.
+
+        Examples:
+            >>> fleet.metrics.mse([1.0, 3.0], [1.0, 1.0])
+            2.0
+        """
         return self._mean_of("mse", predictions, labels, lambda difference: difference * difference)
 
     def rmse(self, predictions: Any, labels: Any) -> float:
-        """The root of the mean squared error. NaN if no worker has any data."""
+        """The root of the mean squared error. NaN if no worker has any data.
+
+        Examples:
+            >>> fleet.metrics.rmse([3.0], [1.0])
+            2.0
+        """
         return math.sqrt(self._mean_of("rmse", predictions, labels, lambda difference: difference * difference))
 
     def acc(self, predictions: Any, labels: Any) -> float:
         """The share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
-        (samples, classes) against (samples,), the class with the largest value. NaN if no worker has any data."""
+        (samples, classes) against (samples,), the class with the largest value. NaN if no worker has any data.
+
+        Examples:
+            >>> fleet.metrics.acc([[0.1, 0.9], [0.7, 0.3]], [1, 1])
+            0.5
+        """
         reduce = self._all_reducer("metrics.acc")
         right = _right("metrics.acc", predictions, labels)
         return _share(reduce, float(right.sum()), right.size)
 
     def auc(self, predictions: Any, labels: Any) -> float:
         """The area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties within
-        one count half. NaN unless there are labels of both kinds, as it is not defined then."""
+        one count half. NaN unless there are labels of both kinds, as it is not defined then.
+
+        Examples:
+            >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
+            0.75
+        """
         return self._auc("metrics.auc").update(predictions, labels).compute()
 
     def Auc(self) -> RunningAuc:  # noqa: N802 - a class to whoever calls it
-        """An AUC that is collected batch by batch."""
+        """An AUC that is collected batch by batch.
+
+        Examples:
+            >>> auc = fleet.metrics.Auc()
+            >>> for scores, clicks in [([0.1, 0.4], [0, 0]), ([0.35, 0.8], [1, 1])]:
+            ...     _ = auc.update(scores, clicks)
+            >>> auc.compute()
+            0.75
+        """
         return self._auc("metrics.Auc")
 
     def _auc(self, call: str) -> RunningAuc:
@@ -102,13 +162,7 @@ class Metrics:
 
 
 class RunningAuc:
-    """An area under the ROC curve, collected batch by batch and computed over the batches of all workers.
-
-    auc = fleet.metrics.Auc()
-    for x, y in batches:
-        auc.update(model(x), y)
-    print(auc.compute())
-    """
+    """An area under the ROC curve, collected batch by batch and computed over the batches of all workers."""
 
     def __init__(self, call: str, all_reducer: Callable[[], AllReduce]) -> None:
         import numpy as np

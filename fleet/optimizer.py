@@ -36,8 +36,15 @@ class RemoteStepper(Stepper, Protocol):
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
-    ``stepper`` is asked for at every step: it says who carries it out, or why there is nobody to.
-    ``running`` says whether the servers already have a plan.
+    Examples:
+        >>> optimizer.zero_grad()
+        >>> loss().backward()
+        >>> optimizer.step()
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        >>> optimizer.minimize(loss())  # the three calls in one
+        >>> scheduler.step()
+        >>> optimizer.param_groups[0]["lr"]
+        0.05
     """
 
     def __init__(
@@ -46,6 +53,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stepper: Callable[[], Stepper],
         running: Callable[[], bool],
     ) -> None:
+        """``stepper`` is asked for at every step: it says who carries it out, or why there is nobody to. ``running``
+        says whether the servers already have a plan."""
         self._wrapped = tuple(optimizers)
         self._stepper = stepper
         self._running = running
@@ -76,10 +85,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stepper().extend()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; gradients of rows go as well."""
         for optimizer in self._wrapped:
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the job: send this worker's gradients, have new values. ``closure`` is called once, before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -75,6 +75,14 @@ class Checkpoints:
     """Saves a job into ``root/step-00000120`` and so on. Used as a context, it waits at the end for the last one.
 
     Every worker has one and calls ``after_step()`` after every step of its optimizer.
+
+    Examples:
+        >>> with fleet.Checkpoints("ckpt/run", every_steps=2, full_every=10, keep_last=3) as checkpoints:
+        ...     for _ in range(5):
+        ...         optimizer.minimize(loss())
+        ...         checkpoints.after_step()
+        >>> fleet.Checkpoints.latest("ckpt/run")[-13:]
+        'step-00000004'
     """
 
     #: The job that is meant where none is given: that of the functions of ``import fleet``.

@@ -34,11 +34,23 @@ class Strategy:
 
 
 class StrategyFactory:
-    """Makes strategies by name, as the source system's factory does."""
+    """Makes strategies by name, as the source system's factory does.
+
+    Examples:
+        >>> geo = fleet.StrategyFactory.create_geo_strategy(update_frequency=20)
+        >>> geo.mode, geo.update_frequency
+        ('geo', 20)
+    """
 
     @staticmethod
     def create_sync_strategy(*, check_finite: bool = False) -> Strategy:
-        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite."""
+        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
+            >>> strategy.mode, strategy.check_finite
+            ('sync', True)
+        """
         return Strategy(check_finite=check_finite)
 
     @staticmethod
@@ -58,7 +70,13 @@ class StrategyFactory:
     ) -> Strategy:
         """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
         ``FLAGS_communicator_*`` variable of that name says, or its default. ``dc_asgd_lambda`` above zero compensates
-        for the delay of gradients. With ``elastic`` workers may join the running job, and leave."""
+        for the delay of gradients. With ``elastic`` workers may join the running job, and leave.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_async_strategy(send_queue_size=1)
+            >>> strategy.mode, strategy.communicator
+            ('async', (('send_queue_size', 1),))
+        """
         given = {
             "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
             "send_queue_size": _whole("send_queue_size", send_queue_size, 1),
@@ -89,7 +107,13 @@ class StrategyFactory:
         elastic: bool = False,
     ) -> Strategy:
         """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
-        workers may join the running job, and leave."""
+        workers may join the running job, and leave.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_half_async_strategy(max_merge_var_num=4)
+            >>> strategy.mode, strategy.communicator
+            ('half_async', (('max_merge_var_num', 4),))
+        """
         given = {
             "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
             "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
@@ -106,7 +130,13 @@ class StrategyFactory:
 
     @staticmethod
     def create_geo_strategy(update_frequency: int = 100, *, check_finite: bool = False) -> Strategy:
-        """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come."""
+        """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_geo_strategy(20)
+            >>> strategy.mode, strategy.update_frequency
+            ('geo', 20)
+        """
         if update_frequency is None:
             raise ArgumentTypeError("update_frequency must be an int", got="None")
         _whole("update_frequency", update_frequency, 1)
@@ -114,7 +144,13 @@ class StrategyFactory:
 
     @staticmethod
     def create_ssp_strategy(staleness: int = 4, *, check_finite: bool = False) -> Strategy:
-        """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more."""
+        """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_ssp_strategy(staleness=2)
+            >>> strategy.mode, strategy.staleness
+            ('ssp', 2)
+        """
         if staleness is None:
             raise ArgumentTypeError("staleness must be an int", got="None")
         _whole("staleness", staleness, 0)

@@ -31,7 +31,13 @@ _PSERVERS = "127.0.0.1:6174"
 
 
 class Program:
-    """A model and what trains it, one optimizer or a list of them."""
+    """A model and what trains it, one optimizer or a list of them.
+
+    Examples:
+        >>> program = fleet.Program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> fleet.Program.last() is program
+        True
+    """
 
     _last: ClassVar[Program | None] = None
 
@@ -60,6 +66,15 @@ class DistributeTranspiler:
     """Turns a program into one for a server and one for a trainer of the same job.
 
     ``environ`` stands in for the process environment, ``network`` for gRPC, as in ``fleet.Fleet``.
+
+    Examples:
+        >>> from fleet.transpiler import DistributeTranspiler
+        >>> model = torch.nn.Linear(2, 1)
+        >>> program = fleet.Program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> transpiler = DistributeTranspiler()
+        >>> transpiler.transpile(trainer_id=0, program=program, pservers="10.0.0.1:6174,10.0.0.2:6174", trainers=2)
+        >>> transpiler.get_pserver_program("10.0.0.2:6174")  # in a server; get_trainer_program() in a trainer
+        ServerProgram('10.0.0.2:6174')
     """
 
     def __init__(

@@ -17,7 +17,13 @@ from fleet.transpiler.config import DistributeTranspilerConfig
 @dataclass(frozen=True)
 class LocalSGD:
     """Workers train alone and average their parameters: after each of the first ``begin_step`` steps, then after every
-    ``k_steps``."""
+    ``k_steps``.
+
+    Examples:
+        >>> from fleet.collective import DistributedStrategy, LocalSGD
+        >>> DistributedStrategy(local_sgd=LocalSGD(k_steps=4, begin_step=100))
+        DistributedStrategy(local_sgd=LocalSGD(k_steps=4, begin_step=100))
+    """
 
     k_steps: int = 1
     begin_step: int = 1
@@ -29,7 +35,13 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class GradientMerge:
-    """``k_steps`` calls of ``step`` become one update, on the mean of their gradients; without ``avg`` on the sum."""
+    """``k_steps`` calls of ``step`` become one update, on the mean of their gradients; without ``avg`` on the sum.
+
+    Examples:
+        >>> from fleet.collective import DistributedStrategy, GradientMerge
+        >>> strategy = DistributedStrategy()
+        >>> strategy.gradient_merge = GradientMerge(k_steps=8)
+    """
 
     k_steps: int = 1
     avg: bool = True
@@ -42,7 +54,13 @@ class GradientMerge:
 @dataclass(frozen=True)
 class PowerSGD:
     """Low-rank gradients (Vogels et al., 2019) by torch's own hook, whose arguments these are; ``start_step`` is its
-    ``start_powerSGD_iter``, up to which gradients travel whole."""
+    ``start_powerSGD_iter``, up to which gradients travel whole.
+
+    Examples:
+        >>> from fleet.collective import DistributedStrategy, PowerSGD
+        >>> DistributedStrategy(power_sgd=PowerSGD(rank=4)).power_sgd.start_step
+        1000
+    """
 
     rank: int = 1
     start_step: int = 1000
@@ -66,6 +84,11 @@ class DGC:
     Whole until ``rampup_begin_step``; from then on the shares left out are those in ``sparsity``, one after the other,
     over ``rampup_step`` steps, and its last one after that. ``local_grad_clip_norm`` clips each parameter's gradient,
     before it is added to what was held back, to that norm over the square root of the number of workers.
+
+    Examples:
+        >>> from fleet.collective import DGC, DistributedStrategy
+        >>> DistributedStrategy(dgc=DGC(rampup_begin_step=1000, sparsity=(0.75, 0.99, 0.999))).dgc.rampup_step
+        1
     """
 
     rampup_begin_step: int = 0
@@ -88,10 +111,12 @@ class DGC:
 class DistributedStrategy:
     """How a collective job computes. Without any option gradients are averaged, as ``DistributedDataParallel`` does.
 
-    >>> strategy = DistributedStrategy(local_sgd=LocalSGD(k_steps=4))
-    >>> strategy.sync_batch_norm = True
-    >>> strategy
-    DistributedStrategy(local_sgd=LocalSGD(k_steps=4, begin_step=1), sync_batch_norm=True)
+    Examples:
+        >>> from fleet.collective import DistributedStrategy, LocalSGD
+        >>> strategy = DistributedStrategy(local_sgd=LocalSGD(k_steps=4))
+        >>> strategy.sync_batch_norm = True
+        >>> strategy
+        DistributedStrategy(local_sgd=LocalSGD(k_steps=4, begin_step=1), sync_batch_norm=True)
     """
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {

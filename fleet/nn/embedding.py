@@ -60,6 +60,13 @@ class Embedding(torch.nn.Module):
 
     ``num_embeddings=None`` takes any int64 id. ``initializer`` is ``"zeros"``, ``"constant(1.0)"``,
     ``"uniform(-0.01, 0.01)"``, ``"normal(0, 0.01)"``, or None for torch's own, ``normal(0, 1)``.
+
+    Examples:
+        >>> users = fleet.nn.Embedding(None, 8, initializer="uniform(-0.01, 0.01)")
+        >>> users.weight.shape  # rows are on the servers
+        torch.Size([0, 8])
+        >>> model[0](torch.tensor([[2**40, -7]])).shape  # of a running job
+        torch.Size([1, 2, 4])
     """
 
     def __init__(
@@ -86,7 +93,17 @@ class Embedding(torch.nn.Module):
 
 
 class EmbeddingBag(torch.nn.Module):
-    """Sums or means of rows, as ``torch.nn.EmbeddingBag``: 2-D input, or 1-D input with ``offsets``."""
+    """Sums or means of rows, as ``torch.nn.EmbeddingBag``: 2-D input, or 1-D input with ``offsets``.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> bag = fleet.nn.EmbeddingBag(None, 4, mode="sum", initializer="constant(0.5)")
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(bag.parameters(), lr=0.1), model=bag)
+        >>> fleet.init_worker()
+        >>> bag(torch.tensor([[7, 8, 9]]))
+        tensor([[1.5000, 1.5000, 1.5000, 1.5000]], ...)
+    """
 
     def __init__(
         self,

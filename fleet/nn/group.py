@@ -14,7 +14,18 @@ from fleet.nn.handle import Asking, look_up
 
 class EmbeddingGroup(torch.nn.ModuleDict):
     """A dict of ``Embedding``s, each given as ``(num_embeddings, embedding_dim)``, that maps a dict of ids to a dict of
-    outputs. Ids may be given for some of the tables only. ``padding_idx`` and ``initializer`` are all tables'."""
+    outputs. Ids may be given for some of the tables only. ``padding_idx`` and ``initializer`` are all tables'.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> group = fleet.nn.EmbeddingGroup({"user": (None, 16), "item": (1000, 8)})
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(group.parameters(), lr=0.1), model=group)
+        >>> fleet.init_worker()
+        >>> found = group({"user": torch.tensor([2**40, 3]), "item": torch.tensor([17])})
+        >>> found["user"].shape, found["item"].shape
+        (torch.Size([2, 16]), torch.Size([1, 8]))
+    """
 
     def __init__(
         self,

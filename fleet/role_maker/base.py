@@ -8,7 +8,22 @@ from fleet.cluster import Assignment, Endpoint, Role
 
 
 class RoleMakerBase(ABC):
-    """A new role maker is one class with one method."""
+    """A new role maker is one class with one method.
+
+    Examples:
+        >>> from fleet.role_maker import Role, RoleMakerBase, UserDefinedRoleMaker
+        >>> class ByHostName(RoleMakerBase):
+        ...     def __init__(self, name: str) -> None:
+        ...         kind, _, number = name.partition("-")
+        ...         self.role, self.number = (Role.SERVER if kind == "ps" else Role.WORKER), int(number)
+        ...
+        ...     def assignment(self):
+        ...         return UserDefinedRoleMaker(self.number, self.role, 4, ["ps-0:6174", "ps-1:6174"]).assignment()
+        >>> second = fleet.Fleet()
+        >>> second.init(ByHostName("ps-1"))
+        >>> second.server_index()
+        1
+    """
 
     @abstractmethod
     def assignment(self) -> Assignment:

@@ -52,6 +52,15 @@ class EnvRoleMaker(RoleMakerBase):
     """This process as ``PADDLE_*`` variables describe it; a collective job may be torchrun's instead.
 
     What is missing, malformed or contradictory is told in one error, all of it at once.
+
+    Examples:
+        >>> from fleet.role_maker import EnvRoleMaker
+        >>> EnvRoleMaker(environ={"PADDLE_TRAINING_ROLE": "TRAINER", "PADDLE_TRAINERS": "2", "PADDLE_TRAINER_ID": "2"})
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ConfigurationError: the environment does not describe this process of a parameter-server job:
+          PADDLE_PSERVERS_IP_PORT_LIST or PADDLE_PSERVER_IPS or PADDLE_PSERVERS: expected the servers' addresses ...
+          PADDLE_TRAINER_ID: expected a whole number from 0 to 1, found '2'
     """
 
     def __init__(self, is_collective: bool = False, environ: Mapping[str, str] = PROCESS_ENVIRONMENT) -> None:

@@ -42,7 +42,16 @@ class Ranks(Protocol):
 
 class MPISymmetricRoleMaker(RoleMakerBase):
     """One of the processes that ``mpirun`` started. Every rank has to make one, as ranks 0, 1, 2, 3, … become server 0,
-    worker 0, server 1, worker 1, … together; with ``is_collective`` all are workers."""
+    worker 0, server 1, worker 1, … together; with ``is_collective`` all are workers.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> from fleet.role_maker import MPISymmetricRoleMaker
+        >>> MPISymmetricRoleMaker(ranks=SimpleNamespace(rank=0, size=3))  # what mpirun -n 3 comes to
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ConfigurationError: a parameter-server job under MPI needs pairs of ranks: ...
+    """
 
     def __init__(
         self,

@@ -9,7 +9,14 @@ from fleet.role_maker.base import RoleMakerBase, collective
 
 
 class UserDefinedRoleMaker(RoleMakerBase):
-    """One process of a parameter-server job; ``current_id`` counts among the processes of its own role."""
+    """One process of a parameter-server job; ``current_id`` counts among the processes of its own role.
+
+    Examples:
+        >>> from fleet.role_maker import Role, UserDefinedRoleMaker
+        >>> maker = UserDefinedRoleMaker(1, Role.WORKER, worker_num=2, server_endpoints=["10.0.0.1:6174"])
+        >>> str(maker.assignment())
+        'worker 1'
+    """
 
     def __init__(
         self,
@@ -34,7 +41,14 @@ class UserDefinedRoleMaker(RoleMakerBase):
 
 
 class UserDefinedCollectiveRoleMaker(RoleMakerBase):
-    """One worker of a collective job; its endpoint is ``worker_endpoints[current_id]``."""
+    """One worker of a collective job; its endpoint is ``worker_endpoints[current_id]``.
+
+    Examples:
+        >>> from fleet.role_maker import UserDefinedCollectiveRoleMaker
+        >>> maker = UserDefinedCollectiveRoleMaker(current_id=0, worker_endpoints=["10.0.0.1:6170", "10.0.0.2:6170"])
+        >>> maker.assignment().collective
+        True
+    """
 
     def __init__(self, current_id: int = 0, worker_endpoints: list[str] | None = None) -> None:
         workers = checks.endpoints("worker_endpoints", worker_endpoints)

@@ -15,9 +15,11 @@ _COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 class DistributeTranspilerConfig:
     """Settings of a distributed job, with the source system's names and defaults.
 
-    >>> config = DistributeTranspilerConfig()
-    >>> config.sync_mode, config.min_block_size, config.split_method
-    (True, 8192, 'RoundRobin')
+    Examples:
+        >>> from fleet.transpiler import DistributeTranspilerConfig
+        >>> config = DistributeTranspilerConfig()
+        >>> config.sync_mode, config.min_block_size, config.split_method
+        (True, 8192, 'RoundRobin')
     """
 
     _DEFAULTS: ClassVar[dict[str, Any]] = {

@@ -18,7 +18,13 @@ class Dispatcher(Protocol):
 
 
 class RoundRobin:
-    """One cursor over all blocks of all parameters."""
+    """One cursor over all blocks of all parameters.
+
+    Examples:
+        >>> from fleet.transpiler import RoundRobin
+        >>> RoundRobin(2).dispatch(["weight", "weight", "weight", "bias"])
+        [0, 1, 0, 1]
+    """
 
     def __init__(self, server_num: int) -> None:
         self.server_num = server_num
@@ -28,7 +34,13 @@ class RoundRobin:
 
 
 class HashName:
-    """A stable hash of the parameter's name: the same on every machine and in every process."""
+    """A stable hash of the parameter's name: the same on every machine and in every process.
+
+    Examples:
+        >>> from fleet.transpiler import HashName
+        >>> HashName(2).dispatch(["weight", "weight", "weight", "bias"])
+        [1, 1, 1, 1]
+    """
 
     def __init__(self, server_num: int) -> None:
         self.server_num = server_num

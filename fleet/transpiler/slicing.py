@@ -25,8 +25,10 @@ def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> 
 def slice_variable(shapes: Sequence[Sequence[int]], slice_count: int, min_block_size: int = 8192) -> list[list[int]]:
     """For each shape the list of its block sizes in elements.
 
-    >>> slice_variable([[28, 784], [800, 10], [1024]], 10, 1024)[1:]
-    [[1150, 1150, 1150, 1150, 1150, 1150, 1100], [1024]]
+    Examples:
+        >>> from fleet.transpiler import slice_variable
+        >>> slice_variable([[28, 784], [800, 10], [1024]], 10, 1024)[1:]
+        [[1150, 1150, 1150, 1150, 1150, 1150, 1100], [1024]]
     """
     _check("slice_count", slice_count, 1)
     _check("min_block_size", min_block_size, 1)

@@ -21,6 +21,15 @@ class DecayedAdagrad(OneByOne):
 
         m = decay * m + (1 - decay) * g^2
         w -= lr * g / (sqrt(m) + eps)
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> model = torch.nn.Sequential(fleet.nn.Embedding(None, 4), torch.nn.Linear(4, 1))
+        >>> optimizer = fleet.optim.DecayedAdagrad(model.parameters(), lr=0.1, decay=0.9)  # rows of tables as well
+        >>> optimizer = fleet.distributed_optimizer(optimizer, model=model)
+        >>> fleet.init_worker()
+        >>> optimizer.minimize(model(ids).mean())
     """
 
     def __init__(

@@ -28,6 +28,15 @@ class Ftrl(OneByOne):
     A weight is made from n and z alone. Its initial value is therefore kept only as far as gradients have taken it
     into z: an element whose gradients have all been exactly zero becomes 0 at the first step, and a large
     ``initial_accumulator_value`` pulls the others towards 0. With ``lr=0`` nothing changes, neither weights nor state.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> model = torch.nn.Sequential(fleet.nn.Embedding(None, 4), torch.nn.Linear(4, 1))
+        >>> optimizer = fleet.optim.Ftrl(model.parameters(), lr=0.1, l1=0.01)  # rows of tables as well
+        >>> optimizer = fleet.distributed_optimizer(optimizer, model=model)
+        >>> fleet.init_worker()
+        >>> optimizer.minimize(model(ids).mean())
     """
 
     def __init__(

@@ -22,6 +22,14 @@ class Lamb(OneByOne):
 
     The norms are those of the whole parameter; where one of them is zero their ratio is taken as 1. Parameters that
     should have no weight decay (biases, norms) go into a param group of their own.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = fleet.distributed_optimizer(fleet.optim.Lamb(model.parameters(), lr=0.1), model=model)
+        >>> fleet.init_worker()
+        >>> optimizer.minimize(model(torch.ones(2, 4)).mean())
     """
 
     def __init__(

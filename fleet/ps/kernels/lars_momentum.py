@@ -23,6 +23,14 @@ class LarsMomentum(OneByOne):
 
     Where one of the norms is zero the rate is ``lr``. So it is with ``weight_decay=0``, which leaves plain momentum:
     PaddlePaddle has it so, for parameters that are not to be scaled (biases, norms) in a param group of their own.
+
+    Examples:
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = fleet.distributed_optimizer(fleet.optim.LarsMomentum(model.parameters(), lr=0.1), model=model)
+        >>> fleet.init_worker()
+        >>> optimizer.minimize(model(torch.ones(2, 4)).mean())
     """
 
     def __init__(

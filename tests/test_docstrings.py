@@ -1,0 +1,80 @@
+"""The API reference: every public name has a docstring with an example, and the example does what it says.
+
+Examples run in a job of one worker, alone in this process, set up by the lines that docs/reference/index.md shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fleet
+import fleet.errors
+from fleet.metrics import Metrics
+from fleet.optimizer import DistributedOptimizer
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+
+#: Modules whose ``__all__`` is public, and objects whose methods are.
+MODULES = ("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective")
+NAMESPACES = {"fleet.StrategyFactory": fleet.StrategyFactory, "fleet.metrics": Metrics}
+
+RUNNER_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def public() -> dict[str, Any]:
+    """Every name that has to be documented; modules have pages of their own."""
+    found: dict[str, Any] = {"fleet.optimizer.DistributedOptimizer": DistributedOptimizer}
+    for module in MODULES:
+        loaded = importlib.import_module(module)
+        found |= {f"{module}.{name}": getattr(loaded, name) for name in loaded.__all__}
+    for space, kind in NAMESPACES.items():
+        found |= {f"{space}.{name}": value for name, value in inspect.getmembers(kind, inspect.isfunction)}
+    errors = inspect.getmembers(fleet.errors, inspect.isclass)
+    found |= {f"fleet.errors.{name}": error for name, error in errors}
+    return {
+        name: value
+        for name, value in found.items()
+        if not inspect.ismodule(value) and not name.rpartition(".")[2].startswith("_")
+    }
+
+
+PUBLIC = public()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The names that examples begin with."""
+    monkeypatch.chdir(tmp_path)
+    (setup,) = re.findall(r"```python\n(.*?)```", (REFERENCE / "index.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(setup, names)
+    yield names
+    with contextlib.suppress(fleet.errors.NotInitializedError):  # an example may end between two jobs
+        fleet.stop_worker()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_of_a_public_name(name: str, job: dict[str, Any]) -> None:
+    text = inspect.getdoc(PUBLIC[name])
+    assert text, "no docstring"
+    test = doctest.DocTestParser().get_doctest(text, job, name, None, None)
+    assert test.examples, "its docstring has no example"
+    told: list[str] = []
+    doctest.DocTestRunner(optionflags=RUNNER_FLAGS).run(test, out=told.append)
+    assert not told, "".join(told)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set()
+    for page in REFERENCE.glob("*.md"):
+        shown |= set(re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+    assert shown == {name for name in PUBLIC if name.rpartition(".")[0] not in NAMESPACES}
