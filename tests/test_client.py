@@ -18,8 +18,18 @@ from harness import PATIENCE_S, until
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
-from fleet.errors import DeadlineError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError, ServerLostError
+from fleet.errors import (
+    DeadlineError,
+    FleetError,
+    JobAbortedError,
+    PlaceTakenError,
+    PlanMismatchError,
+    ProtocolError,
+    ServerLostError,
+)
+from fleet.ps.server.service import QUIET_BEATS
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -212,6 +222,34 @@ def test_no_hello_waits_beyond_the_deadline() -> None:
     client = ServerClient(Endpoint("server", 1), Nowhere(), knobs, clock, WORKER, 77)
     with pytest.raises(DeadlineError, match=r"none in 10\.0 s"):
         client.hello(hello(client), wait=True)
+
+
+def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for() -> None:
+    """When it is there again, it waits for the dead one's heartbeats as long as any server does."""
+    clock = Ticking()
+    taken = PlaceTakenError("there is already a worker 3")
+
+    class Answer(BrokenCall):
+        def result(self) -> Frame:
+            return error_reply(taken) if clock.now() < 5 + QUIET_BEATS else Frame(pb.Reply(version=8))
+
+    class Channel:
+        def start(self, _: Frame, timeout_s: float | None = None, *, urgent: bool = False) -> Call:
+            return BrokenCall("unavailable") if 2 < clock.now() < 5 else Answer("")
+
+        def close(self) -> None:
+            pass
+
+    class Restarting(LoopbackNetwork):
+        def connect(self, endpoint: Endpoint) -> Any:
+            return Channel()
+
+    client = ServerClient(Endpoint("server", 1), Restarting(), Knobs(beat_s=1.0), clock, WORKER, 77)
+    assert client.hello(hello(client), wait=True).message.version == 8
+    taken_for_good = ServerClient(Endpoint("server", 1), Restarting(), Knobs(beat_s=0.1), clock, WORKER, 78)
+    clock.time = 5.5
+    with pytest.raises(PlaceTakenError):
+        taken_for_good.hello(hello(client), wait=True)
 
 
 def test_nobody_is_waited_for_where_the_strategy_says_so(line: Line) -> None:

@@ -101,6 +101,7 @@ class ServerClient:
                     raise
                 self._clock.sleep(RETRY_PAUSE_S)
             except (TransportError, StillBusyError) as error:
+                taken_at = 0.0  # a server that starts again has not heard of anybody's death
                 now = self._clock.now()
                 if not wait or now - began >= self._knobs.startup_deadline_s:
                     if isinstance(error, StillBusyError):
