@@ -16,7 +16,7 @@ from fleet.errors import NotInitializedError
 #: What an import may take beyond torch's own.
 IMPORT_BUDGET_S = 0.5
 
-NEEDS_NO_INIT = {"Checkpoints", "Fleet", "Program", "StrategyFactory", "init", "metrics", "nn", "optim"}
+NEEDS_NO_INIT = {"Checkpoints", "Fleet", "Program", "StrategyFactory", "data", "init", "metrics", "nn", "optim"}
 CALLS = sorted(set(fleet.__all__) - NEEDS_NO_INIT)
 
 
