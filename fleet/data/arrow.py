@@ -102,7 +102,9 @@ def _taken(array: Any, column: Column) -> _Taken:
         bad = {}
     values = _numbers(array, column)
     if isinstance(column, Floats):
-        given, values = values, values.astype(np.float32)
+        given = values
+        with np.errstate(over="ignore"):
+            values = given.astype(np.float32)
         lost = np.isinf(values) & np.isfinite(given)
         for row, value in zip(np.repeat(np.arange(len(lengths)), lengths)[lost].tolist(), given[lost], strict=True):
             bad[row] = ("a number that a float32 can hold", str(value))

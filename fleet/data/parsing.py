@@ -103,12 +103,13 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
         if text[at] == _MINUS:
             sign = -1.0
         at += 1
-    mantissa, exponent, digits = np.uint64(0), 0, 0
+    mantissa, exponent, digits, whole = np.uint64(0), 0, 0, True
     while _ZERO <= text[at] <= _ZERO + 9:
         if mantissa < _MANTISSA:
             mantissa = mantissa * _TEN + np.uint64(text[at] - _ZERO)
         else:
             exponent += 1
+            whole = False
         digits += 1
         at += 1
     if text[at] == _POINT:
@@ -117,6 +118,8 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
             if mantissa < _MANTISSA:
                 mantissa = mantissa * _TEN + np.uint64(text[at] - _ZERO)
                 exponent -= 1
+            else:
+                whole = False
             digits += 1
             at += 1
     if digits == 0:
@@ -158,11 +161,11 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
     if value < _SMALLEST_NORMAL:
         status = _DOUBTFUL
     elif np.float32(value * _WIDER) != np.float32(value * _NARROWER):
-        while exponent < 0 and mantissa % _TEN == 0:
+        while whole and exponent < 0 and mantissa % _TEN == 0:
             mantissa //= _TEN
             exponent += 1
         # A whole number that a float64 holds is exact, and the processor rounds it right even halfway.
-        if exponent != 0 or mantissa > _EXACT:
+        if not whole or exponent != 0 or mantissa > _EXACT:
             status = _DOUBTFUL
     return at, sign * value, status
 
