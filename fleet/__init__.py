@@ -15,6 +15,7 @@ from fleet.strategy import StrategyFactory
 from fleet.transpile import Program
 
 if TYPE_CHECKING:
+    from fleet import data as data
     from fleet import nn as nn
     from fleet import optim as optim
 
@@ -59,6 +60,7 @@ __all__ = [
     "StrategyFactory",
     "all_reduce_worker",
     "barrier_worker",
+    "data",
     "distributed_optimizer",
     "init",
     "init_server",
@@ -93,6 +95,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
-    if name in ("nn", "optim"):
+    if name in ("data", "nn", "optim"):
         return import_module(f"fleet.{name}")
     raise AttributeError(f"module 'fleet' has no attribute {name!r}")

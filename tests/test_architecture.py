@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
-    ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
+    ("checkpoint", "data", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
     ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local", "observing.prometheus"),
     ("observing.observer",),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only

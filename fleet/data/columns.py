@@ -26,17 +26,23 @@ IDS, FLOATS, IGNORED = 0, 1, 2
 class Ids:
     """Whole numbers, as int64: ``width`` of them in every sample, or any number (``None``), for an ``EmbeddingBag``.
 
-    ``missing``, for Parquet and CSV, stands in for a null or an empty cell, which is malformed otherwise; without a width
-    these are no ids at all.
+    ``missing``, for Parquet and CSV, stands in for a null or an empty cell, which is malformed otherwise; without a
+    width these are no ids at all. ``hash=True``, for those too, makes ids of strings: the 64-bit FNV-1a hash of their
+    bytes.
     """
 
     width: int | None = None
     missing: int | None = None
+    hash: bool = False
 
     def __post_init__(self) -> None:
         _check_width(self.width)
+        if not isinstance(self.hash, bool):
+            raise ArgumentTypeError("hash must be True or False", got=repr(self.hash))
         if self.missing is not None and (isinstance(self.missing, bool) or not isinstance(self.missing, int)):
             raise ArgumentTypeError("missing must be an int or None", got=repr(self.missing))
+        if self.missing is not None and not -(2**63) <= self.missing < 2**63:
+            raise ConfigurationError("missing is out of range", expected="an int64", got=self.missing)
         _check_missing(self)
 
 
@@ -82,8 +88,8 @@ def _check_missing(column: Ids | Floats) -> None:
 
 
 class Ragged(NamedTuple):
-    """The values of a batch where samples have different numbers of them: sample ``i`` has those from ``offsets[i]`` on.
-    ``bag(*ragged)`` is how ``EmbeddingBag`` takes them."""
+    """The values of a batch whose samples have different numbers of them: those of sample ``i`` begin at
+    ``offsets[i]``. ``bag(*ragged)`` is how an ``EmbeddingBag`` takes them."""
 
     values: torch.Tensor
     offsets: torch.Tensor

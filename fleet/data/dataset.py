@@ -1,10 +1,10 @@
-"""``SampleFiles``: what every format shares. Which process reads what, in which order, in batches, and from where it goes on.
+"""``SampleFiles``, which every format shares: who reads what, in which order, in batches, and from where it goes on.
 
 Files consist of pieces, which are dealt to the processes that read: the workers of a ``DataLoader``, or this one alone.
 Each reads its pieces into rows, holds as many rows as the bound on memory allows (a *window*; a few, where nothing is
 shuffled) and makes batches of them. Where it is, is a ``Position``: where in the pieces its window begins, and how many
-samples of the window it has handed out. A window has a whole number of batches but for the last, and what it consists of
-follows from where it begins; so going on means to read one window again, and not to hand out what was.
+samples of the window it has handed out. A window has a whole number of batches, but for the last, and what it consists
+of follows from where it begins; so going on means to read one window again, and not to hand out what was.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class SampleFiles(IterableDataset[Batch], ABC):
     """Batches, or samples, from files; the base of ``MultiSlot``, ``Parquet`` and ``Csv``.
 
     ``batch_size=None`` yields samples, for a ``DataLoader`` with ``collate_fn=dataset.collate``; else batches come out
-    whole, for one with ``batch_size=None``, which is several times as fast. ``shuffle_mb`` is how many MB of samples each
-    reading process may hold to shuffle them (0: the order of the files); the order is another one in every epoch that
-    ``set_epoch`` tells. ``on_error="skip"`` counts and logs what is malformed, and goes on.
+    whole, for one with ``batch_size=None``, which is much faster. ``shuffle_mb`` is how many MB of samples each reading
+    process may hold to shuffle them (0: the order of the files); ``seed`` and what ``set_epoch`` tells decide the
+    order. ``on_error="skip"`` counts and logs what is malformed, and goes on.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class SampleFiles(IterableDataset[Batch], ABC):
         files: Sequence[str | PathLike[str]],
         columns: Mapping[str, Column],
         *,
-        batch_size: int | None,
-        drop_last: bool,
-        shuffle_mb: float,
-        seed: int,
-        on_error: str,
+        batch_size: int | None = None,
+        drop_last: bool = False,
+        shuffle_mb: float = 0,
+        seed: int = 0,
+        on_error: str = "raise",
     ) -> None:
         self.files = check_files(files)
         self.columns = check_columns(columns)
@@ -83,7 +83,7 @@ class SampleFiles(IterableDataset[Batch], ABC):
         self._layout = layout(self.columns).used()
         self._all_pieces = [piece for file in self.files for piece in self._pieces(file)]
         #: Shared with worker processes, those that are there already too: the epoch, and whether such processes read.
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._position: Position | None = None
         self._loaded: Mapping[str, Any] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from fleet.errors import DataError
 
@@ -19,12 +20,13 @@ class Faults:
         self._skip = skip
         self.skipped = 0
 
-    def found(self, error: DataError) -> None:
+    def found(self, described: Callable[[], DataError]) -> None:
+        """One more; it is described where somebody is told, for finding out its line may mean to read a file again."""
         if not self._skip:
-            raise error
+            raise described()
         self.skipped += 1
         if self.skipped <= TOLD:
-            _log.warning("skipped: %s", error)
+            _log.warning("skipped: %s", described())
         if self.skipped == TOLD:
             _log.warning("further malformed samples are counted, and told at the end of the epoch")
 

@@ -1,11 +1,12 @@
-"""MultiSlot text, the format of PaddlePaddle's data feeds: a sample is a line, and a line says for each slot in order how
+"""MultiSlot text, the format of PaddlePaddle's data feeds: a sample is a line, which says for each slot in order how
 many values it has, and the values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from os import PathLike
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from numbers import Integral, Real
 from typing import IO, Any
 
 import numpy as np
@@ -21,37 +22,18 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 
 
 class MultiSlot(SampleFiles):
-    """Files of MultiSlot text, plain or ``.gz``. ``slots`` names all slots of a line, in the order of the line."""
-
-    def __init__(
-        self,
-        files: Sequence[str | PathLike[str]],
-        slots: Mapping[str, Column],
-        *,
-        batch_size: int | None = None,
-        drop_last: bool = False,
-        shuffle_mb: float = 0,
-        seed: int = 0,
-        on_error: str = "raise",
-    ) -> None:
-        super().__init__(
-            *(files, slots),
-            batch_size=batch_size,
-            drop_last=drop_last,
-            shuffle_mb=shuffle_mb,
-            seed=seed,
-            on_error=on_error,
-        )
+    """Files of MultiSlot text, plain or ``.gz``. ``columns`` names all slots of a line, in the order of the line."""
 
     def _check_columns(self, columns: Mapping[str, Column]) -> None:
         for name, column in columns.items():
-            if isinstance(column, Ids | Floats) and column.missing is not None:
-                raise ConfigurationError(
-                    "missing has nothing to act on: in MultiSlot text no value can be missing",
-                    where=f"slot {name!r}",
-                    got=column,
-                    todo="Leave it out.",
-                )
+            for option, unset in (("missing", None), ("hash", False)):
+                if getattr(column, option, unset) is not unset:
+                    raise ConfigurationError(
+                        f"{option} has nothing to act on: in MultiSlot text all are numbers, and none is missing",
+                        where=f"slot {name!r}",
+                        got=column,
+                        todo="Leave it out.",
+                    )
 
     def _pieces(self, file: str) -> list[Piece]:
         return ranges(file)
@@ -61,23 +43,22 @@ class MultiSlot(SampleFiles):
         for first, text in lines_of(piece, faults):
             parser.take(text)
             while (fault := parser.fault()) != parsing.DONE:
-                line = line_in_file(piece, first + parser.line)
-                expected, got = _described(fault, parser, self.columns)
-                faults.found(
-                    DataError(
-                        "a line of MultiSlot text is malformed",
-                        where=f"{piece.file}:{line}, slot {parser.slot!r}",
-                        expected=expected,
-                        got=got,
-                        todo=TODO,
-                    )
-                )
+                faults.found(partial(self._described, piece, first, parser, fault))
             yield parser.rows()
 
+    def _described(self, piece: Piece, first: int, parser: Parser, fault: int) -> DataError:
+        expected, got = _expected_and_got(fault, parser, self.columns[parser.slot])
+        return DataError(
+            "a line of MultiSlot text is malformed",
+            where=f"{piece.file}:{line_in_file(piece, first + parser.line)}, slot {parser.slot!r}",
+            expected=expected,
+            got=got,
+            todo=TODO,
+        )
 
-def _described(fault: int, parser: Parser, columns: Mapping[str, Column]) -> tuple[str, str]:
-    """What was expected and what is there."""
-    word, column = shown(parser.word), columns[parser.slot]
+
+def _expected_and_got(fault: int, parser: Parser, column: Column) -> tuple[str, str]:
+    word = shown(parser.word)
     count = "how many values the slot has, 1 or more"
     told: dict[int, tuple[str, str]] = {
         parsing.NO_COUNT: (count, "the end of the line"),
@@ -94,8 +75,8 @@ def _described(fault: int, parser: Parser, columns: Mapping[str, Column]) -> tup
 
 
 def write_multislot(file: IO[str], samples: Iterable[Mapping[str, Any]], slots: Mapping[str, Column]) -> None:
-    """Write samples as lines of MultiSlot text: mappings of slots to a number or a sequence of numbers (a list, an array, a
-    tensor). ``slots`` says which, and in which order; an ``Ignored`` one is written as ``1 0``."""
+    """Write samples as lines of MultiSlot text: mappings of slots to a number or a sequence of numbers (a list, an
+    array, a tensor). ``slots`` says which, and in which order; an ``Ignored`` one is written as ``1 0``."""
     for number, sample in enumerate(samples):
         words: list[str] = []
         for name, column in slots.items():
@@ -109,23 +90,28 @@ def write_multislot(file: IO[str], samples: Iterable[Mapping[str, Any]], slots: 
         file.write(" ".join(words) + "\n")
 
 
-def _written(values: object, column: Ids | Floats, where: str) -> list[str]:
-    array = np.atleast_1d(np.asarray(values))
-    kinds = "iu" if isinstance(column, Ids) else "iuf"
-    if array.ndim != 1 or array.dtype.kind not in kinds:
-        expected = "whole numbers" if isinstance(column, Ids) else "numbers"
-        raise ArgumentTypeError(f"a slot takes one or several {expected}", where=where, got=repr(values))
-    if len(array) == 0 or (column.width is not None and len(array) != column.width):
+def _written(given: Any, column: Ids | Floats, where: str) -> list[str]:
+    values = given.tolist() if hasattr(given, "tolist") else given
+    values = list(values) if isinstance(values, list | tuple) else [values]
+    kind, expected = (Integral, "whole numbers") if isinstance(column, Ids) else (Real, "numbers")
+    if not all(isinstance(value, kind) for value in values):
+        raise ArgumentTypeError(f"a slot takes one or several {expected}", where=where, got=repr(given))
+    if len(values) != (column.width or max(len(values), 1)):
         raise ConfigurationError(
             "a slot has a wrong number of values",
             where=where,
-            expected=f"{column.width or '1 or more'}",
-            got=len(array),
+            expected=column.width or "1 or more",
+            got=len(values),
             todo="Where there is none, MultiSlot text needs one that stands for none.",
         )
     if isinstance(column, Ids):
-        return [str(len(array)), *map(str, array.tolist())]
-    small = array.astype(np.float32)
-    if any(math.isinf(each) and math.isfinite(given) for each, given in zip(small.tolist(), array.tolist(), strict=True)):
-        raise ConfigurationError("a number is too large for a float32", where=where, got=repr(values))
-    return [str(len(array)), *map(str, small)]
+        fitting = all(-(2**63) <= value < 2**64 for value in values)
+        words = [str(int(value)) for value in values]
+    else:
+        with np.errstate(over="ignore"):
+            small = [np.float32(value) for value in values]
+        fitting = all(np.isfinite(one) or not math.isfinite(value) for one, value in zip(small, values, strict=True))
+        words = [str(one) for one in small]
+    if not fitting:
+        raise ConfigurationError("a number is too large for its slot", where=where, got=repr(given))
+    return [str(len(words)), *words]

@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fleet.data.columns import FLOATS, IGNORED, Layout
 from fleet.data.rows import Rows
@@ -43,7 +42,7 @@ _EXACT = np.uint64(2**53)
 
 
 @compiled
-def _blank(character: Any) -> bool:
+def _blank(character: int) -> bool:
     return character == 32 or character == 9 or character == 13
 
 
@@ -104,12 +103,13 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
         if text[at] == _MINUS:
             sign = -1.0
         at += 1
-    mantissa, exponent, digits = np.uint64(0), 0, 0
+    mantissa, exponent, digits, whole = np.uint64(0), 0, 0, True
     while _ZERO <= text[at] <= _ZERO + 9:
         if mantissa < _MANTISSA:
             mantissa = mantissa * _TEN + np.uint64(text[at] - _ZERO)
         else:
             exponent += 1
+            whole = False
         digits += 1
         at += 1
     if text[at] == _POINT:
@@ -118,6 +118,8 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
             if mantissa < _MANTISSA:
                 mantissa = mantissa * _TEN + np.uint64(text[at] - _ZERO)
                 exponent -= 1
+            else:
+                whole = False
             digits += 1
             at += 1
     if digits == 0:
@@ -159,21 +161,19 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
     if value < _SMALLEST_NORMAL:
         status = _DOUBTFUL
     elif np.float32(value * _WIDER) != np.float32(value * _NARROWER):
-        while exponent < 0 and mantissa % _TEN == 0:
+        while whole and exponent < 0 and mantissa % _TEN == 0:
             mantissa //= _TEN
             exponent += 1
         # A whole number that a float64 holds is exact, and the processor rounds it right even halfway.
-        if exponent != 0 or mantissa > _EXACT:
+        if not whole or exponent != 0 or mantissa > _EXACT:
             status = _DOUBTFUL
     return at, sign * value, status
 
 
 @compiled
-def _parse(
-    text: Any, kinds: Any, widths: Any, words: Any, reals: Any, bounds: Any, doubtful: Any, state: Any
-) -> int:
-    """Whole lines into rows, from where ``state`` says on, until a line is malformed, all is done, or there is no room for
-    doubtful floats. A line that was not finished leaves nothing behind but the state."""
+def _parse(text: Any, kinds: Any, widths: Any, words: Any, reals: Any, bounds: Any, doubtful: Any, state: Any) -> int:
+    """Whole lines into rows, from where ``state`` says on, until a line is malformed, all is done, or there is no room
+    for doubtful floats. A line that was not finished leaves nothing behind but the state."""
     at, line, row, to, doubts = state[AT], state[LINE], state[ROW], state[WORD], state[DOUBTFUL]
     while at < len(text):
         at = _after_blanks(text, at)
@@ -261,8 +261,9 @@ def _parse(
 def nearest_float32(text: str) -> np.float32:
     """The float32 next to a decimal number; of two that are equally near the one whose last bit is 0."""
     exact = Fraction(text)
-    near = np.float32(float(exact))  # to float64 and on to float32: wrong at most by one, and only near halfway
-    beyond = np.nextafter(near, np.float32(np.inf if exact > Fraction(float(near)) else -np.inf))
+    with np.errstate(over="ignore"):
+        near = np.float32(float(exact))  # to float64 and on to float32: wrong at most by one, and only near halfway
+        beyond = np.nextafter(near, np.float32(np.inf if exact > Fraction(float(near)) else -np.inf))
     if np.isfinite(beyond) and abs(exact - Fraction(float(beyond))) < abs(exact - Fraction(float(near))):
         near = beyond
     return np.float32(-0.0) if near == 0 and text.startswith("-") else near

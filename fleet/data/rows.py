@@ -1,7 +1,7 @@
 """Rows, and batches made of them.
 
-All whole numbers of a batch share one piece of memory and all its floats another: a ``DataLoader``'s worker process hands
-over two pieces then, however many columns there are, which would cost more than reading them did.
+All whole numbers of a batch share one piece of memory and all its floats another. So a ``DataLoader``'s worker process
+hands over two pieces and not one for every column, which would cost more than reading them did.
 """
 
 from __future__ import annotations
@@ -51,7 +51,16 @@ def _measure(words: Any, bounds: Any, picks: Any, widths: Any, totals: Any) -> N
 
 @compiled
 def _spread(
-    words: Any, reals: Any, bounds: Any, picks: Any, kinds: Any, widths: Any, starts: Any, offsets: Any, ids: Any, floats: Any
+    words: Any,
+    reals: Any,
+    bounds: Any,
+    picks: Any,
+    kinds: Any,
+    widths: Any,
+    starts: Any,
+    offsets: Any,
+    ids: Any,
+    floats: Any,
 ) -> None:
     """Copy the picked rows into columns: that of number c begins at ``starts[c]`` of ``ids`` or ``floats``, and its
     offsets, where it has some, at ``offsets[c]`` of ``ids``."""
@@ -78,9 +87,10 @@ def _spread(
 def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
     """The picked rows as tensors, in this order."""
     size = len(picks)
-    totals = np.empty(len(layout.widths), np.int64)
-    _measure(rows.words, rows.bounds, picks, layout.widths, totals)
     real, ragged = layout.kinds == FLOATS, layout.widths == 0
+    totals = size * layout.widths
+    if ragged.any():
+        _measure(rows.words, rows.bounds, picks, layout.widths, totals)
     of_floats, of_ids, of_offsets = np.where(real, totals, 0), np.where(real, 0, totals), np.where(ragged, size, 0)
     starts = np.where(real, np.cumsum(of_floats) - of_floats, np.cumsum(of_ids) - of_ids)
     offsets = of_ids.sum() + np.cumsum(of_offsets) - of_offsets
@@ -91,7 +101,9 @@ def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
 
     all_ids, all_floats = torch.from_numpy(ids), torch.from_numpy(floats)
     batch: Batch = {}
-    described = zip(layout.names, *(each.tolist() for each in (real, layout.widths, starts, totals, offsets)), strict=True)
+    described = zip(
+        layout.names, *(each.tolist() for each in (real, layout.widths, starts, totals, offsets)), strict=True
+    )
     for name, is_real, width, start, total, offset in described:
         values = (all_floats if is_real else all_ids)[start : start + total]
         batch[name] = values.view(size, width) if width else Ragged(values, all_ids[offset : offset + size])

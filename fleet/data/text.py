@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import IO, Any, NamedTuple
 
@@ -57,7 +58,7 @@ def unreadable(file: str, error: Exception) -> DataError:
         "a file of training data cannot be read",
         where=file,
         got=repr(error),
-        todo="Look whether it is there; a URL's protocol may need a package of its own: s3:// needs s3fs.",
+        todo="Look whether it is there and whole; a URL's protocol may need a package of its own: s3:// needs s3fs.",
     )
 
 
@@ -65,7 +66,7 @@ def opened(file: str) -> IO[bytes]:
     """The file as it lies there."""
     try:
         if "://" not in file:
-            return open(file, "rb")  # noqa: SIM115
+            return open(file, "rb")
         import fsspec  # torch brings it along
 
         handle: IO[bytes] = fsspec.open(file, "rb").open()
@@ -87,6 +88,10 @@ def ranges(file: str) -> list[Piece]:
 
 def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
     """All lines that begin in the piece, in chunks."""
+
+    def malformed(what: str, expected: str, got: str) -> DataError:
+        return DataError(what, where=f"{piece.file}:{line_in_file(piece, line)}", expected=expected, got=got, todo=TODO)
+
     rest, line, overlong = b"", 1, False
     blocks = _blocks(piece)
     while True:
@@ -96,16 +101,8 @@ def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
             break
         except _Broken as broken:
             # What came after is lost, and nobody knows how much it was; nor where the last line would have ended.
-            rest = b""
-            faults.found(
-                DataError(
-                    "a compressed file is damaged or ends too early",
-                    where=f"{piece.file}:{line}",
-                    expected="the whole of what was compressed",
-                    got=str(broken),
-                    todo=TODO,
-                )
-            )
+            rest, told = b"", ("a compressed file is damaged or ends too early", "all that was compressed", str(broken))
+            faults.found(partial(malformed, *told))
             break
         if overlong:
             end = block.find(b"\n") + 1
@@ -119,15 +116,8 @@ def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
             line += block.count(b"\n", 0, cut)
         rest = block[cut:]
         if len(rest) > LONGEST_LINE:
-            faults.found(
-                DataError(
-                    "a line is too long",
-                    where=f"{piece.file}:{line_in_file(piece, line)}",
-                    expected=f"at most {LONGEST_LINE} bytes",
-                    got=f"more, beginning with {shown(rest)}",
-                    todo=TODO,
-                )
-            )
+            told = ("a line is too long", f"at most {LONGEST_LINE} bytes", f"more, beginning with {shown(rest)}")
+            faults.found(partial(malformed, *told))
             rest, overlong = b"", True
     if rest:
         yield Lines(line, rest + b"\n")

@@ -1,0 +1,155 @@
+"""Arrow's arrays to rows, for the formats that pyarrow reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.data.columns import Column, Floats, Ids, Layout
+from fleet.data.rows import Rows, interleaved
+from fleet.errors import UnsupportedError
+from fleet.ps.kernels.jit import compiled
+
+#: Told of a malformed row: its number, the column, what was expected and what was found.
+Report = Callable[[int, str, str, str], None]
+
+
+def pyarrow(what: str) -> Any:
+    """The module, or how to get it."""
+    try:
+        import pyarrow as arrow
+    except ImportError:
+        raise UnsupportedError(f"{what} needs pyarrow", todo="pip install 'torch-fleet[data]'") from None
+    return arrow
+
+
+def is_list(kind: Any) -> bool:
+    types = pyarrow("Arrow").types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def fits(kind: Any, column: Ids | Floats) -> bool:
+    """Whether a column of this type can be read as what was declared."""
+    types = pyarrow("Arrow").types
+    if is_list(kind):
+        kind = kind.value_type
+    elif column.width not in (None, 1):
+        return False
+    if isinstance(column, Floats):
+        return bool(
+            types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_boolean(kind)
+        )
+    if column.hash:
+        if types.is_dictionary(kind):
+            kind = kind.value_type
+        return any(
+            is_a(kind) for is_a in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        )
+    return bool(types.is_integer(kind) or types.is_boolean(kind))
+
+
+def described(column: Ids | Floats) -> str:
+    """What a column has to consist of."""
+    each = "numbers" if isinstance(column, Floats) else "strings" if column.hash else "integers"
+    if column.width is None:
+        return f"{each}, or lists of them"
+    return each if column.width == 1 else f"lists of {column.width} {each}"
+
+
+class _Taken(NamedTuple):
+    """One column: its values one after the other, and how many each row has."""
+
+    values: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+    bad: dict[int, tuple[str, str]]
+
+
+def rows_of(arrays: Mapping[str, Any], columns: Mapping[str, Column], layout: Layout, report: Report) -> Rows:
+    """The rows that are not malformed; the others are reported, in their order."""
+    taken = {name: _taken(array, columns[name]) for name, array in arrays.items()}
+    bad = {row: (name, *told) for name, each in reversed(taken.items()) for row, told in each.bad.items()}
+    for row in sorted(bad):
+        report(row, *bad[row])
+    parts = [_without(taken[name], list(bad)) for name in layout.names]
+    return interleaved([(values, np.append(0, np.cumsum(lengths))) for values, lengths, _ in parts], layout)
+
+
+def _without(taken: _Taken, bad: Sequence[int]) -> _Taken:
+    if not bad:
+        return taken
+    keep = np.ones(len(taken.lengths), np.bool_)
+    keep[bad] = False
+    return _Taken(taken.values[np.repeat(keep, taken.lengths)], taken.lengths[keep], {})
+
+
+def _taken(array: Any, column: Column) -> _Taken:
+    assert isinstance(column, Ids | Floats)
+    arrow = pyarrow("Arrow")
+    if is_list(array.type):
+        array = array.cast(arrow.large_list(array.type.value_type))
+        lengths = arrow.compute.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        array = array.flatten()
+        empty = array.is_null().to_numpy(zero_copy_only=False)
+        owners = np.repeat(np.arange(len(lengths)), lengths)[empty]
+        bad = {int(row): ("values", "a null in the list") for row in owners}
+        array = array.fill_null(_neutral(array.type)) if len(owners) else array
+    else:
+        lengths = array.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
+        array = array.drop_null()
+        bad = {}
+    values = _numbers(array, column)
+    if isinstance(column, Floats):
+        given = values
+        with np.errstate(over="ignore"):
+            values = given.astype(np.float32)
+        lost = np.isinf(values) & np.isfinite(given)
+        for row, value in zip(np.repeat(np.arange(len(lengths)), lengths)[lost].tolist(), given[lost], strict=True):
+            bad[row] = ("a number that a float32 can hold", str(value))
+    if column.width is None:
+        return _Taken(values, lengths, bad)
+    missing = (lengths == 0) if column.missing is not None else np.zeros(len(lengths), np.bool_)
+    for row in np.flatnonzero((lengths != column.width) & ~missing).tolist():
+        got = "nothing" if lengths[row] == 0 else f"{lengths[row]}"
+        bad[row] = ("a value" if column.width == 1 else f"{column.width} values", got)
+    if not missing.any():
+        return _Taken(values, lengths, bad)
+    sizes = np.where(missing, column.width, lengths)
+    filled = np.full(sizes.sum(), column.missing, values.dtype)
+    filled[np.repeat(~missing, sizes)] = values
+    return _Taken(filled, sizes, bad)
+
+
+def _neutral(kind: Any) -> Any:
+    """What can stand where a null was, in a row that is dropped."""
+    types = pyarrow("Arrow").types
+    return "" if types.is_string(kind) or types.is_large_string(kind) else 0
+
+
+def _numbers(array: Any, column: Ids | Floats) -> npt.NDArray[Any]:
+    arrow = pyarrow("Arrow")
+    if isinstance(column, Floats):
+        if arrow.types.is_decimal(array.type):
+            array = array.cast(arrow.float64())
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+    if column.hash:
+        array = array.cast(arrow.large_binary())
+        ids = np.empty(len(array), np.int64)
+        _, offsets, text = array.buffers()
+        bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+        _hash(np.frombuffer(text, np.uint8) if text else np.empty(0, np.uint8), bounds, ids)
+        return ids
+    numbers = np.asarray(array.to_numpy(zero_copy_only=False))
+    return numbers.view(np.int64) if numbers.dtype == np.uint64 else numbers.astype(np.int64)
+
+
+@compiled
+def _hash(text: Any, bounds: Any, ids: Any) -> None:
+    """The 64-bit FNV-1a hash of each string's bytes."""
+    for k in range(len(ids)):
+        state = np.uint64(0xCBF29CE484222325)
+        for at in range(bounds[k], bounds[k + 1]):
+            state = (state ^ np.uint64(text[at])) * np.uint64(0x100000001B3)
+        ids[k] = np.int64(state)
