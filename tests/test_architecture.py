@@ -33,8 +33,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("observing.observer",),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
-    ("launch.server", "launch.checkpoints", "launch.sources"),
-    ("launch.top",),
+    ("launch.server", "launch.checkpoints", "launch.sources", "launch.environment"),
+    ("launch.top", "launch.checkpoint_options"),
     ("launch.cli", "api"),
     ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
@@ -62,7 +62,16 @@ STANDARD_LIBRARY = (
         "transpiler.__init__",
         "collective.__init__",
     ),
-    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.parser", "launch.cli"),
+    *(
+        "metrics",
+        "launch.guard",
+        "launch.watch",
+        "launch.local",
+        "launch.parser",
+        "launch.cli",
+        "launch.report",
+        "launch.checkpoint_options",
+    ),
 )
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
@@ -120,10 +129,11 @@ ONLY: dict[str, dict[str, str]] = {
         "rendezvous.py": "token",
     },
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
-    "subprocess": {"launch/local.py": "children"},
+    "subprocess": {"launch/local.py": "children", "launch/report.py": "what may crash"},
     "socket": {
         "collective/group.py": "store",
         "launch/network.py": "ports",
+        "launch/report.py": "hostname",
         "ports.py": "ports",
         "ps/wire/direct_client.py": "connections",
         "ps/wire/direct_server.py": "connections",
@@ -135,7 +145,9 @@ ONLY: dict[str, dict[str, str]] = {
     },
     "print": {
         "launch/checkpoints.py": "console",
+        "launch/checkpoint_options.py": "console",
         "launch/cli.py": "console",
+        "launch/environment.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
     },

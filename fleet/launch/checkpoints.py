@@ -1,5 +1,5 @@
-"""``fleet checkpoint``: what is in checkpoints, whether they are whole, how two differ, and their contents as plain
-files."""
+"""What ``fleet checkpoint`` does: what is in checkpoints, whether they are whole, how two differ, and their contents as
+plain files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,94 +20,13 @@ from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, buffers, paramete
 from fleet.checkpoint.manifest import FORMAT, FORMAT_VERSION, MANIFEST, Checkpoint, is_checkpoint
 from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.clock import SystemClock
-from fleet.errors import CheckpointError, FleetError
-from fleet.launch.parser import Parser
+from fleet.errors import CheckpointError
 from fleet.transpiler.specs import INITIALIZERS
 
-_MEMORY = (
-    "memory for one table at a time, some 60 bytes a row, and for 16 M elements of parameters, or one parameter, with "
-    "their state"
-)
-_EPILOG = """\
-DIR is a directory, or a URL such as s3://bucket/run/step-00000120. Nothing is changed there, and no job is needed.
 
-examples:
-  {prog} ls ckpt/                                the checkpoints in a directory, or what is in one
-  {prog} verify ckpt/step-*                      every byte of each, and of what deltas go on from
-  {prog} diff ckpt/step-00000100 ckpt/step-00000120
-  {prog} export ckpt/step-00000120 model.safetensors
-"""
-
-
-def inspect(argv: list[str], prog: str) -> int:
-    options = _parser(prog).parse_args(argv)
-    try:
-        result: int = options.act(options)
-    except (FleetError, OSError) as error:  # not a mistake in the arguments, so no word of --help
-        print(f"{prog} {options.command}: {error}", file=sys.stderr)
-        return 2
-    return result
-
-
-def _parser(prog: str) -> Parser:
-    parser = Parser(
-        prog,
-        description="Look at checkpoints.",
-        epilog=_EPILOG.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-
-    def command(name: str, act: Any, summary: str, description: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
-        made.set_defaults(act=act)
-        return made
-
-    ls = command(
-        "ls",
-        _list,
-        "what is in a checkpoint, or which ones are in a directory",
-        f"Tell what a checkpoint is and has; of a directory with checkpoints in it, which. Takes {_MEMORY}.",
-    )
-    ls.add_argument("dirs", metavar="DIR", nargs="+")
-    ls.add_argument("--json", action="store_true", help="one JSON object a line, for programs")
-    verified = command(
-        "verify",
-        _verify,
-        "whether all of it is as it was written",
-        "Read every file of a checkpoint, and of all that it goes on from, and tell everything that is wrong. "
-        "Exit code 0: nothing; 1: something; 2: it could not be found out. Takes the memory of one file, some 16 MiB.",
-    )
-    verified.add_argument("dirs", metavar="DIR", nargs="+")
-    diff = command(
-        "diff",
-        _diff,
-        "how two differ",
-        "Tell what is in one of two checkpoints only, and how far apart the rest is. Exit code 0: all of it is the "
-        f"same, bit by bit; 1: it is not; 2: it could not be found out. Takes {_MEMORY}, of both; and in the temporary "
-        "directory (TMPDIR) disk for one table of the first.",
-    )
-    diff.add_argument("left", metavar="A")
-    diff.add_argument("right", metavar="B")
-    exported = command(
-        "export",
-        _export,
-        "its contents as safetensors or Parquet",
-        "Write parameters, and tables as ids and rows in the order of ids, to plain files. OUT.safetensors gets all of "
-        "it (a table 'user.weight' as 'user.ids' and 'user.weight', which is what fleet.load_state_dict takes), "
-        "OUT.parquet the rows of one table (columns id and weight), and a folder, OUT/, parameters.safetensors and a "
-        f"Parquet file for each table. Parquet needs the extra torch-fleet[parquet]. Takes {_MEMORY}; Parquet also "
-        "disk beside OUT for the rows of one table.",
-    )
-    exported.add_argument("dir", metavar="DIR")
-    exported.add_argument("out", metavar="OUT")
-    exported.add_argument(
-        "--table", action="append", default=[], metavar="NAME", help="this table alone; may be repeated"
-    )
-    exported.add_argument("--state", action="store_true", help="the state of the optimizer as well")
-    exported.add_argument("--force", action="store_true", help="replace files that are there")
-    return parser
+def carry_out(command: str, options: argparse.Namespace) -> int:
+    """One of the commands that ``checkpoint_options`` has read; the exit code."""
+    return {"ls": _list, "verify": _verify, "diff": _diff, "export": _export}[command](options)
 
 
 # ---------------------------------------------------------------------------------------------- ls

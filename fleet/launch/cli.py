@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
-from fleet.launch import local, network
+from fleet.launch import checkpoint_options, environment, local, network
 from fleet.launch.job import (
     LaunchPlan,
     check_reachable,
@@ -92,7 +91,7 @@ def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: st
 
 def _dispatch(argv: list[str], prog: str) -> int:
     parser = Parser(prog, description="Distributed training for PyTorch.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"fleet {importlib.metadata.version('torch-fleet')}")
+    parser.add_argument("--version", action="version", version=f"fleet {report.version_of('torch-fleet')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (summary, _) in _COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
@@ -145,10 +144,8 @@ def _serve(argv: list[str], prog: str) -> int:
         return 1
 
 
-def _checkpoint(argv: list[str], prog: str) -> int:
-    from fleet.launch.checkpoints import inspect  # loads torch
-
-    return inspect(argv, prog)
+def _environment(argv: list[str], prog: str) -> int:
+    return environment.tell(argv, prog, PROCESS_ENVIRONMENT)
 
 
 def _top(argv: list[str], prog: str) -> int:
@@ -171,7 +168,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
     "top": ("show a running job, one line a process", _top),
-    "checkpoint": ("look at checkpoints: ls, verify, diff, export", _checkpoint),
+    "checkpoint": ("look at checkpoints: ls, verify, diff, export", checkpoint_options.inspect),
+    "env": ("print what a bug report needs", _environment),
 }
 
 
