@@ -467,7 +467,14 @@ class Fleet:
     def report(self, *, examples: int | None = None, loss: Any = None, **figures: Any) -> None:
         """Tell what only the script knows, on a worker: how many ``examples`` it has trained on since it said so last,
         its ``loss``, and figures of any other name, each a number or a tensor of one element. ``fleet top``, the report
-        and the metrics show them. It costs a few assignments; ``minimize(loss)`` tells the loss by itself."""
+        and the metrics show them. It costs a few assignments; ``minimize(loss)`` tells the loss by itself.
+
+        Examples:
+            >>> optimizer.minimize(loss())
+            >>> fleet.report(examples=32)
+            >>> fleet.summary()["figures"]["examples"]
+            32
+        """
         self._backend("report").report(examples, loss, figures)
 
     # ---------------------------------------------------------------- shorthands

@@ -257,4 +257,13 @@ class CheckpointError(FleetError, RuntimeError):
 
 
 class DataError(FleetError, ValueError):
-    """A file of training data cannot be read, or something in it is malformed."""
+    """A file of training data cannot be read, or something in it is malformed.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("clicks.txt").write_text("1 seven")
+        >>> list(fleet.data.MultiSlot(["clicks.txt"], {"user": fleet.data.Ids()}, batch_size=1))
+        Traceback (most recent call last):
+            ...
+        fleet.errors.DataError: ...clicks.txt...
+    """

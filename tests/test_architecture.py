@@ -69,7 +69,7 @@ STANDARD_LIBRARY = (
         "launch.local",
         "launch.parser",
         "launch.cli",
-        "launch.report",
+        "launch.environment",
         "launch.checkpoint_options",
     ),
 )
@@ -129,11 +129,11 @@ ONLY: dict[str, dict[str, str]] = {
         "rendezvous.py": "token",
     },
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
-    "subprocess": {"launch/local.py": "children", "launch/report.py": "what may crash"},
+    "subprocess": {"launch/local.py": "children", "launch/environment.py": "what may crash"},
     "socket": {
         "collective/group.py": "store",
         "launch/network.py": "ports",
-        "launch/report.py": "hostname",
+        "launch/environment.py": "hostname",
         "ports.py": "ports",
         "ps/wire/direct_client.py": "connections",
         "ps/wire/direct_server.py": "connections",

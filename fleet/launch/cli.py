@@ -91,7 +91,7 @@ def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: st
 
 def _dispatch(argv: list[str], prog: str) -> int:
     parser = Parser(prog, description="Distributed training for PyTorch.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"fleet {report.version_of('torch-fleet')}")
+    parser.add_argument("--version", action="version", version=f"fleet {environment.version_of('torch-fleet')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (summary, _) in _COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)

@@ -37,7 +37,16 @@ def at_work(environ: Mapping[str, str], *, even_alone: bool = False) -> bool:
 
 class SlurmRoleMaker(RoleMakerBase):
     """One task of a step. Half of the tasks serve unless ``FLEET_SLURM_SERVERS`` says how many, spread over the nodes:
-    first tasks first. The others, or with ``is_collective`` all, are workers in Slurm's order."""
+    first tasks first. The others, or with ``is_collective`` all, are workers in Slurm's order.
+
+    Examples:
+        >>> from fleet.role_maker import SlurmRoleMaker
+        >>> step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[1-2]"}
+        >>> step |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NODEID": "1", "FLEET_SLURM_PORT": "6174"}
+        >>> me = SlurmRoleMaker(environ=step).assignment()
+        >>> me.index, [str(server) for server in me.servers]
+        (1, ['node1:6174', 'node2:6174'])
+    """
 
     def __init__(self, is_collective: bool = False, environ: Mapping[str, str] = PROCESS_ENVIRONMENT) -> None:
         if not isinstance(is_collective, bool):
