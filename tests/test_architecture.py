@@ -98,6 +98,7 @@ ONLY: dict[str, dict[str, str]] = {
         "periodic.py": "writer",
         "ps/backend.py": "embedding",
         "ps/kernels/jit.py": "lock",
+        "ps/server/journal.py": "lock",
         "ps/server/runtime.py": "lifetime",
         "ps/server/service.py": "lock",
         "ps/server/shares.py": "writer",

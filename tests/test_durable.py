@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, at, every
-from harness import run_job
+from harness import PATIENT, Job, run_job
 
 import fleet.nn
 from fleet import Fleet
@@ -25,6 +25,7 @@ from fleet.ps.server import service
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
 from fleet.ps.worker import client
+from fleet.role_maker import Role
 
 ROWS, DIM = 40, 4
 
@@ -319,6 +320,67 @@ def written(path: Path, contents: list[bytes]) -> bytes:
         journal.append([content])
     journal.close()
     return path.read_bytes()
+
+
+def test_who_waits_for_the_disk_waits_for_all_that_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the system for several records; nobody who adds one waits for the disk."""
+    journal, begun, go_on, synced = Journal(tmp_path / "journal"), threading.Semaphore(0), threading.Semaphore(0), []
+
+    def fsync(_: int) -> None:
+        size = journal.bytes
+        begun.release()
+        assert go_on.acquire(timeout=10)
+        synced.append(size)
+
+    monkeypatch.setattr("fleet.ps.server.journal.os.fsync", fsync)
+    waiting = []
+    for number in range(4):
+        journal.append([b"record"])
+        waiting.append(threading.Thread(target=journal.sync, daemon=True))
+        waiting[-1].start()
+        if number == 0:
+            assert begun.acquire(timeout=10)
+    go_on.release(2)
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert synced == [journal.bytes // 4, journal.bytes]
+    journal.sync()
+    journal.close()
+
+
+def test_nobody_hears_of_what_is_not_on_the_disk_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``always``; whoever only asks does not wait for it."""
+    syncing, go_on = threading.Event(), threading.Event()
+    environ = {**PATIENT, "FLEET_DURABLE_DIR": str(tmp_path), "FLEET_DURABLE_SYNC": "always"}
+    job = Job(lambda *_: None, 1, 1, environ=environ)
+    model = torch.nn.Linear(2, 2)
+    made = job.fleet(Role.WORKER, 0)
+    strategy = fleet.StrategyFactory.create_async_strategy()
+    wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), strategy, model=model)
+    serving = threading.Thread(target=job.serve, args=(0,), daemon=True)
+    serving.start()
+    made.init_worker()
+
+    def fsync(_: int) -> None:
+        syncing.set()
+        assert go_on.wait(10)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fleet.ps.server.journal.os.fsync", fsync)
+        wrapped.minimize(model.weight.sum())
+        assert syncing.wait(10)
+        assert made.summary()["steps_by_worker"] == {0: 1}, "others hear of it"
+        leaving = threading.Thread(target=made.stop_worker, daemon=True)
+        leaving.start()
+        leaving.join(0.1)
+        assert leaving.is_alive(), "the push is not acknowledged"
+        go_on.set()
+        leaving.join(10)
+    serving.join(10)
+    assert not job.errors
 
 
 def test_a_torn_end_is_cut_off_wherever_it_is(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import enum
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from fleet.errors import CheckpointError, ConfigurationError
 from fleet.ps.server.journal import Journal
 from fleet.ps.table.shard import Piece
 
-#: When the journal is synced: with every record, from time to time, or when the system pleases.
+#: When the journal is synced: before anybody hears of a record, from time to time, or when the system pleases.
 ALWAYS, INTERVAL, NEVER = "always", "interval", "os"
 SYNC_S = 1.0
 #: A snapshot is taken when the journal is this long.
@@ -131,17 +131,17 @@ class Durable:
         return sum(journal.bytes for journal in self._journals) >= self._due_at
 
     def record(self, kind: Kind, buffers: Iterable[bytes | memoryview]) -> None:
-        journal = self._journals[-1]
-        journal.append([kind.value, *buffers])
-        if self._sync == ALWAYS:
-            journal.sync()
+        self._journals[-1].append([kind.value, *buffers])
 
-    def sync_due(self, now: float) -> Callable[[], None] | None:
-        """What has to be done now so that everything is on the disk, by whoever can wait for it."""
-        if self._sync != INTERVAL or now - self._synced_at < SYNC_S:
-            return None
-        self._synced_at = now
-        return self._journals[-1].syncing()
+    def secure(self) -> None:
+        """Have on the disk what has been recorded by now, if anything that somebody hears of is to be there."""
+        if self._sync == ALWAYS:
+            self._journals[-1].sync()  # the one before it was synced before this one was there
+
+    def sync_if_due(self, now: float) -> None:
+        if self._sync == INTERVAL and now - self._synced_at >= SYNC_S:
+            self._synced_at = now
+            self._journals[-1].sync()
 
     def take(
         self,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Journal:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.bytes = os.fstat(self._file).st_size
         self._synced = self.bytes
+        self._syncing = threading.Lock()
 
     def append(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Add a record. It outlives this process when this returns, and the machine after ``sync``."""
@@ -42,8 +44,9 @@ class Journal:
             for start in range(0, len(pieces), _MOST_BUFFERS):
                 self._write(pieces[start : start + _MOST_BUFFERS])
         except OSError:
-            os.ftruncate(self._file, before)  # half a record would hide those after it
-            self.bytes = before
+            with self._syncing:
+                os.ftruncate(self._file, before)  # half a record would hide those after it
+                self.bytes, self._synced = before, min(self._synced, before)
             raise
 
     def _write(self, pieces: list[Any]) -> None:
@@ -57,26 +60,14 @@ class Journal:
                 pieces = [memoryview(pieces[0])[written:], *pieces[1:]]
 
     def sync(self) -> None:
-        """Have everything on the disk."""
-        if self._synced < self.bytes:
-            size = self.bytes
-            os.fsync(self._file)
-            self._synced = size
-
-    def syncing(self) -> Callable[[], None] | None:
-        """``sync``, for a thread that others need not wait for; None if there is nothing to do. It is to be called
-        once, and may be when this journal is closed."""
-        if self._synced == self.bytes:
-            return None
-        self._synced, file = self.bytes, os.dup(self._file)
-
-        def sync() -> None:
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
-
-        return sync
+        """Have everything on the disk that has been added by now. Others may add more meanwhile; those who want that on
+        the disk wait until this is done, and then one of them does it for all. Of one that is closed nothing is."""
+        wanted = self.bytes
+        with self._syncing:
+            if self._synced < wanted:
+                size = self.bytes
+                os.fsync(self._file)
+                self._synced = size
 
     def read(self, *, is_last: bool) -> Iterator[bytearray]:
         """Every whole record, in order. Only the last of several journals can have a torn end."""
@@ -132,7 +123,9 @@ class Journal:
         )
 
     def close(self) -> None:
-        os.close(self._file)
+        with self._syncing:
+            self._synced = self.bytes
+            os.close(self._file)
 
 
 def _head(size: int, crc: int) -> bytes:

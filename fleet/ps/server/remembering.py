@@ -72,9 +72,9 @@ class Memory:
             for kind, data in self._durable.records():
                 self.goes_on = True
                 if kind is Kind.REQUEST:
-                    ask(read_frame(pb.Request, [bytes(data)]))
+                    ask(read_frame(pb.Request, [data]))
                 elif kind is Kind.OUTCOME:
-                    reply = read_frame(pb.Reply, [bytes(data)])
+                    reply = read_frame(pb.Reply, [data])
                     know(reply.message.version, reply)
                 else:
                     lose(int.from_bytes(data, "little"))
@@ -84,14 +84,12 @@ class Memory:
 
     # ---------------------------------------------------------------- remembering
 
-    def note(self, kind: str, frame: Frame, job: Job | None) -> None:
+    def note(self, kind: str, frame: Frame) -> None:
         """A request that is about to be carried out."""
         if kind not in NOTED:
             return
         if not self.replaying:
             self._durable.record(Kind.REQUEST, frame.buffers())
-        if job is not None:
-            self._settle(job)
         message = frame.message
         if kind == "push":
             self._open[kind, message.worker, message.step] = frame
@@ -103,7 +101,7 @@ class Memory:
         if not self.replaying:
             self._durable.record(Kind.LOST, [worker.to_bytes(4, "little")])
 
-    def _settle(self, job: Job) -> None:
+    def settle(self, job: Job) -> None:
         """Let go of what is finished."""
         self._open = {key: frame for key, frame in self._open.items() if _is_open(job, *key)}
 
@@ -112,18 +110,22 @@ class Memory:
         it brought would be refused when it is done over."""
         if self.replaying or not self._durable.is_due:
             return False
-        self._settle(job)
+        self.settle(job)
         return all(worker in job.gate.clocks for _, worker, _ in self._open)
 
-    def sync_due(self, now: float) -> Callable[[], None] | None:
-        """What has to be done now so that everything is on the disk, by whoever can wait for it."""
-        return self._durable.sync_due(now)
+    def secure(self) -> None:
+        """What was noted by now may be heard of when this returns. Not under the server's lock: it may take long."""
+        self._durable.secure()
+
+    def sync_if_due(self, now: float) -> None:
+        """Not under the server's lock either."""
+        self._durable.sync_if_due(now)
 
     def take(self, job: Job, members: Sequence[Told]) -> None:
         """A snapshot of a job whose parameters all are there."""
         shard = job.shard
         assert shard is not None
-        self._settle(job)
+        self.settle(job)
         pending: dict[int, int] = {}
         for kind, worker, number in self._open:
             if kind == "push":

@@ -41,7 +41,7 @@ from fleet.ps.server.job import Job, Restore
 from fleet.ps.server.ledger import Ledger
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
-from fleet.ps.server.remembering import Memory, check_can_be_kept, outcome_of
+from fleet.ps.server.remembering import NOTED, Memory, check_can_be_kept, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.table.shard import Contribution, Piece, Shard
@@ -158,7 +158,7 @@ class Service:
                 self._keep_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            self._send(outbox)
+            self._send(outbox, secure=kind in NOTED)
 
     def tick(self) -> None:
         """Let time pass: give up on who is silent, end a job that cannot start."""
@@ -183,10 +183,8 @@ class Service:
             self._refuse_standstill(outbox)
             if self._job is not None:
                 self._job.claims.tick(now, outbox)
-            sync = None if self._memory is None else self._memory.sync_due(now)
         self._send(outbox)
-        if sync is not None:
-            self._sync(sync)
+        self._sync(lambda memory: memory.sync_if_due(now))
 
     def stop(self, reason: str) -> None:
         """End the job from outside, as a signal does; one that is kept on disk goes on when its server does."""
@@ -206,18 +204,23 @@ class Service:
         if self._memory is None:
             return
         try:
-            self._memory.note(kind, frame, self._job)
+            self._memory.note(kind, frame)
         except OSError as error:
             raise self._cannot_keep(error, outbox) from None
 
-    def _sync(self, sync: Callable[[], None]) -> None:
-        outbox: Outbox = []
+    def _sync(self, sync: Callable[[Memory], None]) -> FleetError | None:
+        """Have things on the disk, on a thread that holds no lock; if they cannot be, the job is over."""
+        if self._memory is None:
+            return None
         try:
-            sync()
+            sync(self._memory)
         except OSError as error:
+            outbox: Outbox = []
             with self._lock:
-                self._cannot_keep(error, outbox)
-            self._send(outbox)
+                failure = self._cannot_keep(error, outbox)
+            self._send(outbox, secure=False)
+            return failure
+        return None
 
     def _cannot_keep(self, error: OSError, outbox: Outbox) -> FleetError:
         """What cannot be kept may not be acknowledged either: the job cannot go on."""
@@ -228,7 +231,10 @@ class Service:
     def _keep_if_due(self) -> None:
         """Take a snapshot if it is time for one, and everything is there that one is made of."""
         memory, job = self._memory, self._job
-        if memory is None or job is None or self._over or not job.is_whole or not memory.is_due(job):
+        if memory is None or job is None:
+            return
+        memory.settle(job)  # at once, as what is held on to is memory for the next request
+        if self._over or not job.is_whole or not memory.is_due(job):
             return
         try:
             memory.take(job, self._members_told())
@@ -283,9 +289,12 @@ class Service:
             )
         _log.warning("%s: goes on from %s, at version %d", self._endpoint, memory.directory, self._job.gate.version)
 
-    def _send(self, outbox: Outbox) -> None:
+    def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
+        """Let replies leave, ``secure`` ones when what they tell of is as safe as it has to be. Mere questions need not
+        wait for what others have asked for: these ask again, should it be lost."""
+        failure = self._sync(Memory.secure) if secure and outbox else None
         for respond, frame in outbox:
-            respond(frame)
+            respond(frame if failure is None else error_reply(failure))
         if self._over and self._all_told():
             self.ended.set()
 
@@ -707,7 +716,7 @@ class Service:
                     waiting = job.parked.pop(effect.ticket, None)
                     if waiting is not None:  # else it was a process's whose worker has started again
                         self._ledger.released(waiting, by)
-                        outbox.append((waiting.respond, _answer_of(waiting)))
+                        self._answer_one(waiting, outbox)
         except Exception as error:
             # Half a round is applied: nobody may go on from here as if nothing had happened.
             _log.exception("%s: the server failed", self._endpoint)
@@ -921,6 +930,10 @@ class Service:
     def _answer(self, job: Job, tickets: Sequence[Hashable], by: int, outbox: Outbox) -> None:
         for waiting in [job.parked.pop(ticket) for ticket in tickets if ticket in job.parked]:  # none if the job failed
             self._ledger.released(waiting, by)
+            self._answer_one(waiting, outbox)
+
+    def _answer_one(self, waiting: Waiting, outbox: Outbox) -> None:
+        if self._memory is None or not self._memory.replaying:  # else nobody would read it
             outbox.append((waiting.respond, _answer_of(waiting)))
 
     # ---------------------------------------------------------------- leaving

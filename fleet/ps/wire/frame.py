@@ -92,7 +92,7 @@ class Frame:
 Fill = Callable[[memoryview], None]
 
 
-def read_frame(kind: type[M], pieces: Iterable[bytes], limit: int = MAX_PAYLOAD_BYTES) -> Frame:
+def read_frame(kind: type[M], pieces: Iterable[bytes | memoryview], limit: int = MAX_PAYLOAD_BYTES) -> Frame:
     """Read the one frame that some pieces hold, its header of ``kind``; anything else is a ``ProtocolError``."""
     arriving = _Pieces(pieces)
     frame = receive_frame(kind, arriving.fill, limit)
@@ -141,7 +141,7 @@ def _header(nbytes: int, fill: Fill) -> bytearray:
 class _Pieces:
     """A stream that arrives in pieces."""
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._arriving = iter(pieces)
         self._piece = memoryview(b"")
 
