@@ -417,7 +417,7 @@ def test_without_pyarrow_parquet_is_refused_by_name(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     code, _, err = run("export", saved / "delta", tmp_path / "open.parquet", "--table", "open")
-    assert (code, "pip install 'torch-fleet[parquet]'" in err) == (2, True)
+    assert (code, "pip install 'torch-fleet[arrow]'" in err) == (2, True)
     assert not list(tmp_path.iterdir())
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import fleet
 from fleet.data import Csv, Floats, Ids, Ignored, MultiSlot, Parquet, Ragged, text, write_multislot
 from fleet.errors import ArgumentTypeError, ConfigurationError, DataError, UnsupportedError
 
@@ -236,7 +238,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     files = csv(tmp_path, "a\n1\n")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for kind in (Csv, Parquet):
-        with pytest.raises(UnsupportedError, match=re.escape("pip install 'torch-fleet[data]'")):
+        with pytest.raises(UnsupportedError, match=re.escape("pip install 'torch-fleet[arrow]'")):
             list(kind(files, {"a": Ids(1)}))
 
 
@@ -263,3 +265,17 @@ def test_bags_of_a_loader_go_into_an_embedding_bag(tmp_path: Path) -> None:
     (batch,) = DataLoader(Parquet(files, {"ids": Ids()}, batch_size=3), batch_size=None)
     assert torch.equal(bag(*batch["ids"])[1], torch.zeros(4))
     assert torch.allclose(bag(*batch["ids"])[0], bag.weight[1] + bag.weight[2])
+
+
+def test_the_page_runs_as_it_stands_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fleet, "init", Mock())
+    monkeypatch.setattr(fleet, "split_files", list)
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, names)
+    assert names["pooled"].shape == (100, 8)
+    assert names["batch"]["dense"].shape == (100, 2)
+    together = torch.cat([names["first"]["dense"], names["second"]["dense"]])
+    assert len(together[:, 1].unique()) == 200

@@ -225,7 +225,7 @@ def _import_pyarrow() -> Any:
     except ImportError:
         raise UnsupportedError(
             "Parquet files are written by pyarrow, which is not installed",
-            todo="pip install 'torch-fleet[parquet]', or export to a file that ends in .safetensors.",
+            todo="pip install 'torch-fleet[arrow]', or export to a file that ends in .safetensors.",
         ) from None
     return pyarrow
 

@@ -22,7 +22,7 @@ def pyarrow(what: str) -> Any:
     try:
         import pyarrow as arrow
     except ImportError:
-        raise UnsupportedError(f"{what} needs pyarrow", todo="pip install 'torch-fleet[data]'") from None
+        raise UnsupportedError(f"{what} needs pyarrow", todo="pip install 'torch-fleet[arrow]'") from None
     return arrow
 
 

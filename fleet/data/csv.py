@@ -86,10 +86,9 @@ class Csv(SampleFiles):
         for first, text in lines_of(piece, faults):
             if self.header and piece.begin == 0 and first == 1:
                 first, text = 2, text.partition(b"\n")[2]
-            lines = text.split(b"\n")[:-1]
-            yield from self._rows(piece, first, lines, faults)
+            yield from self._rows(piece, first, text, faults)
 
-    def _rows(self, piece: Piece, first: int, lines: list[bytes], faults: Faults) -> Iterator[Rows]:
+    def _rows(self, piece: Piece, first: int, text: bytes, faults: Faults) -> Iterator[Rows]:
         """Of these lines. pyarrow does not say which line it cannot read, so it is looked for by halving."""
         arrow = pyarrow("Reading CSV")
 
@@ -103,21 +102,21 @@ class Csv(SampleFiles):
             )
 
         def report(row: int, column: str, expected: str, got: str) -> None:
-            full = [number for number, line in enumerate(lines) if line.strip(b"\r")]
+            full = [number for number, line in enumerate(text.split(b"\n")) if line.strip(b"\r")]
             faults.found(partial(malformed, first + full[row], f", column {column!r}", expected, got))
 
-        if not any(line.strip(b"\r") for line in lines):
+        if not text.strip(b"\r\n"):
             return
         try:
-            arrays = self._arrays(piece.file, b"\n".join(lines) + b"\n")
+            arrays = self._arrays(piece.file, text)
         except arrow.ArrowInvalid as error:
-            if len(lines) == 1:
+            half = text.rfind(b"\n", 0, len(text) // 2) + 1 or text.find(b"\n") + 1
+            if half == len(text):
                 expected = f"{len(self._names[piece.file])} cells of the types asked for"
-                faults.found(partial(malformed, first, "", expected, f"{shown(lines[0])}: {error}"))
+                faults.found(partial(malformed, first, "", expected, f"{shown(text.rstrip())}: {error}"))
                 return
-            half = len(lines) // 2
-            yield from self._rows(piece, first, lines[:half], faults)
-            yield from self._rows(piece, first + half, lines[half:], faults)
+            yield from self._rows(piece, first, text[:half], faults)
+            yield from self._rows(piece, first + text.count(b"\n", 0, half), text[half:], faults)
         else:
             yield rows_of(arrays, self.columns, self._layout, report)
 

@@ -77,7 +77,7 @@ def _parser(prog: str) -> Parser:
         "Write parameters, and tables as ids and rows in the order of ids, to plain files. OUT.safetensors gets all of "
         "it (a table 'user.weight' as 'user.ids' and 'user.weight', which is what fleet.load_state_dict takes), "
         "OUT.parquet the rows of one table (columns id and weight), and a folder, OUT/, parameters.safetensors and a "
-        f"Parquet file for each table. Parquet needs the extra torch-fleet[parquet]. Takes {_MEMORY}; Parquet also "
+        f"Parquet file for each table. Parquet needs the extra torch-fleet[arrow]. Takes {_MEMORY}; Parquet also "
         "disk beside OUT for the rows of one table.",
     )
     exported.add_argument("dir", metavar="DIR")
