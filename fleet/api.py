@@ -195,7 +195,7 @@ class Fleet:
     def save_persistables(self, dirname: str | PathLike[str], mode: str = "full") -> None:
         """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
         a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one."""
-        self._backend("save_persistables").begin_saving(dirname, mode)()
+        self._backend("save_persistables").begin_saving(dirname, mode)(None)
 
     def resume_step(self) -> int:
         """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded."""

@@ -112,3 +112,7 @@ class NonFiniteGradientError(FleetError, ArithmeticError):
 
 class CheckpointError(FleetError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the job."""
+
+
+class MissedError(CheckpointError):
+    """A server that was started again has gone on from the step that was to be saved: another checkpoint is due."""
