@@ -267,3 +267,12 @@ class DataError(FleetError, ValueError):
             ...
         fleet.errors.DataError: ...clicks.txt...
     """
+
+
+class MissedError(CheckpointError):
+    """A server that was started again has gone on from the step that was to be saved: another checkpoint is due.
+
+    Examples:
+        >>> issubclass(fleet.errors.MissedError, fleet.errors.CheckpointError)
+        True
+    """

@@ -1,8 +1,8 @@
 """Checkpoints from time to time: when one is due, of which kind it is, and which older ones may go.
 
-The first worker decides and saves, in every kind of job, so nobody has to agree on a time; the others wait in their
-next step, where steps are the whole job's. Where they are not, the first worker itself goes on: servers write their
-shares beside the training anyway, and a thread here waits for them and adds the manifest.
+The first worker decides and saves, in every kind of job, so nobody has to agree on a time. With servers it trains on as
+soon as they let it: they write their shares beside the training, and a thread here waits for them and adds the
+manifest. In a collective job the others wait in their next step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,6 +24,7 @@ from fleet.errors import (
     ConfigurationError,
     DeadlineError,
     FleetError,
+    MissedError,
     StateError,
     UnsupportedError,
 )
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from fleet.checkpoint.places import Place
+    from fleet.ps.worker.saving import Rest
 
 _log = logging.getLogger("fleet.checkpoint")
 
@@ -50,6 +53,8 @@ class Schedule:
     at: float
     #: how many were written from the last full one on; 0: there is none
     written: int = 0
+    #: the last one has to be made up for
+    missed: bool = False
 
     def is_due(self, step: int, now: float) -> bool:
         """At multiples of ``every_steps``, or at the first step after one that was missed; ``every_s`` after the last
@@ -57,14 +62,14 @@ class Schedule:
         self.step = min(self.step, step)  # a job that has loaded another state has gone back
         by_steps = self.every_steps is not None and step // self.every_steps > self.step // self.every_steps
         by_time = self.every_s is not None and now - self.at >= self.every_s
-        return step > self.step and (by_steps or by_time)
+        return step > self.step and (by_steps or by_time or self.missed)
 
     @property
     def mode(self) -> str:
         return "delta" if 0 < self.written < self.full_every else "full"
 
     def begin(self, step: int, now: float) -> None:
-        self.step, self.at = step, now
+        self.step, self.at, self.missed = step, now, False
 
     def end(self, mode: str) -> None:
         """One has been written."""
@@ -133,7 +138,7 @@ class Checkpoints:
         if background and not self._job.saves_behind:
             raise UnsupportedError(
                 "this job cannot train on while it is saved: its state stands still for a checkpoint",
-                expected="background=None or False, or a mode without rounds",
+                expected="background=None or False, or a job with servers",
                 got="background=True",
             )
         self._background = self._job.saves_behind if background is None else background
@@ -200,12 +205,14 @@ class Checkpoints:
         self._schedule.begin(step, self._clock.now())
         rest = self._job.begin_saving(where, mode)
         if not self._background:
-            self._write(rest, step, mode)
+            self._write(partial(rest, None), step, mode)
             return
+        may_go_on = threading.Event()
         self._thread = threading.Thread(
-            target=self._write_behind, args=(rest, step, mode), name=f"{_THREAD}{where}", daemon=True
+            target=self._write_behind, args=(rest, step, mode, may_go_on), name=f"{_THREAD}{where}", daemon=True
         )
         self._thread.start()
+        may_go_on.wait()
 
     def _write(self, rest: Callable[[], None], step: int, mode: str) -> None:
         from fleet.checkpoint.series import remove_old
@@ -218,12 +225,17 @@ class Checkpoints:
             except (CheckpointError, OSError) as error:
                 _log.warning("older checkpoints in %s stay: %s", self._root.url, error)
 
-    def _write_behind(self, rest: Callable[[], None], step: int, mode: str) -> None:
+    def _write_behind(self, rest: Rest, step: int, mode: str, may_go_on: threading.Event) -> None:
         try:
-            self._write(rest, step, mode)
+            self._write(partial(rest, may_go_on.set), step, mode)
+        except MissedError as error:
+            _log.warning("the checkpoint of step %d is made up for by the next step's: %s", step, error)
+            self._schedule.missed = True
         except BaseException as error:
             _log.warning("the checkpoint of step %d was not written: %s", step, error)
             self._failure = error
+        finally:
+            may_go_on.set()
 
     def _is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

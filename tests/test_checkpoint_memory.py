@@ -17,9 +17,10 @@ from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.pieces import PieceFile
 from fleet.checkpoint.writer import CheckpointWriter
+from fleet.clock import SystemClock
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.shares import write_share
-from fleet.ps.table.shard import Shard
+from fleet.ps.table.shard import Piece, Shard
 from fleet.transpiler.plan import make_plan
 
 DIM, ROWS = 64, 800_000
@@ -68,8 +69,11 @@ def test_a_server_with_a_table_of_200_megabytes(tmp_path: Path) -> None:
 
     with CheckpointWriter(tmp_path / "large") as writer:
 
+        def export(cursor: str, _: object) -> Piece:
+            return shard.export(cursor)
+
         def save() -> None:
-            reply = write_share(writer.folder.url, writer.proof, 0, shard.export)
+            reply = write_share(writer.folder.url, writer.proof, 0, export, SystemClock(), behind=False)
             writer.add(PieceFile.told(each) for each in json.loads(reply.message.about))
 
         assert beyond(save) < ALLOWED

@@ -27,14 +27,15 @@ from fleet.errors import (
     DeadlineError,
     FleetError,
     JobAbortedError,
+    MissedError,
     NotInitializedError,
     StateError,
-    UnsupportedError,
 )
 from fleet.periodic import Schedule
 from fleet.ps.backend import real_network
-
-RELAXED = sorted(set(STRATEGIES) - {"sync"})
+from fleet.ps.server import shares
+from fleet.ps.table import shard, standing
+from fleet.ps.worker import saving
 
 
 class FakeClock:
@@ -134,7 +135,7 @@ def test_by_time(tmp_path: Path) -> None:
     def body(job: Fleet, worker: int) -> None:
         clock = FakeClock()
         model, optimizer = join(job)
-        checkpoints = Checkpoints(tmp_path, every_s=60, fleet=job, clock=clock)
+        checkpoints = Checkpoints(tmp_path, every_s=60, background=False, fleet=job, clock=clock)
         for step in range(6):
             train(model, optimizer, [step])
             clock.time += 25 * (1 + worker)  # the first worker's counts, whatever the others' say
@@ -157,7 +158,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go
 
 
-@pytest.mark.parametrize("strategy", RELAXED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_goes_on_while_a_checkpoint_is_written(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,53 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     run_job(body, 1, 2)
     assert names(tmp_path) == ["step-00000002", "step-00000009"], "one at a time; what was missed is made up for"
     assert Checkpoint.open(tmp_path / "step-00000002").manifest.version == 2
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers go on after their first piece of rows when the workers have trained on, and changed most rows."""
+    monkeypatch.setattr(shard, "PIECE_BYTES", 500)  # a few rows
+    monkeypatch.setattr(standing, "_HELD_BYTES", 300)
+    begun, go = threading.Event(), threading.Event()
+
+    def held_up(cursor: str) -> bool:
+        assert not begun.is_set() or not shard.is_of_rows(cursor) or go.wait(30)
+        return shard.is_of_rows(cursor)
+
+    monkeypatch.setattr(shares, "is_of_rows", held_up)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job)
+        with Checkpoints(tmp_path / "run", every_steps=10, full_every=2, fleet=job) as checkpoints:
+            train(model, optimizer, range(10))
+            if mode == "delta":
+                checkpoints.after_step()
+                until(lambda: not checkpoints._is_writing())
+            train(model, optimizer, range(10, 20))
+            begun.set()
+            checkpoints.after_step()
+            train(model, optimizer, range(20, 24))
+            assert not checkpoints._saves or checkpoints._is_writing()
+            go.set()
+
+    def undisturbed(job: Fleet, worker: int) -> None:
+        train(*join(job), range(20))
+        job.save_persistables(tmp_path / "undisturbed")
+
+    def again(job: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = join(job)
+        train(model, optimizer, range(30, 32))  # with the optimizer's state
+        return model.seen()
+
+    run_job(body, 2, 2)
+    run_job(undisturbed, 2, 2)
+    latest = str(tmp_path / "run" / "step-00000020")
+    assert (Checkpoint.open(latest).before is None) == (mode == "full")
+    (found,) = run_job(again, 1, 2, model_dir=latest)
+    (expected,) = run_job(again, 1, 2, model_dir=str(tmp_path / "undisturbed"))
+    assert same(found, expected)
 
 
 def test_training_goes_on_over_real_connections(tmp_path: Path, free_endpoints: Callable[[int], list[str]]) -> None:
@@ -224,9 +272,8 @@ def test_a_failure_is_raised_and_training_may_go_on(
             with monkeypatch.context() as patched:
                 patched.setattr(writer.CheckpointWriter, "commit", no_space)
                 train(model, optimizer, [0, 1])
-                if strategy != "sync":
-                    checkpoints.after_step()
-                    until(lambda: not checkpoints._is_writing())
+                checkpoints.after_step()
+                until(lambda: not checkpoints._is_writing())
                 with pytest.raises((CheckpointError, OSError), match="No space left on device"):
                     checkpoints.after_step()
             assert names(tmp_path) == []
@@ -239,7 +286,20 @@ def test_a_failure_is_raised_and_training_may_go_on(
     with caplog.at_level(logging.WARNING, "fleet.checkpoint"):
         run_job(body, 1, 2)
     assert names(tmp_path) == ["step-00000004"]
-    assert ("the checkpoint of step 2 was not written" in caplog.text) == (strategy != "sync")
+    assert "the checkpoint of step 2 was not written" in caplog.text
+
+
+def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, missed = saving._ask, [MissedError("a server was killed while it wrote its share")]
+
+    def fail_once(*arguments: Any, begin: bool) -> None:
+        if missed and not begin:
+            raise missed.pop()
+        ask(*arguments, begin=begin)
+
+    monkeypatch.setattr(saving, "_ask", fail_once)
+    run_job(lambda job, worker: stepped(job, "sync", 5, tmp_path, every_steps=2), 1, 1)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.parametrize("how", ["close", "save"])
@@ -289,7 +349,7 @@ def test_what_a_kept_delta_goes_on_from_stays(tmp_path: Path) -> None:
         (tmp_path / "step-00000001").mkdir()
         (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
         (tmp_path / "step-2").mkdir()
-        checkpoints = Checkpoints(tmp_path, every_steps=2, full_every=3, keep_last=2, fleet=job)
+        checkpoints = Checkpoints(tmp_path, every_steps=2, full_every=3, keep_last=2, background=False, fleet=job)
         for step in range(14):
             train(model, optimizer, [step])
             checkpoints.after_step()
@@ -362,7 +422,6 @@ def test_in_a_store() -> None:
         ({"every_steps": 1, "keep_last": 0}, ConfigurationError, "keep_last is out of range"),
         ({"every_steps": 1, "full_every": True}, ArgumentTypeError, "full_every must be an int"),
         ({"every_steps": 1, "background": "yes"}, ArgumentTypeError, "background must be True, False or None"),
-        ({"every_steps": 1, "background": True}, UnsupportedError, "this job cannot train on while it is saved"),
         ({"every_steps": 1, "root": 3}, ArgumentTypeError, "dirname must be a path or a URL"),
         ({"every_steps": 1, "fleet": 3}, ArgumentTypeError, "fleet must be a fleet.Fleet or None"),
     ],

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
+import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,15 +119,25 @@ def _tensor(told: Mapping[str, Any], body: memoryview) -> torch.Tensor:
     return torch.frombuffer(body[start:stop], dtype=dtype).view(shape)
 
 
+def _step_back() -> None:
+    """Give way to every other thread of this machine, where threads have a priority of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 class PieceWriter:
     """Writes files into a folder while the next ones are made. Leaving it as a context waits for the last one."""
 
-    def __init__(self, folder: Place, folder_name: str, prefix: str) -> None:
-        """Files are called ``folder_name/prefix-number``, as seen from the checkpoint."""
+    def __init__(self, folder: Place, folder_name: str, prefix: str, *, behind: bool = False) -> None:
+        """Files are called ``folder_name/prefix-number``, as seen from the checkpoint. ``behind`` a training they are
+        written when nobody else wants the processor."""
         self._folder = folder
         self._folder_name = folder_name
         self._prefix = prefix
-        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="fleet-checkpoint")
+        self._pool = ThreadPoolExecutor(
+            _WRITERS, thread_name_prefix="fleet-checkpoint", initializer=_step_back if behind else None
+        )
+        self._adding = threading.Lock()
         self._under_way: deque[Future[None]] = deque()
         self.files: list[PieceFile] = []
 
@@ -132,16 +145,17 @@ class PieceWriter:
         return self
 
     def add(self, about: dict[str, Any], tensors: Tensors) -> None:
-        """Returns when there is room for one more; a failure of an earlier one is raised."""
+        """From any thread. Returns when there is room for one more; a failure of an earlier one is raised."""
         pieces = encoded(tensors)
         size, crc = 0, 0
         for piece in pieces:
             size, crc = size + len(piece), crc32(piece, crc)
-        name = f"{self._prefix}-{len(self.files):05d}.safetensors"
-        while len(self._under_way) >= _WRITERS:
-            self._under_way.popleft().result()
-        self._under_way.append(self._pool.submit(self._folder.create, name, pieces))
-        self.files.append(PieceFile(f"{self._folder_name}/{name}", size, crc, tuple(tensors), about))
+        with self._adding:
+            name = f"{self._prefix}-{len(self.files):05d}.safetensors"
+            while len(self._under_way) >= _WRITERS:
+                self._under_way.popleft().result()
+            self._under_way.append(self._pool.submit(self._folder.create, name, pieces))
+            self.files.append(PieceFile(f"{self._folder_name}/{name}", size, crc, tuple(tensors), about))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

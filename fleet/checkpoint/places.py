@@ -118,6 +118,8 @@ class Directory:
                 while len(rest):  # a write may end early
                     rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # nobody reads it soon: the next file may have its place in memory
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def publish(self, name: str, data: bytes) -> None:
         draft = f".{name}-{secrets.token_hex(4)}"

@@ -145,10 +145,10 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     # ---------------------------------------------------------------- state
 
-    def begin_saving(self, dirname: object, mode: object) -> Callable[[], None]:
+    def begin_saving(self, dirname: object, mode: object) -> Callable[[None], None]:
         """What is returned saves; there is nothing to be done before it."""
         worker = self._running_worker("save_persistables()")
-        return lambda: saving.save(worker, dirname, mode)
+        return lambda _: saving.save(worker, dirname, mode)
 
     #: What would be saved is what the next step alters; and there are no rows.
     saves_behind = saves_deltas = False

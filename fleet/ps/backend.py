@@ -26,6 +26,7 @@ from fleet.ps.wire.transport import Network
 from fleet.ps.worker import collecting, loading, saving
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.ps.worker.saving import Rest
 from fleet.strategy import Strategy, as_strategy
 
 
@@ -197,16 +198,13 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- state
 
-    def begin_saving(self, dirname: object, mode: object) -> Callable[[], None]:
+    def begin_saving(self, dirname: object, mode: object) -> Rest:
         """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
         return saving.begin(self._running_worker("save_persistables()"), dirname, mode)
 
+    #: The rest of a save may be done on another thread, while this one trains.
+    saves_behind = True
     saves_deltas = True
-
-    @property
-    def saves_behind(self) -> bool:
-        """Whether the rest of a save may be done on another thread, while this one trains."""
-        return not self._running_worker("save_persistables()").mode.lockstep
 
     @property
     def steps_taken(self) -> int:

@@ -14,6 +14,7 @@ from fleet.ps.server.gathering import Hall
 from fleet.ps.server.shares import Errand
 from fleet.ps.server.waiting import Waiting
 from fleet.ps.table.shard import Contribution, Shard
+from fleet.ps.table.standing import Standing
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import Plan
@@ -45,6 +46,8 @@ class Job:
     snapshot: tuple[int, list[torch.Tensor]] | None = None
     #: the checkpoint that was begun last, and from which epoch on rows belong into it
     begun: tuple[str, int] = ("", 0)
+    #: the rows that belong into it, where they have to be as they were when it began
+    standing: Standing | None = None
     #: the newest one that exists: its id and where it is
     last: tuple[str, str] = ("", "")
     #: what is being done for a checkpoint, or was last, and the worker that asked for it
@@ -67,6 +70,9 @@ class Job:
     def give_up(self) -> None:
         """Whatever was begun, a checkpoint or other values, is not to be."""
         self.begun, self.errand, self.loaded, self.uploads = ("", 0), None, None, []
+        if self.standing is not None:
+            self.standing.leave()
+            self.standing = None
 
     @property
     def mode(self) -> Mode:

@@ -26,6 +26,7 @@ from fleet.errors import (
     FleetError,
     IdentityError,
     JobAbortedError,
+    MissedError,
     PlanMismatchError,
     ProtocolError,
     ServerLostError,
@@ -44,7 +45,8 @@ from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint
 from fleet.ps.server.remembering import NOTED, Memory, check_can_be_kept, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
-from fleet.ps.table.shard import Contribution, Piece, Shard
+from fleet.ps.table.shard import Contribution, Piece, Shard, is_of_rows
+from fleet.ps.table.standing import HandOn
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
@@ -805,23 +807,37 @@ class Service:
         job, shard, save = self._running(), self._shard(), request.save
         server = shard.server
         if job.errand is None or job.errand.name != save.id:
+            if self._memory is not None and job.mode.lockstep and save.version != job.gate.version:
+                raise MissedError("a server was killed while it wrote its share", where=str(self._endpoint))
             self._check_standstill(job, save.version)
             job.give_up()
             job.asked_by = request.worker
             shard.prepare()
             job.begun = (save.id, shard.history.begin(save.id, save.after))
 
-            def export(cursor: str) -> Piece:
+            def export(cursor: str, hand_on: HandOn) -> Piece:
                 with self._lock:
                     if self._over or job.begun[0] != save.id:
                         raise CheckpointError("the checkpoint was given up", where=str(self._endpoint))
-                    self._check_standstill(job, save.version)
-                    return self._shard().export(cursor, job.begun[1], dense_state=not job.mode.adds)
+                    if job.standing is None:
+                        self._check_standstill(job, save.version)
+                    if job.standing is None and job.mode.lockstep and is_of_rows(cursor):
+                        job.standing = shard.stand(job.begun[1], hand_on)
+                        errand.let_go_on()
+                    return shard.export(cursor, job.begun[1], dense_state=not job.mode.adds, standing=job.standing)
+
+            def write() -> Frame:
+                return write_share(save.folder, save.proof, server, export, self._clock, behind=save.begin)
 
             what = f"writing the share of server {self._endpoint} into {save.folder}"
-            job.errand = Errand(save.id, lambda: write_share(save.folder, save.proof, server, export), what)
-            job.errand.start()
-        job.errand.answer(respond)
+            errand = job.errand = Errand(save.id, write, what)
+            if not job.mode.lockstep:
+                errand.let_go_on()
+            errand.start()
+        if save.begin:
+            job.errand.answer_early(respond)
+        else:
+            job.errand.answer(respond)
 
     def _take_over(self, job: Job, attempt: str, outbox: Outbox) -> None:
         """Other values have come, a checkpoint that has been read or uploads: they replace what there is."""

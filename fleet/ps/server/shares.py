@@ -13,14 +13,20 @@ from pathlib import PurePosixPath
 
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
 from fleet.checkpoint.places import proven
+from fleet.clock import Clock
 from fleet.errors import CheckpointError, FleetError
-from fleet.ps.table.shard import FIRST, Piece
+from fleet.ps.table.shard import FIRST, Piece, is_of_rows
+from fleet.ps.table.standing import HandOn
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
 
 _log = logging.getLogger("fleet.server")
+
+
+#: A share that nobody waits for rests so much longer than it copies: the rest of the time belongs to who trains.
+_REST = 2.0
 
 
 class Errand:
@@ -33,7 +39,9 @@ class Errand:
         self._work = work
         self._lock = threading.Lock()
         self._asking: list[Respond] = []
+        self._held_up: list[Respond] = []
         self._reply: Frame | None = None
+        self._may_go_on = False
 
     def start(self) -> None:
         threading.Thread(target=self._run, name=f"fleet-{self.name}", daemon=True).start()
@@ -50,6 +58,21 @@ class Errand:
                 return
         respond(self._reply)
 
+    def answer_early(self, respond: Respond) -> None:
+        """Tell, now or when it is so, that the job may go on while the rest is done; or the outcome."""
+        with self._lock:
+            if self._reply is None and not self._may_go_on:
+                self._held_up.append(respond)
+                return
+        respond(self._reply or Frame(pb.Reply(granted=True)))
+
+    def let_go_on(self) -> None:
+        """What is left to do does not hold the job up."""
+        with self._lock:
+            self._may_go_on, held_up, self._held_up = True, self._held_up, []
+        for respond in held_up:
+            respond(Frame(pb.Reply(granted=True)))
+
     def _run(self) -> None:
         try:
             reply = self._work()
@@ -59,14 +82,18 @@ class Errand:
             _log.warning("%s failed", self.what, exc_info=error)
             reply = error_reply(CheckpointError(f"{self.what} failed", got=f"{type(error).__name__}: {error}"))
         with self._lock:
-            self._reply, asking = reply, self._asking
+            self._reply, asking = reply, self._asking + self._held_up
         for respond in asking:
             respond(reply)
 
 
-def write_share(folder: str, proof: str, server: int, export: Callable[[str], Piece]) -> Frame:
+#: Makes the piece that begins at a cursor; what has to be written beside it is handed on.
+Export = Callable[[str, HandOn], Piece]
+
+
+def write_share(folder: str, proof: str, server: int, export: Export, clock: Clock, *, behind: bool) -> Frame:
     """Write all that ``export`` has, cursor by cursor, into a folder that a worker has claimed; not granted if that is
-    not to be found here."""
+    not to be found here. ``behind`` the training it takes only what time that leaves."""
     place = proven(folder, proof)
     if place is None:
         return Frame(pb.Reply(granted=False))
@@ -74,11 +101,15 @@ def write_share(folder: str, proof: str, server: int, export: Callable[[str], Pi
     for name in place.names():
         if name.startswith(f"{prefix}-"):  # by this server, before it was killed
             place.remove(name)
-    with PieceWriter(place, PurePosixPath(folder).name, prefix) as pieces:
+    with PieceWriter(place, PurePosixPath(folder).name, prefix, behind=behind) as pieces:
         cursor = FIRST
         while cursor:
-            piece = export(cursor)
+            began = clock.now()
+            piece = export(cursor, pieces.add)
+            took = clock.now() - began
             pieces.add(piece.about, piece.tensors)
+            if behind and is_of_rows(cursor):  # parameters may hold the job up
+                clock.sleep(_REST * took)
             cursor = piece.next_cursor
     return Frame(pb.Reply(granted=True, about=_told(pieces.files)))
 

@@ -22,6 +22,11 @@ class History:
         #: one that is being written, and its epoch
         self._begun: tuple[str, int] = ("", 0)
 
+    @property
+    def epoch(self) -> int:
+        """The present one."""
+        return self._epoch
+
     def watch(self, tables: Sequence[Table]) -> None:
         """These are the tables; there may be more than before."""
         self._tables = tables

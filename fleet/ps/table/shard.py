@@ -26,6 +26,7 @@ from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense import DenseShard, Gradient
 from fleet.ps.table.history import History
 from fleet.ps.table.merge import merge
+from fleet.ps.table.standing import HandOn, Standing, described
 from fleet.ps.table.table import Table
 from fleet.transpiler.plan import Plan
 
@@ -61,6 +62,11 @@ class Piece:
     about: dict[str, Any]
     tensors: Mapping[str, torch.Tensor | Array]
     next_cursor: str
+
+
+def is_of_rows(cursor: str) -> bool:
+    """Whether rows begin at a cursor: all parameters come before them."""
+    return cursor.startswith("table:")
 
 
 class Shard:
@@ -263,15 +269,22 @@ class Shard:
         for table in self.tables:
             table.warm(self._options[table.spec.group])
 
-    def export(self, cursor: str, since: int = 0, *, dense_state: bool = True) -> Piece:
+    def stand(self, since: int, hand_on: HandOn) -> Standing:
+        """Have the tables as they are now exported with what this returns, while they change; ``hand_on`` gets those of
+        the rows that will have changed by then, as they are now. For modes whose servers keep the rows' state."""
+        return Standing(self.tables, since, self.history.epoch, hand_on)
+
+    def export(
+        self, cursor: str, since: int = 0, *, dense_state: bool = True, standing: Standing | None = None
+    ) -> Piece:
         """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
-        the rows that were changed in the epoch ``since`` or later, if it is given; of the blocks the values alone if
-        their state is not wanted."""
+        the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``standing`` there
+        still; of the blocks the values alone if their state is not wanted."""
         found = _CURSOR.fullmatch(cursor)
         if found and found["kind"] == "dense":
             return self._export_dense(int(found["first"]), int(found["second"]), dense_state)
         if found and int(found["first"]) < len(self.tables):
-            return self._export_rows(int(found["first"]), int(found["second"]), since)
+            return self._export_rows(int(found["first"]), int(found["second"]), since, standing)
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
     def _export_dense(self, position: int, start: int, state: bool) -> Piece:
@@ -292,19 +305,25 @@ class Shard:
         named = dict(zip(names(about), tensors, strict=True))
         return Piece({"dense": about, "seed": self._seed}, named, following)
 
-    def _export_rows(self, index: int, start: int, since: int) -> Piece:
+    def _export_rows(self, index: int, start: int, since: int, standing: Standing | None) -> Piece:
         table = self.tables[index]
+        until, step = None, self._step_to_keep(table)
+        if standing is not None and index < len(standing.steps):
+            standing.check()
+            since, until, step = standing.since, standing.until, standing.steps[index]
         most = max(1, PIECE_BYTES // max(1, table.nbytes // max(1, len(table))))
         if since:
-            slots, stop = table.changed(since, start, most)
+            slots, stop = table.changed(since, until, start, most)
         else:
             stop = min(len(table), start + most)
             slots = np.arange(start, stop)
-        ids, columns = table.rows_at(slots)
-        step = self._step_to_keep(table)
-        about = {"table": table.spec.name, "step": step, "rows": len(ids), "columns": list(columns)}
+            if until is not None:
+                slots = table.of_epochs(slots, since, until)
         following = self._table_cursor(index, stop) if stop < len(table) else self._table_cursor(index + 1, 0)
-        return Piece(about, {"ids": ids, **columns}, following)
+        piece = Piece(*described(table, step, *table.rows_at(slots)), following)
+        if standing is not None and not following:
+            standing.end()
+        return piece
 
     def _step_to_keep(self, table: Table) -> int:
         """The step count goes with the rows' optimizer state; where workers have that, it starts afresh."""

@@ -5,7 +5,7 @@ Not thread-safe: the caller holds a lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Table:
         self._store: Store = MemoryStore() if store is None else store
         self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
         self._epoch = 0
+        self._before_change: Callable[[Ids], None] | None = None
 
     def __len__(self) -> int:
         return len(self._store)
@@ -50,6 +51,11 @@ class Table:
     @property
     def nbytes(self) -> int:
         return self._store.nbytes
+
+    @property
+    def columns(self) -> list[str]:
+        """What belongs to a row: its values and its optimizer's."""
+        return [name for name in self._store.columns if name != _CHANGED]
 
     def read(self, ids: Ids, training: bool) -> Array:
         """The rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside training."""
@@ -71,6 +77,7 @@ class Table:
         ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
         names = self.prepare(options)
         slots = self._insert(ids)
+        self._tell(slots)
         state = {name: self._store.column(name) for name in names}
         self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
         self.step = step
@@ -80,6 +87,7 @@ class Table:
         """Add to the rows of ids, which are distinct; unknown ones begin to exist first."""
         ids, changes = self._checked(ids), self._shaped(WEIGHT, changes, ids, self.spec.dim)
         slots = self._insert(ids)
+        self._tell(slots)
         accumulate(slots, changes, self._store.column(WEIGHT))
         self._mark(slots)
 
@@ -105,6 +113,7 @@ class Table:
                 self._store.ensure_column(name, widths[name], 0.0, self._dtype)
         # Made-up weights would be written over at once.
         slots = self._store.insert(ids) if WEIGHT in rows else self._insert(ids)
+        self._tell(slots)
         for name, values in rows.items():
             scatter(self._store.column(name), slots, values)
         self._mark(slots)
@@ -120,6 +129,14 @@ class Table:
         self._epoch = epoch
         self._store.ensure_column(_CHANGED, 1, epoch, np.uint32)
 
+    def tell_before_changes(self, told: Callable[[Ids], None] | None) -> None:
+        """From now on give ``told`` the slots of rows that are about to change; None: nobody."""
+        self._before_change = told
+
+    def _tell(self, slots: Ids) -> None:
+        if self._before_change is not None:
+            self._before_change(slots)
+
     def _mark(self, slots: Ids) -> None:
         if self._epoch:
             stamp(self._store.column(_CHANGED), slots, self._epoch)
@@ -130,16 +147,20 @@ class Table:
 
     def rows_at(self, slots: Ids) -> tuple[Ids, dict[str, Array]]:
         """Copies of the ids at slots, and of all their columns."""
-        names = (name for name in self._store.columns if name != _CHANGED)
-        return self._store.ids(slots), {name: self._copied(name, slots) for name in names}
+        return self._store.ids(slots), {name: self._copied(name, slots) for name in self.columns}
 
-    def changed(self, since: int, start: int, most: int) -> tuple[Ids, int]:
-        """From slot ``start`` on, at most so many slots whose rows were changed in the epoch ``since`` or later; and
-        the slot up to which was looked."""
+    def of_epochs(self, slots: Ids, since: int, until: int | None = None) -> Ids:
+        """Those of slots whose rows were changed last in the epoch ``since`` or later, and before ``until``."""
+        epochs = self._copied(_CHANGED, slots)[:, 0]
+        return slots[(epochs >= since) if until is None else (epochs >= since) & (epochs < until)]
+
+    def changed(self, since: int, until: int | None, start: int, most: int) -> tuple[Ids, int]:
+        """From slot ``start`` on, at most so many slots whose rows are ``of_epochs``; and the slot up to which was
+        looked."""
         found, left = [np.empty(0, np.int64)], most
         while start < len(self) and left > 0:
             slots = np.arange(start, min(start + _LOOKED_THROUGH, len(self)))
-            changed = slots[self._copied(_CHANGED, slots)[:, 0] >= since][:left]
+            changed = self.of_epochs(slots, since, until)[:left]
             left -= changed.size
             start = int(slots[-1] if left else changed[-1]) + 1
             found.append(changed)

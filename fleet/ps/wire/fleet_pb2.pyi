@@ -261,18 +261,20 @@ class Request(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ["after", "folder", "id", "proof", "version"]
+    __slots__ = ["after", "begin", "folder", "id", "proof", "version"]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     after: str
+    begin: bool
     folder: str
     id: str
     proof: str
     version: int
-    def __init__(self, id: _Optional[str] = ..., after: _Optional[str] = ..., folder: _Optional[str] = ..., proof: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., after: _Optional[str] = ..., folder: _Optional[str] = ..., proof: _Optional[str] = ..., version: _Optional[int] = ..., begin: bool = ...) -> None: ...
 
 class Settle(_message.Message):
     __slots__ = ["id", "url"]

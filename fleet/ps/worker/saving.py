@@ -2,9 +2,9 @@
 manifest.
 
 Called by one worker or by all, it is done once (once.py). In GEO the first worker does it, since its optimizer's state
-is the job's. In a synchronous job the state stands still meanwhile, since no round closes without the worker that
-waits; in the other modes workers go on, and each block and row is saved as it is when its turn comes. A server that
-does not see the folder sends its share instead.
+is the job's. In a synchronous job no round closes without the worker that waits; it may go on when the servers have
+written the parameters, and keep the rows as they are for what is left. In the other modes workers go on, and each block
+and row is saved as it is when its turn comes. A server that does not see the folder sends its share instead.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.exporting import exported
 from fleet.ps.worker.once import given_up_if_it_fails, once
 from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.transpiler.specs import JobSpec
 
 #: Everything, or what has changed since the last checkpoint.
 FULL, DELTA = "full", "delta"
@@ -37,13 +38,18 @@ class Moment:
     """What a worker is at the step that is saved, taken on the user's thread: it may go on while the rest is done."""
 
     steps: int
+    version: int
+    spec: JobSpec
     #: in GEO the state of the dense parameters, as entries and tensors, on the worker whose state is the job's
     state: tuple[list[dict[str, Any]], list[torch.Tensor]] | None
 
 
-def begin(worker: WorkerRuntime, dirname: object, mode: object) -> Callable[[], None]:
-    """Have everything applied that this worker has computed. What is returned does the rest, on any thread; in a mode
-    whose state stands still meanwhile, before the next step."""
+#: Does the rest of a save, on any thread. It calls what it is given as soon as the worker may train on; None: it waits.
+Rest = Callable[[Callable[[], None] | None], None]
+
+
+def begin(worker: WorkerRuntime, dirname: object, mode: object) -> Rest:
+    """Have everything applied that this worker has computed. What is returned does the rest."""
     if mode not in (FULL, DELTA):
         raise ConfigurationError(
             "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
@@ -52,45 +58,78 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object) -> Callable[[], 
     worker.settle("save_persistables()")
     worker.flush()
     replica = worker.replica if worker.assignment.index == 0 else None
-    moment = Moment(worker.steps, None if replica is None else split(replica.state()))
+    state = None if replica is None else split(replica.state())
+    moment = Moment(worker.steps, worker.completed, worker.plan.spec, state)
     name = worker.name_of_call(f"save_persistables({where!r})")
-    return lambda: once(worker, name, lambda last: _write(worker, dirname, mode, moment, last), by_anyone=False)
+
+    def rest(go_on: Callable[[], None] | None) -> None:
+        if go_on is not None and not worker.mode.lockstep:
+            go_on()
+        once(worker, name, lambda last: _write(worker, dirname, mode, moment, last, go_on), by_anyone=False)
+
+    return rest
 
 
-def _write(worker: WorkerRuntime, dirname: object, mode: object, moment: Moment, last: dict[str, Any]) -> None:
+def _write(
+    worker: WorkerRuntime,
+    dirname: object,
+    mode: object,
+    moment: Moment,
+    last: dict[str, Any],
+    go_on: Callable[[], None] | None,
+) -> None:
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
     with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
-        save = pb.Save(
-            id=writer.id,
-            after="" if after is None else after.id,
-            folder=writer.folder.url,
-            proof=writer.proof,
-            version=worker.completed,
-        )
-        replies = worker.ask_all(
-            lambda _, client: Frame(client.request(worker.completed, save=save)), f"a checkpoint at {save.folder}"
-        )
-        seed = 0
-        for server, reply in enumerate(replies):
-            if reply.message.granted:
-                files = [PieceFile.told(each) for each in json.loads(reply.message.about)]
-            else:
-                with writer.pieces(f"server-{server}") as pieces:
-                    _fetch(worker, server, writer.id, pieces)
-                files = pieces.files
-            seed = files[0].about["seed"]
-            writer.add(files)
+        files: dict[int, list[PieceFile]] = {}
+        if go_on is not None:
+            _ask(worker, writer, after, moment, files, begin=True)
+            go_on()
+        _ask(worker, writer, after, moment, files, begin=False)
+        for server in sorted(files):
+            writer.add(files[server])
+        seed = files[0][0].about["seed"]
         if moment.state is not None:
             told, state = moment.state
             with writer.pieces("worker-0") as pieces:
                 pieces.add({"dense": told}, dict(zip(names(told), state, strict=True)))
             writer.add(pieces.files)
-        saved = writer.commit(moment.steps, seed, worker.plan.spec)
+        saved = writer.commit(moment.steps, seed, moment.spec)
     settle = pb.Settle(id=saved.id, url=saved.url)
     worker.ask_all(lambda _, client: Frame(client.request(worker.completed, settle=settle)), "end of a checkpoint")
 
 
-def _fetch(worker: WorkerRuntime, server: int, checkpoint: str, pieces: PieceWriter) -> None:
-    for piece in exported(worker.clients[server], worker.completed, checkpoint):
+def _ask(
+    worker: WorkerRuntime,
+    writer: CheckpointWriter,
+    after: Saved | None,
+    moment: Moment,
+    files: dict[int, list[PieceFile]],
+    *,
+    begin: bool,
+) -> None:
+    """Have every server begin to write its share, or finish it: then ``files`` has what it wrote. What a server cannot
+    write is there already when it should begin, as nobody else keeps it as it is."""
+    save = pb.Save(
+        id=writer.id,
+        after="" if after is None else after.id,
+        folder=writer.folder.url,
+        proof=writer.proof,
+        version=moment.version,
+        begin=begin,
+    )
+    replies = worker.ask_all(
+        lambda _, client: Frame(client.request(moment.version, save=save)), f"a checkpoint at {save.folder}"
+    )
+    for server, reply in enumerate(replies):
+        if not reply.message.granted and server not in files:
+            with writer.pieces(f"server-{server}") as pieces:
+                _fetch(worker, moment.version, server, writer.id, pieces)
+            files[server] = pieces.files
+        elif reply.message.granted and not begin:
+            files[server] = [PieceFile.told(each) for each in json.loads(reply.message.about)]
+
+
+def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pieces: PieceWriter) -> None:
+    for piece in exported(worker.clients[server], version, checkpoint):
         pieces.add(piece.about, piece.tensors)
