@@ -449,7 +449,7 @@ class Fleet:
 
     def summary(self) -> dict[str, Any]:
         """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
-        and how old the values were that gradients were computed on (docs/modes.md has every key).
+        and how old the values were that gradients were computed on (docs/modes/index.md has every key).
 
         Examples:
             >>> optimizer.minimize(loss())
