@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
-    ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch"),
+    ("checkpoint", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch", "launch.view"),
     ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local", "observing.prometheus"),
     ("observing.observer",),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
@@ -61,7 +61,8 @@ STANDARD_LIBRARY = (
         "transpiler.__init__",
         "collective.__init__",
     ),
-    *("metrics", "launch.guard", "launch.watch", "launch.local", "launch.parser", "launch.cli"),
+    *("metrics", "launch.guard", "launch.watch", "launch.view", "launch.local", "launch.parser", "launch.cli"),
+    *("observing", "observing.process", "observing.observer", "observing.prometheus"),
 )
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
@@ -137,7 +138,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
     },
-    "rich": {"launch/top.py": "live table", "observing/table.py": "table"},
+    "rich": {"launch/top.py": "live table", "launch/view.py": "live view", "observing/table.py": "table"},
     "prometheus_client": {"observing/prometheus.py": "page"},
     "tensorboard torch.utils.tensorboard": {"observing/tensorboard.py": "scalars"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +24,14 @@ from small_job import join
 
 from fleet import Fleet
 from fleet.cluster import Endpoint
-from fleet.environ import Knobs, SecurityKnobs
+from fleet.environ import Knobs, ObservingKnobs, SecurityKnobs
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, ProtocolError
 from fleet.launch import cli
+from fleet.launch.view import LiveView
 from fleet.observing.names import WORKER, rate
+from fleet.observing.observer import Observer
 from fleet.observing.picture import History, Row, View, WorkerView, rows, seen
+from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, view_of
 from fleet.observing.table import HEADS, cells, plain, rich_table
 from fleet.observing.worker import MOST_REPORTED
 from fleet.ps.wire import fleet_pb2 as pb
@@ -289,15 +297,19 @@ def test_a_history_keeps_what_rates_need() -> None:
     assert (before.at, now.at) == (94.0, 99.0)
 
 
-def test_the_table_of_rich_has_the_same_columns() -> None:
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(200, set()), (80, {"received/s", "sent/s", "memory", "queue", "stale"})]
+)
+def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> None:
     from rich.console import Console
 
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - it lives as long
-    console.print(rich_table([Row("worker 0", 3, loss=math.nan, note="waits")], "2 steps/s"))
-    text = console.export_text()
-    assert all(head in text for head in HEADS)
-    assert "worker 0" in text
-    assert "nan" in text
+    console = Console(width=width, file=io.StringIO())
+    note = "waits 12.3 s for worker 1: push of step 1234567"
+    console.print(rich_table([Row("worker 0", 1234567, 300.0, 2e4, math.nan, 1.5, 2, 2e6, 2e6, 3e8, note)], "", width))
+    text = console.file.getvalue()
+    assert {head for head in HEADS if head not in text} == left_out
+    assert all(word in text for word in ("worker 0", "1234567", "nan", note[:20]))
+    assert max(map(len, text.splitlines())) <= width
 
 
 # fleet top
@@ -369,3 +381,157 @@ def test_top_says_what_is_wrong(
 def test_top_of_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", str(tmp_path)]) == 2
     assert "no job has left a record" in capsys.readouterr().err
+
+
+# What is left on disk
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    record = Record(tmp_path, "worker 3")
+    record.write(10.0, "worker", {"steps": 1, "loss": math.nan})
+    record.write(11.0, "worker", {"steps": 2, "loss": 0.5})
+    record.close()
+    (tmp_path / "server.0.record.jsonl").write_text(
+        '{"at": 10.5, "process": "server 0", "kind": "server", "told": {}}\n{"at'
+    )
+    lines = read_records(tmp_path)
+    assert [(line.at, line.process) for line in lines] == [(10.0, "worker 3"), (10.5, "server 0"), (11.0, "worker 3")]
+    assert [line.at for line in newest(tmp_path)] == [10.5, 11.0], "what is only half written is not there yet"
+    assert newest(tmp_path, ["worker 3", "worker 4"])[0].told == {"steps": 2, "loss": 0.5}
+
+
+def test_a_process_that_starts_again_goes_on_with_its_record(tmp_path: Path) -> None:
+    for at in (1.0, 2.0):
+        record = Record(tmp_path, "worker 0")
+        record.write(at, "worker", {})
+        record._append(b'{"at": 1.5, "proc')  # killed in the midst of a line
+        record.close()
+    assert [line.at for line in read_records(tmp_path)] == [1.0, 2.0]
+
+
+def test_a_record_never_grows_beyond_its_size_and_tells_of_all_times(tmp_path: Path) -> None:
+    record = Record(tmp_path, "worker 0", most_bytes=10_000)
+    for second in range(2000):
+        record.write(float(second), "worker", {"steps": second})
+        assert record._path.stat().st_size <= 10_000 + 100
+    record.close()
+    instants = [line.at for line in read_records(tmp_path)]
+    assert (instants[0], instants[-1]) == (0.0, 1999.0)
+    gaps = [after - before for before, after in itertools.pairwise(instants)]
+    assert max(gaps) <= 2000 / 20, "there is no hole in it"
+
+
+@pytest.mark.parametrize("instants", [[], [1.0], [2.0, 2.0, 2.0], [0.0, 1.0, 2.0, 3.0, 100.0]])
+def test_thinning_keeps_both_ends(instants: list[float]) -> None:
+    kept = evenly_spread(instants)
+    assert kept == sorted(set(kept))
+    assert len(kept) <= len(instants) // 2 + 1 or len(instants) <= 1
+    assert not instants or {instants[0], instants[-1]} <= {instants[place] for place in kept}
+
+
+def test_a_new_job_leaves_nothing_of_an_old_one(tmp_path: Path) -> None:
+    for process in ("worker 0", "worker 7"):
+        Record(tmp_path, process).close()
+    with Chronicle(tmp_path, ["worker 0"], is_whole=False):
+        pass
+    assert not (tmp_path / "worker.0.record.jsonl").exists()
+    assert (tmp_path / "worker.7.record.jsonl").exists()
+    with Chronicle(tmp_path, ["worker 0"], is_whole=True) as chronicle:
+        chronicle.write("worker 0", "started")
+    assert [(line.kind, line.told["what"]) for line in read_records(tmp_path)] == [("event", "started")]
+
+
+def test_a_job_leaves_records(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        optimizer.minimize(model.loss(0))
+
+    run_job(body, 2, environ={**BEATING, "FLEET_RECORD_DIR": str(tmp_path / "records")})
+    view = view_of(0.0, newest(tmp_path / "records"))
+    assert {worker: seen.figures["steps"] for worker, seen in view.workers.items()} == {0: 1, 1: 1}
+    assert view.is_over
+    assert view.servers["server 0"].figures["version"] == 1
+
+
+def test_a_record_that_cannot_be_written_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = iter([OSError("the disk is full")])
+
+    def read() -> dict[str, float]:
+        raise next(told)
+
+    observer = Observer("worker 0", "worker", read, Knobs(observing=ObservingKnobs(record_dir=str(tmp_path))))
+    observer.close()
+    assert "no longer recorded: the disk is full" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="FLEET_RECORD_DIR"):
+        Observer("worker 0", "worker", dict, Knobs(observing=ObservingKnobs(record_dir=str(tmp_path / "file" / "in"))))
+
+
+# The live view of fleetrun
+
+
+def test_the_view_is_taken_off_before_it_is_drawn_again(tmp_path: Path) -> None:
+    record = Record(tmp_path, "worker 0")
+    ours, theirs = os.openpty()
+    try:
+        view = LiveView(theirs, tmp_path, ["worker 0", "worker 1"])
+        record.write(0.0, "worker", {"steps": 7, "uptime_seconds": 1.0})
+        drawn = view.draw(100.0).decode()
+        assert "worker 0" in drawn
+        assert "starting" in drawn, "worker 1 has told nothing yet"
+        assert view.draw(100.5) == b"", "it is there, and new enough"
+        assert view.clear() == f"\x1b[{drawn.count(chr(10))}A\r\x1b[J".encode()
+        assert view.clear() == b""
+        assert "worker 0" in view.draw(100.6).decode()
+        view.ended("worker 1", "exit code 3")
+        assert "exit code 3" in view.draw(100.7).decode()
+    finally:
+        record.close()
+        os.close(ours)
+        os.close(theirs)
+
+
+def on_terminal(command: list[str], directory: Path) -> tuple[int, str]:
+    """Run a command on a terminal of its own: its exit code and all it wrote there."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen(command, cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while True:
+            try:
+                data = os.read(ours, 1 << 16)
+            except OSError:  # how Linux says that nobody has it open any more
+                break
+            if not data:
+                break
+            written += data
+        return process.wait(30), written.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_fleetrun_shows_a_table_below_the_lines(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print('hello from', os.environ['PADDLE_TRAINER_ID'])\n")
+    command = [sys.executable, "-m", "fleet.launch", "--worker_num", "2", "script.py"]
+    code, text = on_terminal(command, tmp_path)
+    assert code == 0
+    assert "[worker 0] hello from 0" in text
+    last = text.rpartition("\x1b[J")[2]
+    assert all(word in last for word in ("worker 0", "worker 1", "exit code 0", "steps/s")), "the end stays"
+    code, text = on_terminal([*command[:-1], "--view", "plain", "script.py"], tmp_path)
+    assert code == 0
+    assert "\x1b" not in text
+
+
+def test_a_view_that_is_asked_for_and_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.fleetrun(["--worker_num", "1", "--view", "live", "--log_dir", str(tmp_path), __file__]) == 2
+    assert "--view live is not possible here" in capsys.readouterr().err
+    assert cli.fleetrun(["--worker_num", "1", "--metrics_port", "70000", "--log_dir", str(tmp_path), __file__]) == 2
+    assert "--metrics_port is not usable" in capsys.readouterr().err
