@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
     ("launch.server", "launch.checkpoints", "launch.sources"),
-    ("launch.top",),
+    ("launch.top", "launch.doctor"),
     ("launch.cli", "api"),
     ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
@@ -135,6 +135,7 @@ ONLY: dict[str, dict[str, str]] = {
     "print": {
         "launch/checkpoints.py": "console",
         "launch/cli.py": "console",
+        "launch/doctor.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
     },

@@ -163,6 +163,12 @@ def _top(argv: list[str], prog: str) -> int:
     return _observed(top, argv, prog)
 
 
+def _doctor(argv: list[str], prog: str) -> int:
+    from fleet.launch.doctor import doctor
+
+    return _observed(doctor, argv, prog)
+
+
 def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
     """A command that asks a job: not every error is a mistake in the arguments, so most say no word of --help."""
     try:
@@ -176,6 +182,7 @@ def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: s
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
+    "doctor": ("say what holds a job back", _doctor),
     "top": ("show a running job, one line a process", _top),
     "checkpoint": ("look at checkpoints: ls, verify, diff, export", _checkpoint),
 }

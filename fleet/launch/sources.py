@@ -12,8 +12,8 @@ from fleet.clock import wall_time
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ConfigurationError, DeadlineError, FleetError
-from fleet.observing.picture import View, seen, server_name
-from fleet.observing.record import newest, view_of
+from fleet.observing.picture import SILENT_S, View, seen, server_name
+from fleet.observing.record import newest, read_records, training_of, view_of
 
 #: A server that says nothing for so long is not waited for.
 PATIENCE_S = 3.0
@@ -21,6 +21,10 @@ PATIENCE_S = 3.0
 
 class Source(Protocol):
     def look(self) -> View: ...
+
+    def whole(self) -> tuple[View, View] | None:
+        """The beginning and the end of its training, if it is over."""
+        ...
 
     def close(self) -> None: ...
 
@@ -81,6 +85,9 @@ class Running:
         self._answered = True
         return seen(wall_time(), statuses, {})
 
+    def whole(self) -> None:
+        return None
+
     def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
@@ -99,6 +106,12 @@ class Recorded:
         if not lines and self._processes is None:
             raise ConfigurationError("no job has left a record in this directory", where=str(self._directory))
         return view_of(wall_time(), lines)
+
+    def whole(self) -> tuple[View, View] | None:
+        view = self.look()
+        if max(line.at for line in newest(self._directory, self._processes)) > view.at - SILENT_S:
+            return None
+        return training_of(read_records(self._directory))
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -130,6 +130,24 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
     return seen(at, statuses, own)
 
 
+def training_of(lines: Sequence[Line]) -> tuple[View, View]:
+    """How a job stood when the last of its workers had begun to train, and while all of them still did."""
+    begun: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    for line in lines:
+        if line.kind == "worker" and line.told.get("steps", 0) > 0:
+            begun.setdefault(line.process, line.at)
+            ended[line.process] = line.at
+    start, end = max(begun.values(), default=0.0), min(ended.values(), default=0.0)
+    return view_at(lines, start), view_at(lines, end)
+
+
+def view_at(lines: Iterable[Line], at: float) -> View:
+    """How a job stood at one moment; ``lines`` are in the order of time."""
+    latest = {line.process: line for line in lines if line.at <= at}
+    return view_of(at, latest.values())
+
+
 def evenly_spread(instants: Sequence[float]) -> list[int]:
     """Which half of some lines to keep: of each of so many spans of equal length the first, and the last of all."""
     if not instants:
