@@ -723,7 +723,7 @@ HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 
 @pytest.mark.parametrize(
     ("given", "sentences"),
     [
-        (views([HELD, SLOW]), ["Worker 1 (host:1) holds the others back: they wait 50%", "90 ms, and the others 40 ms"]),
+        (views([HELD, SLOW]), ["Worker 1 (host:1) holds", "they wait 50%", "90 ms, and the others 40 ms"]),
         (
             views([{"waits_for": {"1": 0.2}}, {"waits_for": {"0": 0.2}}]),
             ["wait 20% of their time for each other", "a mode that does not wait"],
