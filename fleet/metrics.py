@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+    #: (call, predictions, labels) -> what a batch adds
+    Count = Callable[[str, Any, Any], Array]
 
 #: (value, output, op) -> the value of all workers made one
 AllReduce = Callable[[Any, Any, str], Any]
@@ -83,7 +85,7 @@ class Metrics:
             >>> fleet.metrics.mae([1.0, 3.0], [1.0, 2.0])
             0.5
         """
-        return self._mean_of("mae", predictions, labels, abs)
+        return self._running("mae", "mae").update(predictions, labels).compute()
 
     def mse(self, predictions: Any, labels: Any) -> float:
         """The mean squared error. NaN if no worker has any data.
@@ -92,7 +94,7 @@ class Metrics:
             >>> fleet.metrics.mse([1.0, 3.0], [1.0, 1.0])
             2.0
         """
-        return self._mean_of("mse", predictions, labels, lambda difference: difference * difference)
+        return self._running("mse", "mse").update(predictions, labels).compute()
 
     def rmse(self, predictions: Any, labels: Any) -> float:
         """The root of the mean squared error. NaN if no worker has any data.
@@ -101,7 +103,7 @@ class Metrics:
             >>> fleet.metrics.rmse([3.0], [1.0])
             2.0
         """
-        return math.sqrt(self._mean_of("rmse", predictions, labels, lambda difference: difference * difference))
+        return self._running("rmse", "rmse").update(predictions, labels).compute()
 
     def acc(self, predictions: Any, labels: Any) -> float:
         """The share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
@@ -111,9 +113,7 @@ class Metrics:
             >>> fleet.metrics.acc([[0.1, 0.9], [0.7, 0.3]], [1, 1])
             0.5
         """
-        reduce = self._all_reducer("metrics.acc")
-        right = _right("metrics.acc", predictions, labels)
-        return _share(reduce, float(right.sum()), right.size)
+        return self._running("acc", "acc").update(predictions, labels).compute()
 
     def auc(self, predictions: Any, labels: Any) -> float:
         """The area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties within
@@ -123,9 +123,47 @@ class Metrics:
             >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
             0.75
         """
-        return self._auc("metrics.auc").update(predictions, labels).compute()
+        return self._running("auc", "auc").update(predictions, labels).compute()
 
-    def Auc(self) -> RunningAuc:  # noqa: N802 - a class to whoever calls it
+    # The same, collected batch by batch; classes to whoever calls them
+
+    def Mae(self) -> Running:  # noqa: N802
+        """A mean absolute error that is collected batch by batch.
+
+        Examples:
+            >>> fleet.metrics.Mae().update([1.0], [1.0]).update([3.0], [2.0]).compute()
+            0.5
+        """
+        return self._running("Mae", "mae")
+
+    def Mse(self) -> Running:  # noqa: N802
+        """A mean squared error that is collected batch by batch.
+
+        Examples:
+            >>> fleet.metrics.Mse().update([1.0], [1.0]).update([3.0], [1.0]).compute()
+            2.0
+        """
+        return self._running("Mse", "mse")
+
+    def Rmse(self) -> Running:  # noqa: N802
+        """The root of a mean squared error that is collected batch by batch.
+
+        Examples:
+            >>> fleet.metrics.Rmse().update([3.0], [1.0]).update([1.0], [3.0]).compute()
+            2.0
+        """
+        return self._running("Rmse", "rmse")
+
+    def Acc(self) -> Running:  # noqa: N802
+        """An accuracy that is collected batch by batch.
+
+        Examples:
+            >>> fleet.metrics.Acc().update([0.9], [1]).update([0.7], [0]).compute()
+            0.5
+        """
+        return self._running("Acc", "acc")
+
+    def Auc(self) -> Running:  # noqa: N802
         """An AUC that is collected batch by batch.
 
         Examples:
@@ -135,11 +173,12 @@ class Metrics:
             >>> auc.compute()
             0.75
         """
-        return self._auc("metrics.Auc")
+        return self._running("Auc", "auc")
 
-    def _auc(self, call: str) -> RunningAuc:
+    def _running(self, name: str, metric: str) -> Running:
+        call = f"metrics.{name}"
         self._all_reducer(call)  # too early is told at once
-        return RunningAuc(call, lambda: self._all_reducer(call))
+        return Running(call, metric, lambda: self._all_reducer(call))
 
     def _elementwise(self, op: str, x: Any) -> Any:
         call = f"metrics.{op}"
@@ -149,57 +188,128 @@ class Metrics:
             return float(reduce(float(array.reshape(-1)[0]), None, op))
         return reduce(array, None, op)
 
-    def _mean_of(self, metric: str, predictions: Any, labels: Any, error: Callable[[Any], Any]) -> float:
+
+class Running:
+    """A metric that is collected batch by batch and computed over the batches of all workers.
+
+    auc = fleet.metrics.Auc()
+    for x, y in batches:
+        auc.update(model(x), y)
+    print(auc.compute())
+
+    What it has collected is one array, ``state``, and states add up: those of the workers in ``compute``, and in
+    ``merge`` those of several loops, or one that was kept from an earlier run.
+    """
+
+    def __init__(self, call: str, metric: str, all_reducer: Callable[[], AllReduce]) -> None:
+        self._call = call
+        self._metric = metric
+        self._all_reducer = all_reducer
+        self._count, self._value = _METRICS[metric]
+        self._state = _EMPTY[metric]()
+
+    def update(self, predictions: Any, labels: Any) -> Running:
+        """Count a batch of this worker's; nothing travels."""
+        self._state = self._state + self._count(self._call, predictions, labels)
+        return self
+
+    def merge(self, other: Running | Array) -> Running:
+        """Take in what another one of the same metric has collected, or the ``state`` of one."""
         import numpy as np
 
-        call = f"metrics.{metric}"
-        reduce = self._all_reducer(call)
+        if isinstance(other, Running) and other._metric != self._metric:
+            raise ConfigurationError(
+                f"{self._call}: another metric cannot be merged", expected=self._metric, got=other._metric
+            )
+        state = np.asarray(other._state if isinstance(other, Running) else other)
+        if state.shape != self._state.shape or state.dtype != self._state.dtype:
+            raise ConfigurationError(
+                f"{self._call}: this is no state of the metric",
+                expected=f"{self._state.dtype} of shape {self._state.shape}",
+                got=f"{state.dtype} of shape {state.shape}",
+            )
+        self._state = self._state + state
+        return self
+
+    @property
+    def state(self) -> Array:
+        """A copy of what was collected on this worker."""
+        return self._state.copy()
+
+    def compute(self) -> float:
+        """The metric of all that every worker has collected so far. All workers call it."""
+        return self._value(self._all_reducer()(self._state, None, "sum"))
+
+
+def _no_buckets() -> Array:
+    """Negatives and positives; a prediction of exactly 1 has a bucket to itself."""
+    import numpy as np
+
+    return np.zeros((2, BUCKETS + 1), np.int64)
+
+
+def _in_buckets(call: str, predictions: Any, labels: Any) -> Array:
+    import numpy as np
+
+    predicted = _probabilities(call, predictions)
+    actual = _binary(call, labels)
+    _check_alike(call, predicted, actual)
+    buckets = (predicted * BUCKETS).astype(np.int64).reshape(-1)
+    positive = actual.reshape(-1) == 1
+    return np.stack(
+        [np.bincount(of_kind, minlength=BUCKETS + 1) for of_kind in (buckets[~positive], buckets[positive])]
+    )
+
+
+def _area(counts: Array) -> float:
+    negatives, positives = counts.astype(float)
+    pairs = negatives.sum() * positives.sum()
+    if not pairs:
+        return math.nan
+    below = negatives.cumsum() - negatives / 2
+    return float((positives * below).sum() / pairs)
+
+
+def _nothing() -> Array:
+    """A sum, and of how many."""
+    import numpy as np
+
+    return np.zeros(2)
+
+
+def _errors(error: Callable[[Array], Array]) -> Count:
+    def count(call: str, predictions: Any, labels: Any) -> Array:
+        import numpy as np
+
         predicted, actual = _doubles(call, predictions), _doubles(call, labels)
         _check_alike(call, predicted, actual)
         with np.errstate(all="ignore"):  # infinities and NaN reach the result
-            total = float(error(predicted - actual).sum())
-        return _share(reduce, total, predicted.size)
+            return np.array([error(predicted - actual).sum(), predicted.size], float)
+
+    return count
 
 
-class RunningAuc:
-    """An area under the ROC curve, collected batch by batch and computed over the batches of all workers."""
-
-    def __init__(self, call: str, all_reducer: Callable[[], AllReduce]) -> None:
-        import numpy as np
-
-        self._call = call
-        self._all_reducer = all_reducer
-        # Negatives and positives; a prediction of exactly 1 has a bucket to itself.
-        self._counts = np.zeros((2, BUCKETS + 1), np.int64)
-
-    def update(self, predictions: Any, labels: Any) -> RunningAuc:
-        """Count a batch of this worker's; nothing travels."""
-        import numpy as np
-
-        predicted = _probabilities(self._call, predictions)
-        actual = _binary(self._call, labels)
-        _check_alike(self._call, predicted, actual)
-        buckets = (predicted * BUCKETS).astype(np.int64).reshape(-1)
-        positive = actual.reshape(-1) == 1
-        for kind, of_kind in enumerate((buckets[~positive], buckets[positive])):
-            self._counts[kind] += np.bincount(of_kind, minlength=BUCKETS + 1)
-        return self
-
-    def compute(self) -> float:
-        """The AUC of all that every worker has counted so far. All workers call it."""
-        negatives, positives = self._all_reducer()(self._counts, None, "sum").astype(float)
-        pairs = negatives.sum() * positives.sum()
-        if not pairs:
-            return math.nan
-        below = negatives.cumsum() - negatives / 2
-        return float((positives * below).sum() / pairs)
-
-
-def _share(reduce: AllReduce, part: float, count: int) -> float:
+def _hits(call: str, predictions: Any, labels: Any) -> Array:
     import numpy as np
 
-    total, over = reduce(np.array([part, float(count)]), None, "sum")
+    right = _right(call, predictions, labels)
+    return np.array([right.sum(), right.size], float)
+
+
+def _mean(state: Array) -> float:
+    total, over = state
     return float(total / over) if over else math.nan
+
+
+#: What of a batch is added to the state, and what the state comes to.
+_METRICS: dict[str, tuple[Count, Callable[[Array], float]]] = {
+    "mae": (_errors(abs), _mean),
+    "mse": (_errors(lambda difference: difference * difference), _mean),
+    "rmse": (_errors(lambda difference: difference * difference), lambda state: math.sqrt(_mean(state))),
+    "acc": (_hits, _mean),
+    "auc": (_in_buckets, _area),
+}
+_EMPTY: dict[str, Callable[[], Array]] = dict.fromkeys(_METRICS, _nothing) | {"auc": _no_buckets}
 
 
 def _right(call: str, predictions: Any, labels: Any) -> Array:

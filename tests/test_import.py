@@ -97,8 +97,8 @@ def test_every_public_method_of_fleet_is_a_module_function() -> None:
 def test_every_call_before_init_says_to_call_init(name: str) -> None:
     call = getattr(fleet.Fleet(environ={}), name)
     # The arguments are wrong as well: that there was no init is what has to be said first.
-    given = inspect.signature(call).parameters.values()
-    required = [p for p in given if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    parameters = inspect.signature(call).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     with pytest.raises(NotInitializedError, match=rf"{name}\(\).*[Cc]all fleet\.init\(\)") as caught:
         call(*[None] * len(required))
     assert isinstance(caught.value, RuntimeError)

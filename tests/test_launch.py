@@ -157,6 +157,7 @@ for name in sorted(os.environ):
             "FLEET_JOB_ID": job_id,
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
+            "FLEET_RECORD_DIR": str(tmp_path / "logs"),
             **own,
         }
     assert sum("OMP_NUM_THREADS" in line for line in said(err)) == 1
@@ -614,6 +615,20 @@ def test_the_plan_of_a_collective_job() -> None:
     assert "PADDLE_PSERVERS_IP_PORT_LIST" not in environment
     assignment = EnvRoleMaker(True, environment).assignment()
     assert (assignment.index, assignment.workers, assignment.collective) == (1, workers, True)
+
+
+def test_ports_for_prometheus_follow_one_another() -> None:
+    part = plan_launch(
+        servers=parse_endpoints("a:1,b:2", "server"),
+        worker_hosts=("a", "b"),
+        here=("b",),
+        command=("python", "train.py"),
+        job_id="j",
+        inherited={"OMP_NUM_THREADS": "1"},
+        metrics_port=9100,
+    )
+    assert [each.environment["FLEET_METRICS_PORT"] for each in part.processes] == ["9100", "9101"]
+    assert part.notes == ("ports for Prometheus: server 1 9100, worker 1 9101",)
 
 
 def test_addresses() -> None:

@@ -236,6 +236,46 @@ def test_what_makes_no_sense(call: Callable[[Metrics], Any], error: type[Excepti
         call(local())
 
 
+@pytest.mark.parametrize("metric", ["Mae", "Mse", "Rmse", "Acc", "Auc"])
+def test_states_that_are_merged_are_that_of_the_pooled_data(metric: str) -> None:
+    draw = np.random.default_rng(5)
+    predictions, labels = draw.random(300), draw.integers(0, 2, 300)
+
+    def body(metrics: Metrics, worker: int) -> tuple[float, float]:
+        mine = slice(worker * 150, (worker + 1) * 150)
+        batches = list(zip(np.split(predictions[mine], 5), np.split(labels[mine], 5), strict=True))
+        early, late = getattr(metrics, metric)(), getattr(metrics, metric)()
+        for batch in batches[:2]:
+            early.update(*batch)
+        for batch in batches[2:]:
+            late.update(*batch)
+        kept = early.state  # as from a file
+        early.update([1.0], [1])
+        from_kept = getattr(metrics, metric)().merge(kept).merge(late).compute()
+        return from_kept, getattr(metrics, metric.lower())(predictions[mine], labels[mine])
+
+    of_sklearn = {
+        "Mae": sklearn.metrics.mean_absolute_error,
+        "Mse": sklearn.metrics.mean_squared_error,
+        "Rmse": lambda actual, predicted: math.sqrt(sklearn.metrics.mean_squared_error(actual, predicted)),
+        "Acc": lambda actual, predicted: sklearn.metrics.accuracy_score(actual, predicted > 0.5),
+        "Auc": sklearn.metrics.roc_auc_score,
+    }
+    want = of_sklearn[metric](labels, predictions)
+    for merged, at_once in in_job(body, 2):
+        assert merged == pytest.approx(want, abs=2e-5)
+        assert merged == pytest.approx(at_once, rel=1e-12)
+
+
+def test_only_states_of_the_same_metric_are_merged() -> None:
+    metrics = local()
+    with pytest.raises(ConfigurationError, match=r"metrics\.Mae: another metric cannot be merged"):
+        metrics.Mae().merge(metrics.Mse())
+    for state in (np.zeros(3), np.zeros(2, np.int64), metrics.Auc().state):
+        with pytest.raises(ConfigurationError, match="no state of the metric"):
+            metrics.Mae().merge(state)
+
+
 def test_different_metrics_at_the_same_time() -> None:
     def body(metrics: Metrics, worker: int) -> str:
         with pytest.raises(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +26,25 @@ from small_job import join
 
 from fleet import Fleet
 from fleet.cluster import Endpoint
-from fleet.environ import Knobs, SecurityKnobs
-from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, ProtocolError
+from fleet.environ import Knobs, ObservingKnobs, SecurityKnobs
+from fleet.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    NotInitializedError,
+    PortInUseError,
+    ProtocolError,
+    UnsupportedError,
+)
 from fleet.launch import cli
-from fleet.observing.names import WORKER, rate
+from fleet.launch.view import LiveView
+from fleet.observing.diagnosis import diagnose
+from fleet.observing.names import SERVER, WORKER, Figure, rate
+from fleet.observing.observer import Observer
 from fleet.observing.picture import History, Row, View, WorkerView, rows, seen
+from fleet.observing.prometheus import BESIDE
+from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, view_of
 from fleet.observing.table import HEADS, cells, plain, rich_table
+from fleet.observing.tensorboard import scalars
 from fleet.observing.worker import MOST_REPORTED
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
@@ -289,29 +309,31 @@ def test_a_history_keeps_what_rates_need() -> None:
     assert (before.at, now.at) == (94.0, 99.0)
 
 
-def test_the_table_of_rich_has_the_same_columns() -> None:
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(200, set()), (80, {"received/s", "sent/s", "memory", "queue", "stale"})]
+)
+def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> None:
     from rich.console import Console
 
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - it lives as long
-    console.print(rich_table([Row("worker 0", 3, loss=math.nan, note="waits")], "2 steps/s"))
-    text = console.export_text()
-    assert all(head in text for head in HEADS)
-    assert "worker 0" in text
-    assert "nan" in text
+    console = Console(width=width, file=io.StringIO())
+    note = "waits 12.3 s for worker 1: push of step 1234567"
+    console.print(rich_table([Row("worker 0", 1234567, 300.0, 2e4, math.nan, 1.5, 2, 2e6, 2e6, 3e8, note)], "", width))
+    text = console.file.getvalue()
+    assert {head for head in HEADS if head not in text} == left_out
+    assert all(word in text for word in ("worker 0", "1234567", "nan", note[:20]))
+    assert max(map(len, text.splitlines())) <= width
 
 
 # fleet top
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def served(free_endpoints: Callable[[int], list[str]]) -> Iterator[str]:
     """A job over gRPC, with a token, that goes on as long as the test looks at it."""
     from fleet.ps.backend import real_network
 
     knobs = replace(Knobs(beat_s=0.05), security=SecurityKnobs(token="sesame"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    (endpoint,) = free_endpoints(1)
     enough = threading.Event()
 
     def body(fleet_: Fleet, index: int) -> None:
@@ -340,10 +362,8 @@ def test_top_shows_a_running_job(
         return capsys.readouterr().out
 
     shown: list[str] = []
-    until(lambda: shown.append(looks()) or "worker 0" in shown[-1])
-    worker = next(line for line in shown[-1].splitlines() if line.startswith("worker 0"))
-    assert int(worker.split()[2]) > 0
-    assert any(line.startswith("server 0") for line in shown[-1].splitlines())
+    until(lambda: shown.append(looks()) or re.search(r"^worker 0 +[1-9]", shown[-1], re.MULTILINE))
+    assert re.search(r"^server 0 +\d+", shown[-1], re.MULTILINE)
 
     monkeypatch.setenv("FLEET_AUTH_TOKEN", "guess")
     assert cli.main(["top", served, "--once"]) == 1
@@ -369,3 +389,393 @@ def test_top_says_what_is_wrong(
 def test_top_of_an_empty_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", str(tmp_path)]) == 2
     assert "no job has left a record" in capsys.readouterr().err
+
+
+# What is left on disk
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    record = Record(tmp_path, "worker 3")
+    record.write(10.0, "worker", {"steps": 1, "loss": math.nan})
+    record.write(11.0, "worker", {"steps": 2, "loss": 0.5})
+    record.close()
+    (tmp_path / "server.0.record.jsonl").write_text(
+        '{"at": 10.5, "process": "server 0", "kind": "server", "told": {}}\n{"at'
+    )
+    lines = read_records(tmp_path)
+    assert [(line.at, line.process) for line in lines] == [(10.0, "worker 3"), (10.5, "server 0"), (11.0, "worker 3")]
+    assert [line.at for line in newest(tmp_path)] == [10.5, 11.0], "what is only half written is not there yet"
+    assert newest(tmp_path, ["worker 3", "worker 4"])[0].told == {"steps": 2, "loss": 0.5}
+
+
+def test_a_process_that_starts_again_goes_on_with_its_record(tmp_path: Path) -> None:
+    for at in (1.0, 2.0):
+        record = Record(tmp_path, "worker 0")
+        record.write(at, "worker", {})
+        record._append(b'{"at": 1.5, "proc')  # killed in the midst of a line
+        record.close()
+    assert [line.at for line in read_records(tmp_path)] == [1.0, 2.0]
+
+
+def test_a_record_never_grows_beyond_its_size_and_tells_of_all_times(tmp_path: Path) -> None:
+    record = Record(tmp_path, "worker 0", most_bytes=10_000)
+    for second in range(2000):
+        record.write(float(second), "worker", {"steps": second})
+        assert record._path.stat().st_size <= 10_000 + 100
+    record.close()
+    instants = [line.at for line in read_records(tmp_path)]
+    assert (instants[0], instants[-1]) == (0.0, 1999.0)
+    gaps = [after - before for before, after in itertools.pairwise(instants)]
+    assert max(gaps) <= 2000 / 20, "there is no hole in it"
+
+
+@pytest.mark.parametrize("instants", [[], [1.0], [2.0, 2.0, 2.0], [0.0, 1.0, 2.0, 3.0, 100.0]])
+def test_thinning_keeps_both_ends(instants: list[float]) -> None:
+    kept = evenly_spread(instants)
+    assert kept == sorted(set(kept))
+    assert len(kept) <= len(instants) // 2 + 1 or len(instants) <= 1
+    assert not instants or {instants[0], instants[-1]} <= {instants[place] for place in kept}
+
+
+def test_a_new_job_leaves_nothing_of_an_old_one(tmp_path: Path) -> None:
+    for process in ("worker 0", "worker 7"):
+        Record(tmp_path, process).close()
+    with Chronicle(tmp_path, ["worker 0"], is_whole=False):
+        pass
+    assert not (tmp_path / "worker.0.record.jsonl").exists()
+    assert (tmp_path / "worker.7.record.jsonl").exists()
+    with Chronicle(tmp_path, ["worker 0"], is_whole=True) as chronicle:
+        chronicle.write("worker 0", "started")
+    assert [(line.kind, line.told["what"]) for line in read_records(tmp_path)] == [("event", "started")]
+
+
+def test_a_job_leaves_records(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        optimizer.minimize(model.loss(0))
+
+    run_job(body, 2, environ={**BEATING, "FLEET_RECORD_DIR": str(tmp_path / "records")})
+    view = view_of(0.0, newest(tmp_path / "records"))
+    assert {worker: seen.figures["steps"] for worker, seen in view.workers.items()} == {0: 1, 1: 1}
+    assert view.is_over
+    assert view.servers["server 0"].figures["version"] == 1
+
+
+def test_a_record_that_cannot_be_written_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = iter([OSError("the disk is full")])
+
+    def read() -> dict[str, float]:
+        raise next(told)
+
+    observer = Observer("worker 0", "worker", read, Knobs(observing=ObservingKnobs(record_dir=str(tmp_path))))
+    observer.close()
+    assert "no longer recorded: the disk is full" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="FLEET_RECORD_DIR"):
+        Observer("worker 0", "worker", dict, Knobs(observing=ObservingKnobs(record_dir=str(tmp_path / "file" / "in"))))
+
+
+# The live view of fleetrun
+
+
+def test_the_view_is_taken_off_before_it_is_drawn_again(tmp_path: Path) -> None:
+    record = Record(tmp_path, "worker 0")
+    ours, theirs = os.openpty()
+    try:
+        view = LiveView(theirs, tmp_path, ["worker 0", "worker 1"])
+        record.write(0.0, "worker", {"steps": 7, "uptime_seconds": 1.0})
+        drawn = view.draw(100.0).decode()
+        assert "worker 0" in drawn
+        assert "starting" in drawn, "worker 1 has told nothing yet"
+        assert view.draw(100.5) == b"", "it is there, and new enough"
+        assert view.clear() == f"\x1b[{drawn.count(chr(10))}A\r\x1b[J".encode()
+        assert view.clear() == b""
+        assert "worker 0" in view.draw(100.6).decode()
+        view.ended("worker 1", "exit code 3")
+        assert "exit code 3" in view.draw(100.7).decode()
+    finally:
+        record.close()
+        os.close(ours)
+        os.close(theirs)
+
+
+def on_terminal(command: list[str], directory: Path) -> tuple[int, str]:
+    """Run a command on a terminal of its own: its exit code and all it wrote there."""
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen(command, cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    try:
+        while True:
+            try:
+                data = os.read(ours, 1 << 16)
+            except OSError:  # how Linux says that nobody has it open any more
+                break
+            if not data:
+                break
+            written += data
+        return process.wait(30), written.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_fleetrun_shows_a_table_below_the_lines(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os; print('hello from', os.environ['PADDLE_TRAINER_ID'])\n")
+    command = [sys.executable, "-m", "fleet.launch", "--worker_num", "2", "script.py"]
+    code, text = on_terminal(command, tmp_path)
+    assert code == 0
+    assert "[worker 0] hello from 0" in text
+    last = text.rpartition("\x1b[J")[2]
+    assert all(word in last for word in ("worker 0", "worker 1", "exit code 0", "steps/s")), "the end stays"
+    code, text = on_terminal([*command[:-1], "--view", "plain", "script.py"], tmp_path)
+    assert code == 0
+    assert "\x1b" not in text
+
+
+def test_a_view_that_is_asked_for_and_impossible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.fleetrun(["--worker_num", "1", "--view", "live", "--log_dir", str(tmp_path), __file__]) == 2
+    assert "--view live is not possible here" in capsys.readouterr().err
+    assert cli.fleetrun(["--worker_num", "1", "--metrics_port", "70000", "--log_dir", str(tmp_path), __file__]) == 2
+    assert "--metrics_port is not usable" in capsys.readouterr().err
+
+
+# Prometheus
+
+
+def page_of(url: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """What a page tells, by name and values of labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(url, timeout=10) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    return {
+        (s.name, tuple(value for _, value in sorted(s.labels.items()))): s.value for f in families for s in f.samples
+    }
+
+
+def test_pages_for_prometheus(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fleet.observing")
+    pages: dict[str, dict[tuple[str, tuple[str, ...]], float]] = {}
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        for step in range(3):
+            optimizer.minimize(model.loss(step))
+        fleet_.report(examples=7, auc=0.5)
+        fleet_.barrier_worker()
+        if index == 0:
+            urls = {
+                match[1]: match[2]
+                for match in map(re.compile(r"of (.*) for Prometheus: (.*)").search, caplog.messages)
+                if match
+            }
+            pages.update({process: page_of(url) for process, url in urls.items()})
+        fleet_.barrier_worker()
+
+    run_job(body, 2, environ={**BEATING, "FLEET_METRICS_PORT": "0"})
+    assert set(pages) == {"server 0", "worker 0", "worker 1"}
+    worker, server = pages["worker 1"], pages["server 0"]
+    assert worker["fleet_worker_steps_total", ("1",)] == 3
+    assert worker["fleet_worker_examples_total", ("1",)] == 7
+    assert worker["fleet_worker_reported", ("auc", "1")] == 0.5
+    assert worker["fleet_worker_loss", ("1",)] > 0
+    assert {name for name, _ in worker} == {*names_of("worker", WORKER), "fleet_worker_reported"}
+    assert server["fleet_server_version", ("0",)] == 3
+    assert server["fleet_server_table_rows", ("0", "closed.weight")] == 30
+    assert server["fleet_server_worker_up", ("0", "1")] == 1
+    assert {name for name, _ in server} == {*names_of("server", SERVER), *names_of("server", BESIDE_FIGURES)}
+
+
+BESIDE_FIGURES = {name: figure for name, (_, figure) in BESIDE.items()}
+
+
+def names_of(kind: str, figures: Mapping[str, Figure]) -> set[str]:
+    return {f"fleet_{kind}_{name}{'_total' if figure.counts else ''}" for name, figure in figures.items()}
+
+
+def test_every_name_is_documented() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "observing.md").read_text()
+    names = names_of("worker", WORKER) | names_of("server", SERVER) | names_of("server", BESIDE_FIGURES)
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+    assert sorted(set(re.findall(r"`(fleet_(?:worker|server)_\w+)`", page)) - names - {"fleet_worker_reported"}) == []
+
+
+def test_the_dashboard_asks_for_names_that_there_are() -> None:
+    dashboard = (Path(__file__).parent.parent / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"fleet_\w+", json.dumps(json.loads(dashboard)["panels"])))
+    names = names_of("worker", WORKER) | names_of("server", SERVER) | names_of("server", BESIDE_FIGURES)
+    assert len(asked) > 8
+    assert sorted(asked - names - {"fleet_worker_reported"}) == []
+
+
+def observing(**knobs: Any) -> Knobs:
+    return Knobs(observing=ObservingKnobs(**knobs))
+
+
+def test_a_page_shows_itself_to_the_public_only_if_told_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"FLEET_METRICS_HOST=0\.0\.0\.0"):
+        Observer("worker 0", "worker", dict, observing(metrics_port=0, metrics_host="0.0.0.0"))
+    insecure = replace(observing(metrics_port=0, metrics_host="0.0.0.0"), security=SecurityKnobs(insecure=True))
+    Observer("worker 0", "worker", dict, insecure).close()
+
+
+def test_a_page_at_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(PortInUseError, match="FLEET_METRICS_PORT"):
+            Observer("worker 0", "worker", dict, observing(metrics_port=taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize(
+    ("module", "knobs", "extra"),
+    [
+        ("prometheus_client", {"metrics_port": 0}, "prometheus"),
+        ("torch.utils.tensorboard", {"tensorboard_dir": "runs"}, "tensorboard"),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    module: str, knobs: dict[str, Any], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsupportedError, match=re.escape(f"torch-fleet[{extra}]")):
+        Observer("worker 0", "worker", dict, observing(**knobs))
+
+
+# TensorBoard
+
+
+def test_scalars_of_two_readings() -> None:
+    before = {"uptime_seconds": 1.0, "steps": 10, "examples": 100, "loss": 0.5, "memory_bytes": 5.0}
+    now = {"uptime_seconds": 3.0, "steps": 30, "examples": 300, "loss": 0.25, "memory_bytes": 6.0, "auc": 0.75}
+    assert scalars("worker", before, now) == {
+        "loss": 0.25,
+        "memory_bytes": 6.0,
+        "auc": 0.75,
+        "steps_per_second": 10.0,
+        "examples_per_second": 100.0,
+    }
+    assert "version_per_second" in scalars("server", {**before, "version": 1}, {**now, "version": 2})
+
+
+def test_scalars_of_a_job(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        for step in range(3):
+            optimizer.minimize(model.loss(step))
+        fleet_.report(auc=0.5)
+
+    run_job(body, environ={**BEATING, "FLEET_TENSORBOARD_DIR": str(tmp_path)})
+    events = EventAccumulator(str(tmp_path / "worker.0")).Reload()
+    assert {"fleet/loss", "fleet/auc", "fleet/memory_bytes"} <= set(events.Tags()["scalars"])
+    last = events.Scalars("fleet/auc")[-1]
+    assert (last.step, last.value) == (3, 0.5)
+    assert (tmp_path / "server.0").is_dir()
+
+
+# fleet doctor
+
+
+def views(
+    workers: list[dict[str, Any]], busy: tuple[float, ...] = (0.1,), phase: str = "training"
+) -> tuple[View, View]:
+    """Two views ten seconds apart, of workers that spend parts of each second as told, and servers that are so busy."""
+
+    def view(at: float) -> View:
+        def worker(of: dict[str, Any]) -> dict[str, Any]:
+            figures: dict[str, float] = {
+                "push_seconds": 0,
+                "pull_seconds": 0,
+                "meet_seconds": 0,
+                "steps": 10,
+                "cpu_seconds": 1,
+            }
+            figures |= of.get("spends", {})
+            grown = {name: each * at for name, each in figures.items()} | {"uptime_seconds": at} | of.get("says", {})
+            waited = {other: share * at for other, share in of.get("waits_for", {}).items()}
+            stale = [of.get("stale", 0) * 10 * at, 10 * at]
+            return told(figures=grown, waited=waited, staleness=stale, **of.get("is", {}))
+
+        servers = {
+            f"server {index}": {
+                **status(*map(worker, workers), uptime_seconds=at, busy_seconds=share * at),
+                "phase": phase,
+            }
+            for index, share in enumerate(busy)
+        }
+        return seen(at, {**servers}, {})
+
+    return view(10.0), view(20.0)
+
+
+SLOW = {"waits_for": {}, "spends": {"push_seconds": 0.1, "cpu_seconds": 0.9}}
+HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 0.4}}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentences"),
+    [
+        (views([HELD, SLOW]), ["Worker 1 (host:1) holds", "they wait 50%", "90 ms, and the others 40 ms"]),
+        (
+            views([{"waits_for": {"1": 0.2}}, {"waits_for": {"0": 0.2}}]),
+            ["wait 20% of their time for each other", "a mode that does not wait"],
+        ),
+        (views([{}], busy=(0.95, 0.9)), ["Server 0 is busy 95% of the time: more servers"]),
+        (views([{}], busy=(0.2, 0.9)), ["Server 1 is busy 90% of the time and the others 20% at most"]),
+        (
+            views([{"spends": {"push_seconds": 0.2, "pull_seconds": 0.5, "sent_bytes": 1e6, "received_bytes": 4e6}}]),
+            ["70% of its time in exchanges (push 20%, pull 50%)", "5 MB a second (500 kB a step): fleet.prefetch"],
+        ),
+        (views([{"spends": {"push_seconds": 0.6}}]), ["larger batches"]),
+        (views([{"spends": {"cpu_seconds": 0.05}}]), ["in its own code 100% of the time and uses a processor for 5%"]),
+        (views([{"stale": 9}]), ["is 9 updates old", "1 worker"]),
+        (views([{}]), ["in their own code 100% of the time, and the servers busy 10%: more or faster workers"]),
+        (views([{"spends": {"push_seconds": 0.3}}]), ["Nothing stands out."]),
+        (views([{"says": {"loss": math.nan}}]), ["The loss of worker 0 is nan", "FLEET_CHECK_FINITE=1"]),
+        (views([{}, {"is": {"standing": "expected"}}]), ["Worker 1 has not said hello yet"]),
+        (views([{}, {"is": {"standing": "lost"}}]), ["Worker 1 (host:1) was given up on"]),
+        (views([{}, {"is": {"heard_seconds": 42.0}}]), ["Worker 1 (host:1) has not been heard of for 42 s"]),
+        (
+            views([{"is": {"waits": {"what": "barrier 3", "seconds": 75.2, "for": [1, 2]}}}]),
+            ["Worker 0 has waited 75 s for worker 1 and worker 2 (barrier 3)"],
+        ),
+        (views([], phase="waiting for the first worker"), ["Server 0 is not training: waiting for the first worker"]),
+        ((View(0.0), seen(1.0, {"server 1": "does not answer"}, {})), ["Server 1 does not answer"]),
+    ],
+)  # fmt: skip
+def test_what_the_doctor_says(given: tuple[View, View], sentences: list[str]) -> None:
+    text = " ".join(diagnose(*given))
+    assert [sentence for sentence in sentences if sentence not in text] == [], text
+
+
+def test_the_doctor_of_a_job_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [Record(tmp_path, f"worker {index}") for index in range(2)]
+    for second in range(10):
+        for record in records:
+            steps = 0 if second == 0 else 10 * second
+            times = {"push_seconds": 0.2 * second, "pull_seconds": 0.0, "meet_seconds": 0.0, "cpu_seconds": second}
+            figures = {"steps": steps, "uptime_seconds": float(second), "examples": 64 * steps, **times}
+            record.write(1000.0 + second, "worker", figures)
+    for record in records:
+        record.close()
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("2 workers and 0 servers: 20 steps a second, 1,280 examples a second.")
+
+
+def test_the_doctor_looks_at_a_running_job(
+    served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLEET_AUTH_TOKEN", "sesame")
+    until(lambda: cli.main(["top", served, "--once", "--interval", "0.1"]) == 0)
+    capsys.readouterr()
+    assert cli.main(["doctor", served, "--seconds", "1"]) == 0
+    assert re.match(r"1 worker and 1 server, mode sync: \S+ steps a second\.", capsys.readouterr().out)
+    assert cli.main(["doctor", served, "--seconds", "0"]) == 2

@@ -10,10 +10,11 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from fleet.cluster import Endpoint
-from fleet.environ import PROCESS_ENVIRONMENT
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options, environment, local, network
 from fleet.launch.job import (
@@ -54,9 +55,12 @@ one it is:
   PADDLE_TRAINER_ID                      which worker this is (workers)
   PADDLE_CURRENT_ENDPOINT                which server this is (servers)
   FLEET_JOB_ID                           the same for the whole job
+  FLEET_RECORD_DIR                       where figures are kept: --log_dir, unless it is set
+  FLEET_METRICS_PORT                     with --metrics_port
   PYTHONUNBUFFERED=1; OMP_NUM_THREADS=1  unless OMP_NUM_THREADS is set
 
-Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. With --max_restarts
+Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. On a terminal a
+table below it shows how the job does. fleet report draws what was recorded in --log_dir. With --max_restarts
 a process that a signal has killed is started again. Otherwise the first process to fail ends the job, and its exit code
 becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second one kills it. After a mistake in the
 options nothing is started and the exit code is 2.
@@ -117,6 +121,8 @@ def _run(argv: list[str], prog: str) -> int:
     return local.run(
         plan,
         log_dir=log_dir,
+        record_dir=_record_dir(options),
+        live=_wants_live_view(options.view),
         grace_s=options.grace,
         inherited=PROCESS_ENVIRONMENT,
         max_restarts=options.max_restarts,
@@ -154,6 +160,12 @@ def _top(argv: list[str], prog: str) -> int:
     return _observed(top, argv, prog)
 
 
+def _doctor(argv: list[str], prog: str) -> int:
+    from fleet.launch.doctor import doctor
+
+    return _observed(doctor, argv, prog)
+
+
 def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
     """A command that asks a job: not every error is a mistake in the arguments, so most say no word of --help."""
     try:
@@ -167,6 +179,7 @@ def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: s
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
+    "doctor": ("say what holds a job back", _doctor),
     "top": ("show a running job, one line a process", _top),
     "checkpoint": ("look at checkpoints: ls, verify, diff, export", checkpoint_options.inspect),
     "env": ("print what a bug report needs", _environment),
@@ -209,6 +222,19 @@ def _run_parser(prog: str) -> argparse.ArgumentParser:
         metavar="N",
         help="start a process that is killed by a signal again, up to N times each; servers need FLEET_DURABLE_DIR "
         "for that (default: 0)",
+    )
+    both.add_argument(
+        "--view",
+        choices=("auto", "live", "plain"),
+        default="auto",
+        help="a live table below the output, or the output alone (default: live on a terminal, if rich is installed)",
+    )
+    both.add_argument(
+        "--metrics_port",
+        type=int,
+        metavar="PORT",
+        help="first of consecutive ports with figures for Prometheus, one a process (default: FLEET_METRICS_PORT, "
+        "else none)",
     )
     both.add_argument("--job_id", metavar="ID", help="name of the job (default: FLEET_JOB_ID, else made up)")
     return parser
@@ -302,7 +328,37 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         job_id=options.job_id or PROCESS_ENVIRONMENT.get("FLEET_JOB_ID") or made_up,
         inherited=PROCESS_ENVIRONMENT,
         workers=workers,
+        record_dir=str(_record_dir(options)),
+        metrics_port=_metrics_port(options),
     )
+
+
+def _record_dir(options: argparse.Namespace) -> Path:
+    """Where the processes keep their figures, for the view and ``fleet report``."""
+    return Path(PROCESS_ENVIRONMENT.get("FLEET_RECORD_DIR", "").strip() or options.log_dir).resolve()
+
+
+def _wants_live_view(asked: str) -> bool:
+    has_rich = find_spec("rich") is not None
+    is_terminal = sys.stdout.isatty() and PROCESS_ENVIRONMENT.get("TERM", "") not in ("", "dumb")
+    if asked == "live" and not (has_rich and is_terminal):
+        raise ConfigurationError(
+            "--view live is not possible here",
+            expected="a terminal that can move its cursor, and rich",
+            got="no rich" if is_terminal else "no such terminal",
+            todo="Leave it out." if has_rich else "pip install 'torch-fleet[view]', or leave it out.",
+        )
+    return asked != "plain" and has_rich and is_terminal
+
+
+def _metrics_port(options: argparse.Namespace) -> int | None:
+    """The first one, if figures are to be shown to Prometheus."""
+    port: int | None = options.metrics_port
+    if port is None:
+        port = Knobs.read(PROCESS_ENVIRONMENT).observing.metrics_port
+    if port is not None and not 0 <= port <= 65000:
+        raise ConfigurationError("--metrics_port is not usable", expected="0 to 65000", got=port)
+    return port
 
 
 def _check_restarts(max_restarts: int, *, has_servers: bool) -> None:

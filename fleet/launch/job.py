@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet.cluster import Endpoint, Role, parse_address
 from fleet.errors import ConfigurationError
@@ -40,16 +40,22 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The processes of this machine, servers first; ``worker_num`` counts the workers of the whole job."""
+    """The processes of this machine, servers first; ``worker_num`` and ``server_num`` are those of the whole job."""
 
     processes: tuple[ProcessSpec, ...]
     worker_num: int
+    server_num: int = 0
     notes: tuple[str, ...] = ()
 
     @property
     def has_every_worker(self) -> bool:
         """Whether this machine's workers are all there are, so that their end is the end of the job."""
         return sum(process.role is Role.WORKER for process in self.processes) == self.worker_num
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the job is on this machine."""
+        return len(self.processes) == self.worker_num + self.server_num
 
 
 def plan_launch(
@@ -61,9 +67,12 @@ def plan_launch(
     job_id: str,
     inherited: Mapping[str, str],
     workers: Sequence[Endpoint] = (),
+    record_dir: str = "",
+    metrics_port: int | None = None,
 ) -> LaunchPlan:
     """The processes whose host is in ``here``; an index is a place in the list of the whole job. A collective job has
-    no servers, and ``workers`` are the endpoints of those on ``worker_hosts``."""
+    no servers, and ``workers`` are the endpoints of those on ``worker_hosts``. Each process keeps its figures in
+    ``record_dir``, and shows them at a port of its own from ``metrics_port`` on."""
     addresses = (
         {"PADDLE_TRAINER_ENDPOINTS": ",".join(map(str, workers))}
         if workers
@@ -75,6 +84,8 @@ def plan_launch(
         "FLEET_JOB_ID": job_id,
         "PYTHONUNBUFFERED": "1",
     }
+    if record_dir:
+        shared["FLEET_RECORD_DIR"] = record_dir
     notes = []
     if not inherited.get("OMP_NUM_THREADS"):
         # Each process would otherwise take every core for itself, and together they are slower than with one each.
@@ -86,20 +97,31 @@ def plan_launch(
         environment = {**shared, "PADDLE_TRAINING_ROLE": word, "TRAINING_ROLE": word, own[0]: own[1]}
         return ProcessSpec(role, index, tuple(command), environment)
 
-    return LaunchPlan(
-        processes=(
-            *(
-                process(Role.SERVER, index, ("PADDLE_CURRENT_ENDPOINT", str(server)))
-                for index, server in enumerate(servers)
-                if server.host in here
-            ),
-            *(
-                process(Role.WORKER, index, ("PADDLE_TRAINER_ID", str(index)))
-                for index, host in enumerate(worker_hosts)
-                if host in here
-            ),
+    processes = [
+        *(
+            process(Role.SERVER, index, ("PADDLE_CURRENT_ENDPOINT", str(server)))
+            for index, server in enumerate(servers)
+            if server.host in here
         ),
+        *(
+            process(Role.WORKER, index, ("PADDLE_TRAINER_ID", str(index)))
+            for index, host in enumerate(worker_hosts)
+            if host in here
+        ),
+    ]
+    if metrics_port is not None:
+        ports = [metrics_port + place if metrics_port else 0 for place in range(len(processes))]
+        processes = [
+            replace(each, environment={**each.environment, "FLEET_METRICS_PORT": str(port)})
+            for each, port in zip(processes, ports, strict=True)
+        ]
+        if metrics_port:
+            named = ", ".join(f"{each.name} {port}" for each, port in zip(processes, ports, strict=True))
+            notes.append(f"ports for Prometheus: {named}")
+    return LaunchPlan(
+        processes=tuple(processes),
         worker_num=len(worker_hosts),
+        server_num=len(servers),
         notes=tuple(notes),
     )
 

@@ -30,7 +30,9 @@ from typing import IO, TypeAlias
 
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.job import LaunchPlan, ProcessSpec, child_environment
-from fleet.launch.watch import Effect, Restart, Say, Send, Watch
+from fleet.launch.view import PERIOD_S, LiveView
+from fleet.launch.watch import Effect, Restart, Say, Send, Watch, how_ended
+from fleet.observing.record import Chronicle
 
 #: A progress bar redraws its line many times a second; on the console it becomes a line this often.
 _REDRAW_S = 5.0
@@ -68,20 +70,33 @@ def run(
     plan: LaunchPlan,
     *,
     log_dir: Path,
+    record_dir: Path,
     grace_s: float,
     inherited: Mapping[str, str],
     max_restarts: int = 0,
+    live: bool = False,
     stdout: int = 1,
     stderr: int = 2,
 ) -> int:
-    """Run the plan to its end and return the exit code; when this returns or raises, nothing is left running."""
+    """Run the plan to its end and return the exit code; when this returns or raises, nothing is left running. With
+    ``live`` the terminal at ``stdout`` shows how the job does below what its processes write."""
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     watch = Watch(plan, grace_s=grace_s, log_dir=str(log_dir), max_restarts=max_restarts)
     children: dict[str, _Child] = {}
-    with _Pump(stdout, stderr) as pump, _signals_to(events), _Guard(grace_s, inherited) as guard:
+    names = [spec.name for spec in plan.processes]
+    view = LiveView(stdout, record_dir, names) if live else None
+    with (
+        Chronicle(record_dir, names, plan.is_whole) as chronicle,
+        _Pump(stdout, stderr, view) as pump,
+        _signals_to(events),
+        _Guard(grace_s, inherited) as guard,
+    ):
 
         def start(spec: ProcessSpec, log_mode: str) -> None:
             child = children[spec.name] = _start(spec, inherited)
+            chronicle.write(spec.name, "started")
+            if view is not None:
+                view.started(spec.name)
             guard.watch(child.popen.pid)
             pump.follow(child, log_dir / spec.log_name, log_mode)
             threading.Thread(target=_report_exit, args=(child, events), daemon=True).start()
@@ -99,11 +114,18 @@ def run(
             for spec in plan.processes:
                 start(spec, "wb")
             while not watch.done:
-                for effect in _next_effects(watch, events, children):
+                event, effects = _next_effects(watch, events, children)
+                if isinstance(event, _Exited):
+                    chronicle.write(event.process.name, how_ended(event.returncode))
+                    if view is not None:
+                        view.ended(event.process.name, how_ended(event.returncode))
+                for effect in effects:
                     if isinstance(effect, Restart):
                         restart(effect.process)
                     else:
                         _act(effect, pump, children)
+                    if isinstance(effect, Say):
+                        chronicle.write("fleetrun", effect.text)
         finally:
             _sweep(children, pump, grace_s)
     return watch.exit_code
@@ -156,8 +178,9 @@ class _Stream:
 class _Pump:
     """Everything that is written is written here, by one thread."""
 
-    def __init__(self, stdout: int, stderr: int) -> None:
+    def __init__(self, stdout: int, stderr: int, view: LiveView | None) -> None:
         self._stdout, self._stderr = stdout, stderr
+        self._view = view
         self._selector = selectors.DefaultSelector()
         self._logs: list[IO[bytes]] = []
         self._mute: set[int] = set()
@@ -193,14 +216,21 @@ class _Pump:
     def _loop(self) -> None:
         # Once the launcher is closing, every process is dead and what it wrote is in the pipes: read until they are
         # empty, not until they are closed, as a process that left its group may hold one open for ever.
-        while (ready := self._selector.select(0 if self._closing else None)) or not self._closing:
+        pause_s = None if self._view is None else PERIOD_S
+        while (ready := self._selector.select(0 if self._closing else pause_s)) or not self._closing:
             for key, _ in ready:
                 self._read(key.data)
+            self._draw()
         for key in list(self._selector.get_map().values()):
             self._close(key.data)
+        self._draw()
         for log in self._logs:
             log.close()
         self._selector.close()
+
+    def _draw(self) -> None:
+        if self._view is not None:
+            self._write(self._stdout, self._view.draw(time.monotonic()))
 
     def _read(self, stream: _Stream) -> None:
         data = stream.source.read(1 << 16)
@@ -222,6 +252,8 @@ class _Pump:
     def _put(self, stream: _Stream, lines: list[bytes]) -> None:
         if stream.log is not None:
             self._write(stream.log.fileno(), b"".join(line + b"\n" for line in lines))
+        if self._view is not None and lines and os.isatty(stream.console):
+            self._write(self._stdout, self._view.clear())
         self._write(stream.console, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _write(self, fd: int, data: bytes) -> None:
@@ -294,17 +326,20 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
     events.put(_Exited(child.spec, returncode))
 
 
-def _next_effects(watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child]) -> list[Effect]:
+def _next_effects(
+    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child]
+) -> tuple[_Event | None, list[Effect]]:
+    """What happens next, if it is not just that time passes, and what is to be done about it."""
     timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
     try:
         event = events.get(timeout=timeout)
     except queue.Empty:
-        return watch.elapsed(time.monotonic())
+        return None, watch.elapsed(time.monotonic())
     if isinstance(event, _Signalled):
-        return watch.interrupted(event.signum, time.monotonic())
+        return event, watch.interrupted(event.signum, time.monotonic())
     if event.returncode != 0:
         children[event.process.name].drained.wait(_LAST_WORDS_S)
-    return watch.exited(event.process, event.returncode, time.monotonic())
+    return event, watch.exited(event.process, event.returncode, time.monotonic())
 
 
 def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +12,8 @@ from fleet.clock import wall_time
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ConfigurationError, DeadlineError, FleetError
-from fleet.observing.names import Figures
-from fleet.observing.picture import View, seen
-from fleet.observing.record import Line, newest
+from fleet.observing.picture import SILENT_S, View, seen, server_name
+from fleet.observing.record import newest, read_records, training_of, view_of
 
 #: A server that says nothing for so long is not waited for.
 PATIENCE_S = 3.0
@@ -22,6 +21,10 @@ PATIENCE_S = 3.0
 
 class Source(Protocol):
     def look(self) -> View: ...
+
+    def whole(self) -> tuple[View, View] | None:
+        """The beginning and the end of its training, if it is over."""
+        ...
 
     def close(self) -> None: ...
 
@@ -69,7 +72,7 @@ class Running:
         for endpoint, call in calls.items():
             try:
                 status = json.loads(raise_if_error(call.result()).message.about)
-                statuses[_name(status)] = status
+                statuses[server_name(status)] = status
             except TransportError as error:
                 statuses[f"server {endpoint}"] = "does not answer"
                 reasons.append(f"{endpoint}: {error}")
@@ -81,6 +84,9 @@ class Running:
             )
         self._answered = True
         return seen(wall_time(), statuses, {})
+
+    def whole(self) -> None:
+        return None
 
     def close(self) -> None:
         for channel in self._channels.values():
@@ -101,22 +107,11 @@ class Recorded:
             raise ConfigurationError("no job has left a record in this directory", where=str(self._directory))
         return view_of(wall_time(), lines)
 
+    def whole(self) -> tuple[View, View] | None:
+        view = self.look()
+        if max(line.at for line in newest(self._directory, self._processes)) > view.at - SILENT_S:
+            return None
+        return training_of(read_records(self._directory))
+
     def close(self) -> None:
         """Nothing is kept open."""
-
-
-def view_of(at: float, lines: Iterable[Line]) -> View:
-    """What the records' newest lines tell."""
-    statuses: dict[str, Mapping[str, Any] | str] = {}
-    own: dict[int, tuple[Figures, float]] = {}
-    for line in lines:
-        if line.kind == "server":
-            statuses[_name(line.told)] = line.told
-        elif line.kind == "worker":
-            own[int(line.process.rpartition(" ")[2])] = line.told, at - line.at
-    return seen(at, statuses, own)
-
-
-def _name(status: Mapping[str, Any]) -> str:
-    index = status.get("index")
-    return f"server {status['server'] if index is None else index}"

@@ -65,7 +65,7 @@ class Watch:
         if returncode < 0 and not self._ending and self._restarts[process.name] < self._max_restarts:
             self._restarts[process.name] += 1
             count = f"restart {self._restarts[process.name]} of {self._max_restarts}"
-            return [Say(f"{process.name} was {_how(returncode)}; starting it again ({count})"), Restart(process)]
+            return [Say(f"{process.name} was {how_ended(returncode)}; starting it again ({count})"), Restart(process)]
         self._alive.remove(process)
         if returncode != 0:
             return self._failed(process, returncode, now)
@@ -100,8 +100,8 @@ class Watch:
         self.exit_code = returncode if returncode > 0 else 128 - returncode
         where = f"its output is in {self._log_dir}/{process.log_name}"
         if self._ending:  # only servers that outstayed the workers end with an exit code still to be found
-            return [Say(f"{process.name} did not end cleanly: {_how(returncode)}; {where}")]
-        failure = f"{process.name} failed: {_how(returncode)}; {where}"
+            return [Say(f"{process.name} did not end cleanly: {how_ended(returncode)}; {where}")]
+        failure = f"{process.name} failed: {how_ended(returncode)}; {where}"
         others = f"; ending {_names(self._alive)}" if self._alive else ""
         return [Say(failure + others), *self._end(now)]
 
@@ -115,8 +115,9 @@ class Watch:
         return [Say(reason), Send(SIGKILL)]
 
 
-def _how(returncode: int) -> str:
-    if returncode > 0:
+def how_ended(returncode: int) -> str:
+    """In words; ``returncode`` is negative for a signal."""
+    if returncode >= 0:
         return f"exit code {returncode}"
     try:
         name = Signals(-returncode).name

@@ -93,6 +93,12 @@ def seen(at: float, statuses: Mapping[str, Mapping[str, Any] | str], own: Mappin
     return View(at, servers, dict(sorted(workers.items())))
 
 
+def server_name(status: Mapping[str, Any]) -> str:
+    """What rows call it: by its number, where it knows that."""
+    index = status.get("index")
+    return f"server {status['server'] if index is None else index}"
+
+
 def _worker(told: Mapping[str, Any]) -> WorkerView:
     waits = told["waits"]
     return WorkerView(

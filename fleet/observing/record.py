@@ -7,6 +7,7 @@ stay, so a job may run for weeks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,21 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fleet.clock import wall_time
+from fleet.observing.names import Figures
+from fleet.observing.picture import View, seen, server_name
+
 #: A file is thinned out when it is larger than this; half of that stays.
 MOST_BYTES = 8 << 20
 SUFFIX = ".record.jsonl"
+LAUNCHER = "fleetrun"
 #: A last line that is longer than this is not looked for.
 _LONGEST_LINE = 16 << 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``event`` (what happened, in words)."""
+    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``event`` (what happened to whom)."""
 
     at: float
     process: str
     kind: str
-    told: Any
+    told: Mapping[str, Any]
 
 
 class Record:
@@ -68,6 +74,29 @@ class Record:
         self._bytes = self._path.stat().st_size
 
 
+class Chronicle:
+    """What happens to the processes of a job, beside their own records. What an earlier job has left there goes first:
+    of these processes, or of all where these are the whole job."""
+
+    def __init__(self, directory: Path, processes: Sequence[str], is_whole: bool) -> None:
+        stale = directory.glob(f"*{SUFFIX}") if is_whole else (path_of(directory, process) for process in processes)
+        name = f"{LAUNCHER} of {processes[0]}"
+        for path in (*stale, path_of(directory, name)):
+            path.unlink(missing_ok=True)
+        self._record = Record(directory, name)
+
+    def write(self, process: str, what: str) -> None:
+        # The job is worth more than its story: a full disk ends the one and not the other.
+        with contextlib.suppress(OSError):
+            self._record.write(wall_time(), "event", {"process": process, "what": what})
+
+    def __enter__(self) -> Chronicle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._record.close()
+
+
 def path_of(directory: Path, process: str) -> Path:
     return directory / f"{process.replace(' ', '.')}{SUFFIX}"
 
@@ -87,6 +116,36 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
     )
     found = (_last(path) for path in paths)
     return [line for line in found if line is not None]
+
+
+def view_of(at: float, lines: Iterable[Line]) -> View:
+    """What the records' newest lines tell."""
+    statuses: dict[str, Mapping[str, Any] | str] = {}
+    own: dict[int, tuple[Figures, float]] = {}
+    for line in lines:
+        if line.kind == "server":
+            statuses[server_name(line.told)] = line.told
+        elif line.kind == "worker":
+            own[int(line.process.rpartition(" ")[2])] = line.told, at - line.at
+    return seen(at, statuses, own)
+
+
+def training_of(lines: Sequence[Line]) -> tuple[View, View]:
+    """How a job stood when the last of its workers had begun to train, and while all of them still did."""
+    begun: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    for line in lines:
+        if line.kind == "worker" and line.told.get("steps", 0) > 0:
+            begun.setdefault(line.process, line.at)
+            ended[line.process] = line.at
+    start, end = max(begun.values(), default=0.0), min(ended.values(), default=0.0)
+    return view_at(lines, start), view_at(lines, end)
+
+
+def view_at(lines: Iterable[Line], at: float) -> View:
+    """How a job stood at one moment; ``lines`` are in the order of time."""
+    latest = {line.process: line for line in lines if line.at <= at}
+    return view_of(at, latest.values())
 
 
 def evenly_spread(instants: Sequence[float]) -> list[int]:
@@ -138,5 +197,4 @@ def _parsed(line: bytes) -> Line | None:
         made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"])
     except (ValueError, KeyError, TypeError):
         return None
-    fits = isinstance(made.told, str) if made.kind == "event" else isinstance(made.told, Mapping)
-    return made if fits else None
+    return made if isinstance(made.told, Mapping) else None

@@ -10,6 +10,10 @@ from fleet.observing.picture import Row, total_speed
 
 HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "sent/s", "received/s", "memory", "")
 _NOTHING = "·"
+#: What a narrow terminal does without, one after the other.
+_SPARED = ("received/s", "sent/s", "memory", "queue", "stale", "examples/s")
+_ROOM_FOR_NOTE = 24
+_BETWEEN = 3
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -36,9 +40,7 @@ def title(shown: Sequence[Row]) -> str:
 
 def plain(shown: Sequence[Row]) -> str:
     """Columns side by side; numbers to the right."""
-    lines = [HEADS, *map(cells, shown)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADS))]
-    last = len(HEADS) - 1
+    widths, last = _widths(shown), len(HEADS) - 1
 
     def laid_out(line: tuple[str, ...]) -> str:
         padded = [
@@ -47,30 +49,46 @@ def plain(shown: Sequence[Row]) -> str:
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join(map(laid_out, lines))
+    return "\n".join(map(laid_out, [HEADS, *map(cells, shown)]))
 
 
-def rich_table(shown: Sequence[Row], heading: str) -> Any:
-    """What rich prints."""
+def rich_table(shown: Sequence[Row], heading: str, width: int) -> Any:
+    """What rich prints, no wider than ``width``."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        box=box.SIMPLE_HEAD, title=heading, title_justify="left", title_style="bold", expand=False, pad_edge=False
-    )
-    last = len(HEADS) - 1
-    for column, head in enumerate(HEADS):
-        justify: Any = "left" if column in (0, last) else "right"
-        table.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis", ratio=1 if column == last else None)
+    table = Table(box=box.SIMPLE_HEAD, title=heading, title_justify="left", title_style="bold", pad_edge=False)
+    widths = _widths(shown)
+    columns = fitting(widths, width)
+    for column in columns:
+        is_note = column == len(HEADS) - 1
+        justify: Any = "left" if column == 0 or is_note else "right"
+        least = None if is_note else widths[column]
+        table.add_column(HEADS[column], justify=justify, min_width=least, no_wrap=True, overflow="ellipsis")
     for row in shown:
-        texts = [Text(text, overflow="ellipsis") for text in cells(row)]
+        texts = [Text(text) for text in cells(row)]
         texts[0].stylize("bold cyan" if row.process.startswith("worker") else "bold magenta")
-        texts[last].stylize("yellow")
+        texts[-1].stylize("yellow")
         if row.loss is not None and not math.isfinite(row.loss):
-            texts[4].stylize("bold red")
-        table.add_row(*texts, style=None if row.is_well else "red")
+            texts[HEADS.index("loss")].stylize("bold red")
+        table.add_row(*(texts[column] for column in columns), style=None if row.is_well else "red")
     return table
+
+
+def fitting(widths: Sequence[int], room: int) -> list[int]:
+    """The columns that there is room for, and some for the note."""
+    needed = [*widths[:-1], min(widths[-1], _ROOM_FOR_NOTE)]
+    columns = list(range(len(widths)))
+    for head in _SPARED:
+        if sum(needed[column] + _BETWEEN for column in columns) > room:
+            columns.remove(HEADS.index(head))
+    return columns
+
+
+def _widths(shown: Sequence[Row]) -> list[int]:
+    lines = [HEADS, *map(cells, shown)]
+    return [max(len(line[column]) for line in lines) for column in range(len(HEADS))]
 
 
 def _number(value: float | None) -> str:
