@@ -48,6 +48,14 @@ class DenseLayout:
         """Element types in the order their tensors travel."""
         return list(self.sizes)
 
+    def sizes_of(self, present: bytes) -> dict[str, int]:
+        """For each element type, how long the blocks marked in ``present`` are together."""
+        sizes: dict[str, int] = {}
+        for slot in self.slots:
+            if present[slot.position]:
+                sizes[slot.dtype] = sizes.get(slot.dtype, 0) + slot.block.numel
+        return dict(sorted(sizes.items()))
+
 
 def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None = None) -> DenseLayout:
     """The layout of all blocks of ``server``, or of those marked in ``present``."""

@@ -39,11 +39,12 @@ from fleet.ps.server.durable import Durable
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
 from fleet.ps.server.loading import restore_from
+from fleet.ps.server.reading import contribution_of
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
 from fleet.ps.server.remembering import Memory, check_can_be_kept, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
-from fleet.ps.table.shard import Contribution, Piece, Shard
+from fleet.ps.table.shard import Piece, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
@@ -564,7 +565,7 @@ class Service:
         if step > job.gate.delivered(worker):
             if any(other == worker for other, _ in job.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
-            contribution = self._contribution(worker, request.push, frame.tensors)
+            contribution = contribution_of(request, frame.tensors, self._shard(), self._endpoint, self._most_bytes)
             job.pushed[worker, step] = contribution
             try:
                 effects = job.gate.push(worker, step)
@@ -573,38 +574,6 @@ class Service:
                 raise
             job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
-
-    def _contribution(self, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
-        """Read a push; every size is checked against the plan before it becomes part of a round."""
-        shard = self._shard()
-        present = bytes(push.present)
-        if len(present) != len(shard.dense.layout.slots):
-            raise PlanMismatchError(
-                f"worker {worker} pushes gradients of other parameters than the job has",
-                where=f"{self._endpoint}",
-                expected=f"{len(shard.dense.layout.slots)} blocks",
-                got=f"{len(present)}",
-                todo="If a param group was added, add it on every worker, after the same step.",
-            )
-        dtypes = shard.dense.layout_of(present).dtypes
-        if len(tensors) != len(dtypes) + 2 * len(push.row_tables):
-            raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
-        if [t.dtype for t in tensors[: len(dtypes)]] != dtypes:
-            raise ProtocolError("a push has gradients of other element types", expected=dtypes)
-        if len(push.rows_read_at) != len(push.row_tables):
-            raise ProtocolError("a push does not say when its rows were read", got=len(push.rows_read_at))
-        rest = iter(tensors[len(dtypes) :])
-        contribution = Contribution(
-            worker=worker,
-            options=tuple(push.options),
-            dense=(present, {name: t.torch() for name, t in zip(dtypes, tensors, strict=False)}),
-            rows={index: (next(rest).numpy(), next(rest).numpy()) for index in push.row_tables},
-            used=frozenset(push.used_tables) | frozenset(push.row_tables),
-            read_at=push.read_at,
-            rows_read_at=dict(zip(push.row_tables, push.rows_read_at, strict=True)),
-        )
-        shard.check(contribution)
-        return contribution
 
     def _pull(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         job = self._running()

@@ -35,17 +35,19 @@ from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.describe import Description
-from fleet.ps.kernels.rows import partition
+from fleet.ps.kernels.rows import noise, packed_ids, partition
 from fleet.ps.layout import Slot, dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
 from fleet.ps.worker.exporting import exported
+from fleet.ps.worker.feedback import ErrorFeedback, Sent, as_read, encoded
 from fleet.ps.worker.foresight import Foresight
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
@@ -95,6 +97,8 @@ class WorkerRuntime:
         self._calls_after = 0
         #: how often the values of each server had been replaced when this worker took them over
         self._loads: list[int] = []
+        #: what this worker's pushes have weighed
+        self._pushed_bytes = 0
         #: whether a server says that they have been since
         self._replaced = False
         self._in_doubt: Push | None = None
@@ -107,7 +111,9 @@ class WorkerRuntime:
         ]
         self._rows = RowReader(self.clients, self._version_needed)
         self._describe = describe
+        self._narrow = Narrow(strategy.wire_dtype)
         self._adopt(describe())
+        self._feedback = ErrorFeedback(self._narrow, self._layouts)
         self._strategy = strategy
         self._knobs = knobs
         self.mode = MODES[strategy.mode]
@@ -191,6 +197,7 @@ class WorkerRuntime:
         self.steps = self._taken = replies[0].message.steps
         self._loads, self._replaced = [reply.message.loads for reply in replies], False
         self._rows.replaced(sum(self._loads))
+        self._feedback = ErrorFeedback(self._narrow, self._layouts)
         self._begin_from(self._take_dense(replies))
 
     def _notice(self, replies: Sequence[Frame]) -> None:
@@ -229,6 +236,7 @@ class WorkerRuntime:
             f"further parameters after step {self.completed}",
         )
         self._adopt(description)
+        self._feedback = self._feedback.grown(self._layouts)
         self._merge = self._make_merge()
         if self.assignment.index == 0:
             for server, reply in enumerate(replies):
@@ -441,55 +449,68 @@ class WorkerRuntime:
             raise
 
     def _push(self, gradients: Gradients) -> None:
-        frames = self._push_frames(gradients, [pack(layout, gradients.dense) for layout in self._layouts])
-        self._finish(Push(self.completed + 1, gradients.steps, frames, self._take_dense))
+        dense, arrived = self._feedback.narrowed([pack(layout, gradients.dense) for layout in self._layouts])
+
+        def take(replies: Sequence[Frame]) -> None:
+            arrived()
+            self._take_dense(replies)
+
+        frames = self._push_frames(gradients, dense, self._encoded_rows(gradients.rows))
+        self._finish(Push(self.completed + 1, gradients.steps, frames, take))
 
     def _push_behind(self, gradients: Gradients, bring: bool) -> list[Frame]:
         """A push from the communicator's thread, which takes no new values itself."""
-        dense = [pack(layout, gradients.dense) for layout in self._layouts]
-        frames = self._push_frames(gradients, dense, quiet=not bring)
+        dense, arrived = self._feedback.narrowed([pack(layout, gradients.dense) for layout in self._layouts])
+        frames = self._push_frames(gradients, dense, self._encoded_rows(gradients.rows), quiet=not bring)
         what = f"push of step {self.completed + 1}"
         replies = self.ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
+        arrived()
         self._notice(replies)  # long before values are fetched again, perhaps
+        self._pushed_bytes += sum(frame.nbytes for frame in frames)
         self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
         return replies
 
     def _agree(self, replica: Replica) -> None:
         """Tell the servers how far this worker has come, and take in what the others have done."""
         change = replica.change()
-        dense = [without_zeros(layout, flat) for layout, flat in zip(self._layouts, change.dense, strict=True)]
+        packed = [without_zeros(layout, flat) for layout, flat in zip(self._layouts, change.dense, strict=True)]
+        dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
+        rows = self._encoded_rows(change.rows)
+        told = as_read(self._narrow, self._layouts, change, dense, rows)
         clocks = Clocks(self._dense_read, self._rows.read_at)
         what = Gradients((), change.rows, clocks, self._description.options(), self._unsent)
 
         def take(replies: Sequence[Frame]) -> None:
-            replica.agree(change, self._dense_values(replies), list(self._changed_rows(replies)))
+            replica.agree(told, self._dense_values(replies), list(self._changed_rows(replies)))
             self._unsent = 0
 
-        self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense), take))
+        self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense, rows), take))
 
     def _push_frames(
-        self, gradients: Gradients, dense: Sequence[tuple[bytes, Flat]], *, quiet: bool = False
+        self,
+        gradients: Gradients,
+        dense: Sequence[Sent],
+        rows: Mapping[int, Sequence[WireTensor]],
+        *,
+        quiet: bool = False,
     ) -> list[Frame]:
-        """The push of the next step; ``dense`` holds, for every server, the blocks that are present, end to end."""
-        rows = {index: self._by_server(ids, grads) for index, (ids, grads) in gradients.rows.items()}
+        """The push of the next step, with what travels of the blocks of every server and of the rows of every table."""
+        by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
 
         def push(server: int, client: ServerClient) -> Frame:
-            here = [(index, *by_server[server]) for index, by_server in rows.items() if by_server[server][0].size]
-            present, flat = dense[server]
-            tensors = [WireTensor.of(tensor) for tensor in flat.values()]
-            for _, ids, grads in here:
-                tensors += [WireTensor.of(ids), WireTensor.of(grads)]
+            here = {index: parts[server] for index, parts in by_table.items() if parts[server][0].array.size}
+            present, tensors = dense[server]
             message = pb.Push(
                 options=gradients.options,
                 present=present,
-                row_tables=[index for index, _, _ in here],
-                used_tables=sorted(gradients.rows),
+                row_tables=list(here),
+                used_tables=sorted(rows),
                 quiet=quiet,
                 steps=gradients.steps,
                 read_at=gradients.read.dense[server],
-                rows_read_at=[gradients.read.rows[server, index] for index, _, _ in here],
+                rows_read_at=[gradients.read.rows[server, index] for index in here],
             )
-            return Frame(client.request(self.completed + 1, push=message), tensors)
+            return Frame(client.request(self.completed + 1, push=message), [*tensors, *chain(*here.values())])
 
         return [push(server, client) for server, client in enumerate(self.clients)]
 
@@ -503,6 +524,7 @@ class WorkerRuntime:
         except FleetError:
             self._in_doubt = None
             raise
+        self._pushed_bytes += sum(frame.nbytes for frame in push.frames)
         self.completed, self.steps, self._in_doubt = push.step, self.steps + push.steps, None
         push.take(replies)
         if self._replaced:
@@ -560,10 +582,23 @@ class WorkerRuntime:
             rows[index] = (ids, grads)
         return rows
 
-    def _by_server(self, ids: Array, grads: Array) -> list[tuple[Array, Array]]:
+    def _encoded_rows(self, rows: Mapping[int, tuple[Array, Array]]) -> dict[int, list[WireTensor]]:
+        """Of every table its ids, and what travels of their gradients."""
+        sent = {}
+        for index, (ids, grads) in rows.items():
+            chance = None
+            if self._narrow.is_whole:
+                width = grads.shape[1]
+                chance = torch.from_numpy(noise(packed_ids(ids), width, self.assignment.index, self.completed + 1))
+            sent[index] = [WireTensor.of(ids), *self._narrow.encode(torch.from_numpy(grads), chance)]
+        return sent
+
+    def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:
+        """For every server its part of what travels of some rows; ids come first."""
         if len(self.clients) == 1:
-            return [(ids, grads)]
-        return [(ids[part], grads[part]) for part in partition(ids, len(self.clients))]
+            return [tensors]
+        parts = partition(tensors[0].array, len(self.clients))
+        return [[replace(tensor, array=tensor.array[part]) for tensor in tensors] for part in parts]
 
     @property
     def _check_finite(self) -> bool:
@@ -692,7 +727,8 @@ class WorkerRuntime:
     def summary(self) -> dict[str, Any]:
         self.settle("summary()")
         replies = self.ask_all(lambda _, client: Frame(client.request(self.completed, survey=pb.Survey())), "summary")
-        return summary(self.assignment.index, self.mode.name, self.steps, [reply.message.about for reply in replies])
+        surveys = [reply.message.about for reply in replies]
+        return summary(self.assignment.index, self.mode.name, self.steps, self._pushed_bytes, surveys)
 
     # ---------------------------------------------------------------- shorthands
 

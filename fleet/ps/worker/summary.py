@@ -9,7 +9,7 @@ from typing import Any
 from fleet.ps.consistency.staleness import total
 
 
-def summary(worker: int, mode: str, steps: int, surveys: Sequence[str]) -> dict[str, Any]:
+def summary(worker: int, mode: str, steps: int, pushed_bytes: int, surveys: Sequence[str]) -> dict[str, Any]:
     """``surveys`` holds the JSON text of each server."""
     told: list[dict[str, Any]] = [json.loads(text) for text in surveys]
     tables: dict[str, dict[str, int]] = {}
@@ -23,6 +23,7 @@ def summary(worker: int, mode: str, steps: int, surveys: Sequence[str]) -> dict[
         "worker": worker,
         "mode": mode,
         "steps": steps,
+        "pushed_bytes": pushed_bytes,
         "steps_by_worker": {int(index): count for index, count in told[0]["steps"].items()},
         "tables": tables,
         "staleness": {
