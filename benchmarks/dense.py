@@ -53,6 +53,7 @@ def layers(rounds: int, steps: int, peers: Path | None) -> list[list[Any]]:
     jobs: dict[str, tuple[str, str, int, str]] = {
         local: ("local_torch", "local", 0, sys.executable),
         ours: ("ours", "sync", 1, sys.executable),
+        f"{ours}, backward and step": ("ours", "sync+apart", 1, sys.executable),
         "fleet async": ("ours", "async", 1, sys.executable),
         **{f"{ours}, {each}": ("ours", f"sync+{each}", 1, sys.executable) for each in WIRE_DTYPES},
     }

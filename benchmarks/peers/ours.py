@@ -1,5 +1,5 @@
-"""Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group", and a
-``wire_dtype``."""
+"""Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group", a
+``wire_dtype``, and "apart" for calling ``backward`` and ``step`` where ``minimize`` does both."""
 
 from __future__ import annotations
 
@@ -80,7 +80,12 @@ def main() -> None:
         stream = fleet.prefetch(stream, lambda batch: asked(model.rows, batch[0]))
     for batch in stream:
         loss = model.loss(*batch)
-        optimizer.minimize(loss)
+        if "apart" in extras:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            optimizer.minimize(loss)
         meter.after_step(loss)
     fleet.barrier_worker()  # what is still on its way counts
     meter.end()

@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet.cluster import Endpoint
 from fleet.errors import PlanMismatchError, ProtocolError
+from fleet.ps.server.parts import Parts
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
@@ -15,7 +16,7 @@ from fleet.transpiler.specs import DTYPES
 
 
 def contribution_of(
-    request: Any, tensors: Sequence[WireTensor], shard: Shard, endpoint: Endpoint, most_bytes: int
+    request: Any, tensors: Sequence[WireTensor], shard: Shard, parts: Parts, endpoint: Endpoint, most_bytes: int
 ) -> Contribution:
     push, present = request.push, bytes(request.push.present)
     if len(present) != len(shard.dense.layout.slots):
@@ -39,8 +40,8 @@ def contribution_of(
     rest = list(tensors[of_dense:])
     rows, nbytes = {}, 0
     for index, table in tables.items():
-        ids, *parts = rest[: 1 + narrow.parts(table.dtype)]
-        del rest[: 1 + len(parts)]
+        ids, *encoded = rest[: 1 + narrow.parts(table.dtype)]
+        del rest[: 1 + len(encoded)]
         nbytes += ids.array.size * table.dim * DTYPES[table.dtype]
         if not narrow.is_plain and nbytes > most_bytes:
             raise ProtocolError(
@@ -48,12 +49,13 @@ def contribution_of(
                 expected=f"at most {most_bytes >> 20} MiB, in {table.dtype} (FLEET_MAX_MESSAGE_MB)",
                 got=f"{nbytes / (1 << 20):.1f} MiB",
             )
-        grads = narrow.decode(parts, table.dtype, (ids.array.size, table.dim))
+        grads = narrow.decode(encoded, table.dtype, (ids.array.size, table.dim))
         rows[index] = (ids.numpy(), grads.numpy())
+    dense = present, narrow.decode_flats(tensors[:of_dense], sizes)
     contribution = Contribution(
         worker=request.worker,
         options=tuple(push.options),
-        dense=(present, narrow.decode_flats(tensors[:of_dense], sizes)),
+        dense=parts.joined(request, dense, shard.dense) if push.attempt else dense,
         rows=rows,
         used=frozenset(push.used_tables) | frozenset(push.row_tables),
         read_at=push.read_at,

@@ -48,6 +48,7 @@ from fleet.ps.table.shard import Piece, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Respond
 from fleet.transpiler.plan import make_plan
@@ -103,6 +104,7 @@ class Service:
             "upload": self._upload,
             "ready": self._ready,
             "extend": self._extend,
+            "part": self._part,
             "push": self._push,
             "pull": self._pull,
             "export": self._export,
@@ -548,6 +550,16 @@ class Service:
 
     # ---------------------------------------------------------------- training
 
+    def _part(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        job = self._running()
+        if not job.initialized or job.growing or request.step != job.gate.delivered(request.worker) + 1:
+            raise ProtocolError("a part came before its push was due", where=str(self._endpoint))
+        # A journal has pushes that are whole.
+        granted = self._memory is None and not job.mode.adds and Narrow(job.plan.spec.settings.wire_dtype).is_plain
+        if granted:
+            job.parts.add(request, frame.tensors, self._shard().dense)
+        outbox.append((respond, Frame(pb.Reply(granted=granted))))
+
     def _push(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         job = self._running()
         if not job.initialized or job.growing:
@@ -565,7 +577,9 @@ class Service:
         if step > job.gate.delivered(worker):
             if any(other == worker for other, _ in job.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
-            contribution = contribution_of(request, frame.tensors, self._shard(), self._endpoint, self._most_bytes)
+            contribution = contribution_of(
+                request, frame.tensors, self._shard(), job.parts, self._endpoint, self._most_bytes
+            )
             job.pushed[worker, step] = contribution
             try:
                 effects = job.gate.push(worker, step)
@@ -904,6 +918,7 @@ class Service:
     def _drop_requests(self, job: Job, worker: int, outbox: Outbox) -> None:
         """Nobody waits for them any more."""
         job.claims.left(worker, outbox)
+        job.parts.forget(worker)
         if job.asked_by == worker:
             job.give_up()
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))

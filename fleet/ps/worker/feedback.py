@@ -80,12 +80,9 @@ def places(layout: DenseLayout, present: bytes, flat: Flat, whole: Flat) -> Iter
     if all(present):
         yield from ((flat[dtype], tensor) for dtype, tensor in whole.items())
         return
-    starts = dict.fromkeys(flat, 0)
-    for slot in layout.slots:
-        if present[slot.position] and slot.dtype in whole:
-            start = starts[slot.dtype]
-            starts[slot.dtype] = stop = start + slot.block.numel
-            yield flat[slot.dtype][start:stop], whole[slot.dtype][slot.start : slot.stop]
+    for dtype, here, place in layout.places(present):
+        if dtype in whole:
+            yield flat[dtype][here], whole[dtype][place]
 
 
 def as_read(

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -46,6 +47,7 @@ from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
+from fleet.ps.worker.early import EarlyGradients
 from fleet.ps.worker.exporting import exported
 from fleet.ps.worker.feedback import ErrorFeedback, Sent, as_read, encoded
 from fleet.ps.worker.foresight import Foresight
@@ -124,6 +126,7 @@ class WorkerRuntime:
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._dense_read: dict[int, int] = {}
         self._foresight: Foresight | None = None
+        self._early: EarlyGradients | None = None
         self.stopped = False
 
     def _adopt(self, description: Description) -> None:
@@ -137,6 +140,12 @@ class WorkerRuntime:
         """What merges on the user's thread: only the half-asynchronous mode does, over several steps."""
         steps = self._communication.max_merge_var_num if self.mode.name == "half_async" else 1
         return GradientMerge(self._description, steps, self._communication.is_sgd_optimizer)
+
+    def _make_early(self) -> EarlyGradients | None:
+        """What lets gradients leave ahead of their push, where each step is one push, of gradients as they are."""
+        if self._communicator is not None or self.mode.adds or self._merge.steps > 1 or not self._narrow.is_plain:
+            return None
+        return EarlyGradients(self._description.params, self._send_early, str(self.assignment.index))
 
     # ---------------------------------------------------------------- joining and leaving
 
@@ -180,6 +189,7 @@ class WorkerRuntime:
             merge = GradientMerge(self._description, 0, self._communication.is_sgd_optimizer)
             name = str(self.assignment.index)
             self._communicator = Communicator(self._communication, merge, self._push_behind, self._fetch_behind, name)
+        self._early = self._make_early()
         if self._strategy.print_log and self.assignment.index == 0:
             print(self.plan.table())
 
@@ -238,6 +248,9 @@ class WorkerRuntime:
         self._adopt(description)
         self._feedback = self._feedback.grown(self._layouts)
         self._merge = self._make_merge()
+        if self._early is not None:
+            self._early.close()
+            self._early = self._make_early()
         if self.assignment.index == 0:
             for server, reply in enumerate(replies):
                 if not reply.message.initialized:
@@ -305,6 +318,8 @@ class WorkerRuntime:
             self._communicator.end()
         for client in self.clients:
             client.close()
+        if self._early is not None:
+            self._early.close()
         if self._communicator is not None:
             self._communicator.join()
 
@@ -398,7 +413,13 @@ class WorkerRuntime:
         if self._description.has_newcomers():
             self.extend()
         options = self._description.options()
-        gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read(), options)
+        dense = self._dense_gradients()
+        ahead = 0
+        if self._early is not None:
+            ahead, sent = self._early.sent([param.grad for param in self._description.params])
+            self._pushed_bytes += sum(self._description.params[index].nbytes for index in sent)
+            dense = [None if index in sent else grad for index, grad in enumerate(dense)]
+        gradients = Gradients(dense, self._row_gradients(), self._when_read(), options, ahead=ahead)
         self._taken += 1
         if self._communicator is not None:
             self._communicator.put(gradients.copied())
@@ -411,6 +432,24 @@ class WorkerRuntime:
         due = self._merge.add(gradients)
         if due is not None:
             self._push(due)
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """What surrounds a backward that the step follows at once: its gradients may leave."""
+        return nullcontext() if self._early is None else self._early.leaving()
+
+    def _send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
+        asked = []
+        for client, layout in zip(self.clients, self._layouts, strict=True):
+            cuts = [cut for each in layout.cuts.values() for cut in each if cut[1] == param]
+            part = pb.Part(attempt=attempt, blocks=[position for position, *_ in cuts])
+            tensors = [WireTensor.of(grad[start:stop]) for *_, start, stop in cuts]
+            if cuts:
+                frame = Frame(client.request(self.completed + 1, part=part), tensors)
+                asked.append(client.start(frame, f"a part of step {self.completed + 1}"))
+        for pending in asked:
+            pending.send()
+        replies = [pending.result() for pending in asked]
+        return all(reply.message.granted for reply in replies)
 
     @property
     def trains_here(self) -> bool:
@@ -508,6 +547,7 @@ class WorkerRuntime:
                 quiet=quiet,
                 steps=gradients.steps,
                 read_at=gradients.read.dense[server],
+                attempt=gradients.ahead,
                 rows_read_at=[gradients.read.rows[server, index] for index in here],
             )
             return Frame(client.request(self.completed + 1, push=message), [*tensors, *chain(*here.values())])
