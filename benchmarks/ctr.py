@@ -102,7 +102,7 @@ LOCAL = System("local torch", "local_torch", "local", None, lambda kind: kind.wo
 OURS = (
     *(
         System(f"fleet {mode}", "ours", mode)
-        for mode in ("sync", "sync+prefetch", "async", "async+prefetch", "half-async", "geo")
+        for mode in ("sync", "sync+prefetch", "sync+bf16", "sync+int8", "async", "async+prefetch", "half-async", "geo")
     ),
     *(
         System(f"fleet {mode}", "ours", mode, None, tables_of_their_own)

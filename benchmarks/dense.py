@@ -3,7 +3,7 @@
     python benchmarks/dense.py [--quick] [--json FILE] [--peers FOLDER]
 
 1. Four layers of 2048 x 2048 (64 MiB of parameters), batches of 16, synchronous: milliseconds a step, against PyTorch
-   in one process and PaddlePaddle 1.8.5 (``--peers``, as for ctr.py).
+   in one process and PaddlePaddle 1.8.5 (``--peers``, as for ctr.py); also with gradients in fewer bits.
 2. A step with nothing to compute: gradients up, SGD, values down, of one parameter of 64 MiB and of a thousand of
    1 KiB, against the same bytes through a bare gRPC stream in the same round (see wire.py).
 
@@ -21,6 +21,8 @@ from typing import Any
 
 import wire
 from measuring import JobFailed, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
+
+from fleet.transpiler.specs import WIRE_DTYPES
 
 LAYERS = {"model": "dense", "width": 2048, "batch": 16, "warmup": 5}
 #: name: parameters, numbers in each, steps
@@ -51,7 +53,9 @@ def layers(rounds: int, steps: int, peers: Path | None) -> list[list[Any]]:
     jobs: dict[str, tuple[str, str, int, str]] = {
         local: ("local_torch", "local", 0, sys.executable),
         ours: ("ours", "sync", 1, sys.executable),
+        f"{ours}, backward and step": ("ours", "sync+apart", 1, sys.executable),
         "fleet async": ("ours", "async", 1, sys.executable),
+        **{f"{ours}, {each}": ("ours", f"sync+{each}", 1, sys.executable) for each in WIRE_DTYPES},
     }
     python = peers / "paddle18" / "bin" / "python" if peers else None
     if python and python.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,6 +29,10 @@ class Stepper(Protocol):
 
 class RemoteStepper(Stepper, Protocol):
     """One that may train elsewhere."""
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """Surrounds a backward that a step follows at once."""
+        ...
 
     def step(self) -> None: ...
 
@@ -125,9 +129,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
-        """``zero_grad(); loss.backward(); step()``."""
+        """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs."""
         self.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        stepper = self._stepper()
+        with nullcontext() if stepper.trains_here else cast(RemoteStepper, stepper).during_backward():
+            loss.backward()  # type: ignore[no-untyped-call]
         self.step()
         self._stepper().figures.saw(loss)
 
@@ -140,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For backwards that only accumulate. Nothing leaves before ``step`` in a parameter-server job anyway."""
+        """For backwards that only accumulate. Outside of ``minimize`` nothing leaves before ``step`` anyway."""
         yield
 
     def state_dict(self) -> dict[str, Any]:

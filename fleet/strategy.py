@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.transpiler.config import DistributeTranspilerConfig
+from fleet.transpiler.specs import WIRE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Strategy:
     wait_port: bool = True
     print_log: bool = False
     check_finite: bool = False
+    #: What gradients travel in, a name in ``WIRE_DTYPES``; None is the element type of their parameter.
+    wire_dtype: str | None = None
     #: ssp: how many steps a worker may be ahead of the slowest.
     staleness: int = 0
     #: geo: after how many steps a worker tells the others how far it has come.
@@ -43,15 +46,16 @@ class StrategyFactory:
     """
 
     @staticmethod
-    def create_sync_strategy(*, check_finite: bool = False) -> Strategy:
-        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite.
+    def create_sync_strategy(*, check_finite: bool = False, wire_dtype: str | None = None) -> Strategy:
+        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite;
+        ``wire_dtype`` has gradients travel as "bf16", "fp16" or "int8".
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
             >>> strategy.mode, strategy.check_finite
             ('sync', True)
         """
-        return Strategy(check_finite=check_finite)
+        return Strategy(check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype))
 
     @staticmethod
     def create_async_strategy(
@@ -67,6 +71,7 @@ class StrategyFactory:
         dc_asgd_adaptive: bool = False,
         check_finite: bool = False,
         elastic: bool = False,
+        wire_dtype: str | None = None,
     ) -> Strategy:
         """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
         ``FLAGS_communicator_*`` variable of that name says, or its default. ``dc_asgd_lambda`` above zero compensates
@@ -90,6 +95,7 @@ class StrategyFactory:
         return Strategy(
             "async",
             check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
             communicator=_said(given),
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
@@ -105,6 +111,7 @@ class StrategyFactory:
         dc_asgd_adaptive: bool = False,
         check_finite: bool = False,
         elastic: bool = False,
+        wire_dtype: str | None = None,
     ) -> Strategy:
         """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
         workers may join the running job, and leave.
@@ -122,6 +129,7 @@ class StrategyFactory:
         return Strategy(
             "half_async",
             check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
             communicator=_said(given),
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
@@ -129,7 +137,9 @@ class StrategyFactory:
         )
 
     @staticmethod
-    def create_geo_strategy(update_frequency: int = 100, *, check_finite: bool = False) -> Strategy:
+    def create_geo_strategy(
+        update_frequency: int = 100, *, check_finite: bool = False, wire_dtype: str | None = None
+    ) -> Strategy:
         """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come.
 
         Examples:
@@ -140,10 +150,14 @@ class StrategyFactory:
         if update_frequency is None:
             raise ArgumentTypeError("update_frequency must be an int", got="None")
         _whole("update_frequency", update_frequency, 1)
-        return Strategy("geo", update_frequency=update_frequency, check_finite=check_finite)
+        return Strategy(
+            "geo", update_frequency=update_frequency, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype)
+        )
 
     @staticmethod
-    def create_ssp_strategy(staleness: int = 4, *, check_finite: bool = False) -> Strategy:
+    def create_ssp_strategy(
+        staleness: int = 4, *, check_finite: bool = False, wire_dtype: str | None = None
+    ) -> Strategy:
         """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more.
 
         Examples:
@@ -154,7 +168,7 @@ class StrategyFactory:
         if staleness is None:
             raise ArgumentTypeError("staleness must be an int", got="None")
         _whole("staleness", staleness, 0)
-        return Strategy("ssp", staleness=staleness, check_finite=check_finite)
+        return Strategy("ssp", staleness=staleness, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype))
 
 
 def as_strategy(given: object) -> Strategy:
@@ -223,6 +237,7 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
         print_log=config.print_log,
         check_finite=config.check_finite,
         elastic=config.elastic,
+        wire_dtype=config.wire_dtype,
     )
 
 
@@ -245,6 +260,15 @@ def _whole(name: str, value: object, least: int) -> int | None:
 def _flag(name: str, value: object) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be True, False or None", got=repr(value))
+    return value
+
+
+def _wire_dtype(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError("wire_dtype must be a str or None", got=repr(value))
+    if value not in (None, *WIRE_DTYPES):
+        known = ", ".join(map(repr, WIRE_DTYPES))
+        raise ConfigurationError("wire_dtype is unknown", expected=f"one of {known}, or None", got=repr(value))
     return value
 
 

@@ -110,6 +110,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/loopback.py": "replies",
         "ps/worker/client.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
+        "ps/worker/early.py": "sender",
     },
     "time datetime": {
         "clock.py": "clock",

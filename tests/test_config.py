@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
 from fleet.ps.consistency import MODES
@@ -42,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "collective_mode": None,
     "check_finite": False,
     "elastic": False,
+    "wire_dtype": None,
 }
 SWITCHES = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 NUMBERS = [name for name, value in DEFAULTS.items() if isinstance(value, int) and not isinstance(value, bool)]
@@ -229,6 +231,7 @@ def test_a_configuration_as_it_comes_is_the_default_strategy() -> None:
         {"wait_port": False},
         {"print_log": True},
         {"check_finite": True},
+        {"wire_dtype": "int8"},
         {"slice_var_up": False, "split_method": "HashName", "min_block_size": 5, "wait_port": False, "print_log": True},
     ],
 )
@@ -317,6 +320,9 @@ def test_the_factory_makes_the_synchronous_strategy() -> None:
     assert StrategyFactory().create_sync_strategy(check_finite=True) == Strategy(check_finite=True)
 
 
+FACTORY = [getattr(StrategyFactory, name) for name in dir(StrategyFactory) if name.startswith("create_")]
+
+
 def test_the_factory_makes_the_relaxed_strategies() -> None:
     assert StrategyFactory.create_ssp_strategy() == Strategy(mode="ssp", staleness=4)
     assert StrategyFactory.create_ssp_strategy(0, check_finite=True) == Strategy(mode="ssp", check_finite=True)
@@ -328,6 +334,9 @@ def test_the_factory_makes_the_relaxed_strategies() -> None:
     made = StrategyFactory.create_half_async_strategy(max_merge_var_num=3, is_sgd_optimizer=False)
     said = (("max_merge_var_num", 3), ("is_sgd_optimizer", False))
     assert made == Strategy(mode="half_async", communicator=said)
+    for make in FACTORY:
+        assert make(wire_dtype="fp16") == replace(make(), wire_dtype="fp16")
+        assert as_strategy(make()).wire_dtype is None
     assert as_strategy(config(sync_mode=False, half_async=True)) == Strategy(mode="half_async")
     assert StrategyFactory.create_async_strategy() == Strategy(mode="async")
     assert StrategyFactory.create_async_strategy(send_queue_size=7).communicator == (("send_queue_size", 7),)
@@ -340,6 +349,8 @@ def test_the_factory_makes_the_relaxed_strategies() -> None:
 @pytest.mark.parametrize(
     ("make", "arguments", "kind"),
     [
+        *((make, {"wire_dtype": "bfloat16"}, ValueError) for make in FACTORY),
+        *((make, {"wire_dtype": torch.bfloat16}, TypeError) for make in FACTORY),
         (StrategyFactory.create_ssp_strategy, {"staleness": -1}, ValueError),
         (StrategyFactory.create_ssp_strategy, {"staleness": 1.0}, TypeError),
         (StrategyFactory.create_ssp_strategy, {"staleness": True}, TypeError),

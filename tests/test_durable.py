@@ -120,6 +120,13 @@ def test_a_journal_alone(tmp_path: Path) -> None:
     assert job.kills > 8
 
 
+def test_gradients_in_fewer_bits(tmp_path: Path) -> None:
+    strategy = fleet.StrategyFactory.create_sync_strategy(wire_dtype="int8")
+    job = DyingJob(trains("adam", strategy=strategy), tmp_path, plan=every(4, 2))
+    same(job.run(), run_job(trains("adam", strategy=strategy), 2, 2))
+    assert job.kills > 5
+
+
 def test_parameters_that_come_later(tmp_path: Path) -> None:
     def body(made: Fleet, index: int) -> Any:
         model = Model()

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
@@ -536,7 +536,7 @@ IMPOSSIBLE: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("params", 0), None, "cannot be read"),
     (("params", 0), [], "cannot be read"),
     (("params", 0), {"shape": [1]}, "a ParamSpec has the wrong fields"),
-    (("tables", 0, "initializer"), {"kind": "zeros"}, "a Initializer has the wrong fields"),
+    (("tables", 0, "initializer"), {"a": 1.0}, "a Initializer has the wrong fields"),
     # Wrong fields
     (("params", 0, "colour"), "red", "a ParamSpec has the wrong fields"),
     (("tables", 0, "colour"), "red", "a TableSpec has the wrong fields"),
@@ -628,8 +628,18 @@ def test_the_garbage_differs_from_good_only_where_it_says() -> None:
     assert JobSpec.from_json(altered(("params", 0, "shape"), [1 << 24, 1 << 24])).params[0].numel == 1 << 48
 
 
-@pytest.mark.parametrize("owner", [("params", 0), ("tables", 0), ("groups", 0), ("settings",), ()])
-def test_a_missing_field_is_refused(owner: tuple[str | int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("owner", "kind"),
+    [
+        (("params", 0), ParamSpec),
+        (("tables", 0), TableSpec),
+        (("groups", 0), GroupSpec),
+        (("settings",), PlanSettings),
+        ((), JobSpec),
+    ],
+)
+def test_a_missing_field_has_its_default_or_is_refused(owner: tuple[str | int, ...], kind: Any) -> None:
+    defaults = {field.name: field.default for field in fields(kind)}
     place: Any = json.loads(BASE.to_json())
     for step in owner:
         place = place[step]
@@ -639,8 +649,14 @@ def test_a_missing_field_is_refused(owner: tuple[str | int, ...]) -> None:
         for step in owner:
             inside = inside[step]
         del inside[name]
-        with pytest.raises(ProtocolError):
-            JobSpec.from_json(json.dumps(raw))
+        if defaults[name] is MISSING:
+            with pytest.raises(ProtocolError, match=r"wrong fields|cannot be read"):
+                JobSpec.from_json(json.dumps(raw))
+        else:
+            inside[name] = defaults[name]
+            full = JobSpec.from_json(json.dumps(raw))
+            del inside[name]
+            assert JobSpec.from_json(json.dumps(raw)) == full
 
 
 @pytest.mark.parametrize("text", ["", "{", "nonsense", "[" * 100000, "NaN", '{"params": ' + "9" * 10000 + "}", "\x00"])

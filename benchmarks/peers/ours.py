@@ -1,4 +1,5 @@
-"""Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group"."""
+"""Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group", a
+``wire_dtype``, and "apart" for calling ``backward`` and ``step`` where ``minimize`` does both."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from work import ROW_RANGE, Meter, Work, my_work
 import fleet
 from fleet import StrategyFactory
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.transpiler.specs import WIRE_DTYPES
 
 STRATEGIES = {
     "sync": StrategyFactory.create_sync_strategy,
@@ -64,7 +66,9 @@ def main() -> None:
     model = ClickModel(work, make_rows(work, extras)) if work.model == "ctr" else DenseModel(work)
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[work.optimizer]
     optimizer = kind(model.parameters(), lr=work.rate)
-    optimizer = fleet.distributed_optimizer(optimizer, STRATEGIES[mode](), model=model)
+    (wire_dtype,) = {*WIRE_DTYPES} & {*extras} or {None}
+    strategy = STRATEGIES[mode](wire_dtype=wire_dtype)
+    optimizer = fleet.distributed_optimizer(optimizer, strategy, model=model)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()
@@ -76,7 +80,12 @@ def main() -> None:
         stream = fleet.prefetch(stream, lambda batch: asked(model.rows, batch[0]))
     for batch in stream:
         loss = model.loss(*batch)
-        optimizer.minimize(loss)
+        if "apart" in extras:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            optimizer.minimize(loss)
         meter.after_step(loss)
     fleet.barrier_worker()  # what is still on its way counts
     meter.end()

@@ -163,6 +163,7 @@ def describe(
         dc_lambda=strategy.dc_lambda,
         dc_adaptive=strategy.dc_adaptive,
         elastic=strategy.elastic,
+        wire_dtype=strategy.wire_dtype,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))

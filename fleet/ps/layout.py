@@ -5,7 +5,7 @@ Worker and server compute it from the same plan, so a message needs to say only 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +47,24 @@ class DenseLayout:
     def dtypes(self) -> list[str]:
         """Element types in the order their tensors travel."""
         return list(self.sizes)
+
+    def places(self, present: bytes) -> Iterator[tuple[str, slice, slice]]:
+        """Of each block marked in ``present``: its element type, and where it lies when these lie end to end, and when
+        all do."""
+        ends: dict[str, int] = {}
+        for slot in self.slots:
+            if present[slot.position]:
+                start = ends.get(slot.dtype, 0)
+                ends[slot.dtype] = start + slot.block.numel
+                yield slot.dtype, slice(start, ends[slot.dtype]), slice(slot.start, slot.stop)
+
+    def sizes_of(self, present: bytes) -> dict[str, int]:
+        """For each element type, how long the blocks marked in ``present`` are together."""
+        sizes: dict[str, int] = {}
+        for slot in self.slots:
+            if present[slot.position]:
+                sizes[slot.dtype] = sizes.get(slot.dtype, 0) + slot.block.numel
+        return dict(sorted(sizes.items()))
 
 
 def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None = None) -> DenseLayout:

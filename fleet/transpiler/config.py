@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.spelling import unknown_setting
 from fleet.transpiler.dispatch import DISPATCHERS
+from fleet.transpiler.specs import WIRE_DTYPES
 
 _MODES = ("pserver", "nccl2", "collective")
 _COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
@@ -41,6 +42,7 @@ class DistributeTranspilerConfig:
         "collective_mode": None,
         "check_finite": False,
         "elastic": False,
+        "wire_dtype": None,
     }
 
     slice_var_up: bool
@@ -63,6 +65,8 @@ class DistributeTranspilerConfig:
     check_finite: bool
     #: Ours: workers may join the running job beyond those that it began with, and leave.
     elastic: bool
+    #: Ours: what gradients travel in: "bf16", "fp16" or "int8"; None is the element type of their parameter.
+    wire_dtype: str | None
 
     def __init__(self) -> None:
         self.__dict__.update(self._DEFAULTS)
@@ -80,6 +84,8 @@ class DistributeTranspilerConfig:
             return self._split_method(value)
         if name == "collective_mode":
             return _one_of(name, value, (None, *_COLLECTIVE_MODES))
+        if name == "wire_dtype":
+            return _one_of(name, value, (None, *WIRE_DTYPES))
         if name == "mode":
             return _one_of(name, value, _MODES)
         if isinstance(default, bool):

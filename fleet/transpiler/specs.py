@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -21,6 +21,9 @@ DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16
 
 #: Element types a sparse table may have: those the row kernels compute in.
 TABLE_DTYPES = ("float32", "float64")
+
+#: What gradients may travel in, if not in the element type of their parameter.
+WIRE_DTYPES = ("bf16", "fp16", "int8")
 
 #: Initializers, with how many numbers each takes.
 INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
@@ -112,7 +115,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What decides the placement of blocks, and how many processes there are."""
+    """What decides the placement of blocks, how many processes there are, and what they say to each other."""
 
     server_num: int
     worker_num: int
@@ -124,6 +127,7 @@ class PlanSettings:
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
     elastic: bool = False
+    wire_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,7 @@ class JobSpec:
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
             "there are more than 2^16 processes": max(processes) > _MOST_PROCESSES,
             "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
+            "wire_dtype is unknown": settings.wire_dtype not in (None, *WIRE_DTYPES),
             "split_method is unknown": settings.split_method not in DISPATCHERS,
             "a parameter is larger than 2^48 elements": any(p.numel > _MOST_ELEMENTS for p in self.params),
         }
@@ -246,14 +251,20 @@ def _tuple(value: object) -> tuple[Any, ...]:
 
 
 def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
+    """One that was written before there was a field that has a default, in a checkpoint perhaps, has its default."""
     hints = _hints(kind)
-    if set(item) != set(hints):
+    if not _required(kind) <= set(item) <= set(hints):
         raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
     values = {**item, **replaced}
     for name, value in values.items():
         if not _fits(value, hints[name]):
             raise ProtocolError(f"{name} of a {kind.__name__} has the wrong type", got=repr(value)[:80])
     return kind(**values)
+
+
+@cache
+def _required(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind) if field.default is MISSING}
 
 
 @cache

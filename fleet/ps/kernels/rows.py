@@ -217,3 +217,19 @@ def initial_rows(kind: int, a: float, b: float, seed: np.uint64, key: np.uint64,
         else:
             for j in range(row.size):
                 row[j] = a
+
+
+# ---------------------------------------------------------------------------------------------- rounding by chance
+
+
+@compiled
+def noise(ids: Ids, width: int, worker: int, step: int) -> Array:
+    """Numbers on [0, 1), a row an id, that depend on id, column, worker and step, and on nothing else."""
+    out = np.empty((ids.size, width), np.float32)
+    key = mix(mix(np.uint64(worker) + GAMMA) ^ np.uint64(step))
+    for k in range(ids.size):
+        state = mix(key ^ mix(np.uint64(ids[k]) + GAMMA))
+        for j in range(width):
+            state += GAMMA
+            out[k, j] = np.float64(mix(state) >> np.uint64(40)) * 2.0**-24
+    return out

@@ -11,6 +11,7 @@ from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Gate, Mode
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
+from fleet.ps.server.parts import Parts
 from fleet.ps.server.shares import Errand
 from fleet.ps.server.waiting import Waiting
 from fleet.ps.table.shard import Contribution, Shard
@@ -35,6 +36,8 @@ class Job:
     growing: bool = False
     #: (worker, step) -> what it pushed, until its round is applied
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    #: gradients that came ahead of their pushes
+    parts: Parts = field(default_factory=Parts)
     #: pulls that came before the initial values, with the version they need
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request the gate or the hall holds back

@@ -41,15 +41,17 @@ from fleet.ps.server.gathering import Hall
 from fleet.ps.server.job import Job, Restore
 from fleet.ps.server.ledger import Ledger
 from fleet.ps.server.loading import restore_from
+from fleet.ps.server.reading import contribution_of
 from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint, check_same_job, check_share
 from fleet.ps.server.remembering import NOTED, Memory, check_can_be_kept, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
-from fleet.ps.table.shard import Contribution, Piece, Shard, is_of_rows
+from fleet.ps.table.shard import Piece, Shard, is_of_rows
 from fleet.ps.table.standing import HandOn
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Respond
 from fleet.transpiler.plan import make_plan
@@ -106,6 +108,7 @@ class Service:
             "upload": self._upload,
             "ready": self._ready,
             "extend": self._extend,
+            "part": self._part,
             "push": self._push,
             "pull": self._pull,
             "export": self._export,
@@ -588,6 +591,16 @@ class Service:
 
     # ---------------------------------------------------------------- training
 
+    def _part(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
+        job = self._running()
+        if not job.initialized or job.growing or request.step != job.gate.delivered(request.worker) + 1:
+            raise ProtocolError("a part came before its push was due", where=str(self._endpoint))
+        # A journal has pushes that are whole.
+        granted = self._memory is None and not job.mode.adds and Narrow(job.plan.spec.settings.wire_dtype).is_plain
+        if granted:
+            job.parts.add(request, frame.tensors, self._shard().dense)
+        outbox.append((respond, Frame(pb.Reply(granted=granted))))
+
     def _push(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         job = self._running()
         if not job.initialized or job.growing:
@@ -605,7 +618,9 @@ class Service:
         if step > job.gate.delivered(worker):
             if any(other == worker for other, _ in job.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
-            contribution = self._contribution(worker, request.push, frame.tensors)
+            contribution = contribution_of(
+                request, frame.tensors, self._shard(), job.parts, self._endpoint, self._most_bytes
+            )
             job.pushed[worker, step] = contribution
             try:
                 effects = job.gate.push(worker, step)
@@ -614,38 +629,6 @@ class Service:
                 raise
             job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
         self._park(job, job.mode.version_needed(step, job.plan.spec.settings.staleness), waiting, effects, outbox)
-
-    def _contribution(self, worker: int, push: Any, tensors: Sequence[WireTensor]) -> Contribution:
-        """Read a push; every size is checked against the plan before it becomes part of a round."""
-        shard = self._shard()
-        present = bytes(push.present)
-        if len(present) != len(shard.dense.layout.slots):
-            raise PlanMismatchError(
-                f"worker {worker} pushes gradients of other parameters than the job has",
-                where=f"{self._endpoint}",
-                expected=f"{len(shard.dense.layout.slots)} blocks",
-                got=f"{len(present)}",
-                todo="If a param group was added, add it on every worker, after the same step.",
-            )
-        dtypes = shard.dense.layout_of(present).dtypes
-        if len(tensors) != len(dtypes) + 2 * len(push.row_tables):
-            raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
-        if [t.dtype for t in tensors[: len(dtypes)]] != dtypes:
-            raise ProtocolError("a push has gradients of other element types", expected=dtypes)
-        if len(push.rows_read_at) != len(push.row_tables):
-            raise ProtocolError("a push does not say when its rows were read", got=len(push.rows_read_at))
-        rest = iter(tensors[len(dtypes) :])
-        contribution = Contribution(
-            worker=worker,
-            options=tuple(push.options),
-            dense=(present, {name: t.torch() for name, t in zip(dtypes, tensors, strict=False)}),
-            rows={index: (next(rest).numpy(), next(rest).numpy()) for index in push.row_tables},
-            used=frozenset(push.used_tables) | frozenset(push.row_tables),
-            read_at=push.read_at,
-            rows_read_at=dict(zip(push.row_tables, push.rows_read_at, strict=True)),
-        )
-        shard.check(contribution)
-        return contribution
 
     def _pull(self, request: Any, frame: Frame, respond: Respond, outbox: Outbox) -> None:
         job = self._running()
@@ -1001,6 +984,7 @@ class Service:
     def _drop_requests(self, job: Job, worker: int, outbox: Outbox) -> None:
         """Nobody waits for them any more."""
         job.claims.left(worker, outbox)
+        job.parts.forget(worker)
         if job.asked_by == worker:
             job.give_up()
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self._endpoint))

@@ -148,7 +148,7 @@ class Shard:
             self._check_kinds(self.check_options(self.plan, contribution.options))
         self.dense.check(contribution.dense)
         for index, (ids, grads) in contribution.rows.items():
-            spec = self._table(index).spec
+            spec = self.table(index).spec
             expected = (ids.size, spec.dim)
             if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype.name != spec.dtype:
                 raise ProtocolError(
@@ -156,9 +156,9 @@ class Shard:
                     expected=f"int64 ids and {spec.dtype} {expected}",
                     got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
                 )
-            self._table(index).check_range(ids)
+            self.table(index).check_range(ids)
         for index in contribution.used:
-            self._table(index)
+            self.table(index)
 
     def _check_kinds(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Options may change from step to step, but a number stays a number."""
@@ -169,7 +169,7 @@ class Shard:
                         "an option has become something else", where=name, expected=ours[name], got=repr(value)[:80]
                     )
 
-    def _table(self, index: int) -> Table:
+    def table(self, index: int) -> Table:
         if not 0 <= index < len(self.tables):
             raise ProtocolError("a message names a table this job does not have", got=index)
         return self.tables[index]
@@ -235,7 +235,7 @@ class Shard:
     def read(self, index: int, ids: Array, training: bool) -> Array:
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
-        return self._table(index).read(ids, training)
+        return self.table(index).read(ids, training)
 
     def upload_rows(self, index: int, ids: Array, values: Array) -> None:
         self.check_rows(index, ids, values)
@@ -243,7 +243,7 @@ class Shard:
 
     def check_rows(self, index: int, ids: Array, values: Array) -> None:
         """Refuse rows that do not fit their table."""
-        table = self._table(index)
+        table = self.table(index)
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
         if values.shape != (len(ids), table.spec.dim) or values.dtype.name != table.spec.dtype:

@@ -26,10 +26,15 @@ _NUMPY: dict[str, Any] = {
     "bfloat16": np.uint16,
     "int64": np.int64,
     "uint8": np.uint8,
+    "int8": np.int8,
 }
 _ITEM_BYTES: dict[str, int] = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 _NUMPY_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name != "bfloat16"}
-_TORCH = {name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8")}
+_TORCH = {name: getattr(torch, name) for name in _NUMPY}
+_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name != "bfloat16"}
+_TORCH = {
+    name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8", "int8")
+}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
 

@@ -47,6 +47,7 @@ class Gradients:
     read: Clocks
     options: Sequence[str]  #: of every group, as they were set for the last of the steps
     steps: int = 1
+    ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
 
     def copied(self) -> Gradients:
         """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -37,17 +38,20 @@ from fleet.observing.worker import ProfilerRange, WorkerFigures
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.describe import Description
-from fleet.ps.kernels.rows import partition
+from fleet.ps.kernels.rows import noise, packed_ids, partition
 from fleet.ps.layout import Slot, dense_layout
 from fleet.ps.table.merge import merge
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
+from fleet.ps.worker.early import EarlyGradients
 from fleet.ps.worker.exporting import exported
+from fleet.ps.worker.feedback import ErrorFeedback, Sent, as_read, encoded
 from fleet.ps.worker.foresight import Foresight
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
@@ -97,6 +101,7 @@ class WorkerRuntime:
         self._calls_after = 0
         #: how often the values of each server had been replaced when this worker took them over
         self._loads: list[int] = []
+        #: what this worker's pushes have weighed
         #: whether a server says that they have been since
         self._replaced = False
         self._in_doubt: Push | None = None
@@ -110,7 +115,9 @@ class WorkerRuntime:
         ]
         self._rows = RowReader(self.clients, self._version_needed)
         self._describe = describe
+        self._narrow = Narrow(strategy.wire_dtype)
         self._adopt(describe())
+        self._feedback = ErrorFeedback(self._narrow, self._layouts)
         self._strategy = strategy
         self._knobs = knobs
         self.mode = MODES[strategy.mode]
@@ -121,6 +128,7 @@ class WorkerRuntime:
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._dense_read: dict[int, int] = {}
         self._foresight: Foresight | None = None
+        self._early: EarlyGradients | None = None
         self.stopped = False
         self._observer = Observer(str(assignment), "worker", self.told, knobs)
 
@@ -135,6 +143,12 @@ class WorkerRuntime:
         """What merges on the user's thread: only the half-asynchronous mode does, over several steps."""
         steps = self._communication.max_merge_var_num if self.mode.name == "half_async" else 1
         return GradientMerge(self._description, steps, self._communication.is_sgd_optimizer)
+
+    def _make_early(self) -> EarlyGradients | None:
+        """What lets gradients leave ahead of their push, where each step is one push, of gradients as they are."""
+        if self._communicator is not None or self.mode.adds or self._merge.steps > 1 or not self._narrow.is_plain:
+            return None
+        return EarlyGradients(self._description.params, self._send_early, str(self.assignment.index))
 
     # ---------------------------------------------------------------- joining and leaving
 
@@ -178,6 +192,7 @@ class WorkerRuntime:
             merge = GradientMerge(self._description, 0, self._communication.is_sgd_optimizer)
             name = str(self.assignment.index)
             self._communicator = Communicator(self._communication, merge, self._push_behind, self._fetch_behind, name)
+        self._early = self._make_early()
         if self._strategy.print_log and self.assignment.index == 0:
             print(self.plan.table())
 
@@ -195,6 +210,7 @@ class WorkerRuntime:
         self.steps = self._taken = replies[0].message.steps
         self._loads, self._replaced = [reply.message.loads for reply in replies], False
         self._rows.replaced(sum(self._loads))
+        self._feedback = ErrorFeedback(self._narrow, self._layouts)
         self._begin_from(self._take_dense(replies))
 
     def _notice(self, replies: Sequence[Frame]) -> None:
@@ -233,7 +249,11 @@ class WorkerRuntime:
             f"further parameters after step {self.completed}",
         )
         self._adopt(description)
+        self._feedback = self._feedback.grown(self._layouts)
         self._merge = self._make_merge()
+        if self._early is not None:
+            self._early.close()
+            self._early = self._make_early()
         if self.assignment.index == 0:
             for server, reply in enumerate(replies):
                 if not reply.message.initialized:
@@ -311,6 +331,8 @@ class WorkerRuntime:
             self._communicator.end()
         for client in self.clients:
             client.close()
+        if self._early is not None:
+            self._early.close()
         if self._communicator is not None:
             self._communicator.join()
         self._observer.close()
@@ -405,7 +427,12 @@ class WorkerRuntime:
         if self._description.has_newcomers():
             self.extend()
         options = self._description.options()
-        gradients = Gradients(self._dense_gradients(), self._row_gradients(), self._when_read(), options)
+        dense = self._dense_gradients()
+        ahead = 0
+        if self._early is not None:
+            ahead, sent = self._early.sent([param.grad for param in self._description.params])
+            dense = [None if index in sent else grad for index, grad in enumerate(dense)]
+        gradients = Gradients(dense, self._row_gradients(), self._when_read(), options, ahead=ahead)
         self._taken += 1
         if self._communicator is not None:
             with self.figures.push:
@@ -419,6 +446,24 @@ class WorkerRuntime:
         due = self._merge.add(gradients)
         if due is not None:
             self._push(due)
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """What surrounds a backward that the step follows at once: its gradients may leave."""
+        return nullcontext() if self._early is None else self._early.leaving()
+
+    def _send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
+        asked = []
+        for client, layout in zip(self.clients, self._layouts, strict=True):
+            cuts = [cut for each in layout.cuts.values() for cut in each if cut[1] == param]
+            part = pb.Part(attempt=attempt, blocks=[position for position, *_ in cuts])
+            tensors = [WireTensor.of(grad[start:stop]) for *_, start, stop in cuts]
+            if cuts:
+                frame = Frame(client.request(self.completed + 1, part=part), tensors)
+                asked.append(client.start(frame, f"a part of step {self.completed + 1}"))
+        for pending in asked:
+            pending.send()
+        replies = [pending.result() for pending in asked]
+        return all(reply.message.granted for reply in replies)
 
     @property
     def trains_here(self) -> bool:
@@ -457,15 +502,22 @@ class WorkerRuntime:
             raise
 
     def _push(self, gradients: Gradients) -> None:
-        frames = self._push_frames(gradients, [pack(layout, gradients.dense) for layout in self._layouts])
-        self._finish(Push(self.completed + 1, gradients.steps, frames, self._take_dense))
+        dense, arrived = self._feedback.narrowed([pack(layout, gradients.dense) for layout in self._layouts])
+
+        def take(replies: Sequence[Frame]) -> None:
+            arrived()
+            self._take_dense(replies)
+
+        frames = self._push_frames(gradients, dense, self._encoded_rows(gradients.rows))
+        self._finish(Push(self.completed + 1, gradients.steps, frames, take))
 
     def _push_behind(self, gradients: Gradients, bring: bool) -> list[Frame]:
         """A push from the communicator's thread, which takes no new values itself."""
-        dense = [pack(layout, gradients.dense) for layout in self._layouts]
-        frames = self._push_frames(gradients, dense, quiet=not bring)
+        dense, arrived = self._feedback.narrowed([pack(layout, gradients.dense) for layout in self._layouts])
+        frames = self._push_frames(gradients, dense, self._encoded_rows(gradients.rows), quiet=not bring)
         what = f"push of step {self.completed + 1}"
         replies = self.ask_all(lambda server, _: frames[server], what, self._communication.thread_pool_size)
+        arrived()
         self._notice(replies)  # long before values are fetched again, perhaps
         self.completed, self.steps = self.completed + 1, self.steps + gradients.steps
         return replies
@@ -473,39 +525,45 @@ class WorkerRuntime:
     def _agree(self, replica: Replica) -> None:
         """Tell the servers how far this worker has come, and take in what the others have done."""
         change = replica.change()
-        dense = [without_zeros(layout, flat) for layout, flat in zip(self._layouts, change.dense, strict=True)]
+        packed = [without_zeros(layout, flat) for layout, flat in zip(self._layouts, change.dense, strict=True)]
+        dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
+        rows = self._encoded_rows(change.rows)
+        told = as_read(self._narrow, self._layouts, change, dense, rows)
         clocks = Clocks(self._dense_read, self._rows.read_at)
         what = Gradients((), change.rows, clocks, self._description.options(), self._unsent)
 
         def take(replies: Sequence[Frame]) -> None:
-            replica.agree(change, self._dense_values(replies), list(self._changed_rows(replies)))
+            replica.agree(told, self._dense_values(replies), list(self._changed_rows(replies)))
             self._unsent = 0
 
-        self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense), take))
+        self._finish(Push(self.completed + 1, self._unsent, self._push_frames(what, dense, rows), take))
 
     def _push_frames(
-        self, gradients: Gradients, dense: Sequence[tuple[bytes, Flat]], *, quiet: bool = False
+        self,
+        gradients: Gradients,
+        dense: Sequence[Sent],
+        rows: Mapping[int, Sequence[WireTensor]],
+        *,
+        quiet: bool = False,
     ) -> list[Frame]:
-        """The push of the next step; ``dense`` holds, for every server, the blocks that are present, end to end."""
-        rows = {index: self._by_server(ids, grads) for index, (ids, grads) in gradients.rows.items()}
+        """The push of the next step, with what travels of the blocks of every server and of the rows of every table."""
+        by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
 
         def push(server: int, client: ServerClient) -> Frame:
-            here = [(index, *by_server[server]) for index, by_server in rows.items() if by_server[server][0].size]
-            present, flat = dense[server]
-            tensors = [WireTensor.of(tensor) for tensor in flat.values()]
-            for _, ids, grads in here:
-                tensors += [WireTensor.of(ids), WireTensor.of(grads)]
+            here = {index: parts[server] for index, parts in by_table.items() if parts[server][0].array.size}
+            present, tensors = dense[server]
             message = pb.Push(
                 options=gradients.options,
                 present=present,
-                row_tables=[index for index, _, _ in here],
-                used_tables=sorted(gradients.rows),
+                row_tables=list(here),
+                used_tables=sorted(rows),
                 quiet=quiet,
                 steps=gradients.steps,
                 read_at=gradients.read.dense[server],
-                rows_read_at=[gradients.read.rows[server, index] for index, _, _ in here],
+                attempt=gradients.ahead,
+                rows_read_at=[gradients.read.rows[server, index] for index in here],
             )
-            return Frame(client.request(self.completed + 1, push=message), tensors)
+            return Frame(client.request(self.completed + 1, push=message), [*tensors, *chain(*here.values())])
 
         return [push(server, client) for server, client in enumerate(self.clients)]
 
@@ -577,10 +635,23 @@ class WorkerRuntime:
             rows[index] = (ids, grads)
         return rows
 
-    def _by_server(self, ids: Array, grads: Array) -> list[tuple[Array, Array]]:
+    def _encoded_rows(self, rows: Mapping[int, tuple[Array, Array]]) -> dict[int, list[WireTensor]]:
+        """Of every table its ids, and what travels of their gradients."""
+        sent = {}
+        for index, (ids, grads) in rows.items():
+            chance = None
+            if self._narrow.is_whole:
+                width = grads.shape[1]
+                chance = torch.from_numpy(noise(packed_ids(ids), width, self.assignment.index, self.completed + 1))
+            sent[index] = [WireTensor.of(ids), *self._narrow.encode(torch.from_numpy(grads), chance)]
+        return sent
+
+    def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:
+        """For every server its part of what travels of some rows; ids come first."""
         if len(self.clients) == 1:
-            return [(ids, grads)]
-        return [(ids[part], grads[part]) for part in partition(ids, len(self.clients))]
+            return [tensors]
+        parts = partition(tensors[0].array, len(self.clients))
+        return [[replace(tensor, array=tensor.array[part]) for tensor in tensors] for part in parts]
 
     @property
     def _check_finite(self) -> bool:

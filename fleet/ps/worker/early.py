@@ -1,0 +1,76 @@
+"""Gradients that leave while the backward of a ``minimize`` still runs: nothing can come between it and its step.
+
+A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends what
+is left, and names the attempt under which servers have the rest. If a gradient is not as it was when it was sent (a
+backward that came to it twice, a hook of the user's that clips), or could not be sent, the step sends everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from fleet.errors import FleetError
+
+#: A request of its own does not pay for smaller ones.
+SMALLEST_BYTES = 1 << 20
+
+#: Sends the gradient of a parameter under an attempt; whether the servers took it.
+Send = Callable[[int, int, torch.Tensor], bool]
+
+
+class EarlyGradients:
+    def __init__(self, params: Sequence[torch.Tensor], send: Send, name: str) -> None:
+        self._send = send
+        self._attempt = 0
+        self._armed = self._spoiled = self._refused = False
+        #: parameter -> its gradient and the version that was sent
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}
+        self._under_way: list[Future[bool]] = []
+        self._sender = ThreadPoolExecutor(1, f"fleet-early-{name}")
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._complete, index))  # type: ignore[no-untyped-call]
+            for index, param in enumerate(params)
+            if param.numel() * param.itemsize >= SMALLEST_BYTES and param.is_leaf and param.requires_grad
+        ]
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Gradients that are completed in here are those of the next step."""
+        self._attempt += 1
+        self._sent, self._under_way, self._spoiled = {}, [], False
+        self._armed = bool(self._hooks) and not self._refused
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def _complete(self, index: int, param: torch.Tensor) -> None:
+        grad = param.grad
+        if not self._armed or grad is None or grad.is_sparse or not (grad.is_cpu and grad.is_contiguous()):
+            return
+        self._spoiled = self._spoiled or index in self._sent
+        self._sent[index] = grad, grad._version
+        self._under_way.append(self._sender.submit(self._send, self._attempt, index, grad.detach().view(-1)))
+
+    def sent(self, grads: Sequence[torch.Tensor | None]) -> tuple[int, frozenset[int]]:
+        """The attempt under which servers have gradients of this step, and of which parameters; 0 for none."""
+        sent, under_way, self._sent, self._under_way = self._sent, self._under_way, {}, []
+        try:
+            taken = [each.result() for each in under_way]
+        except FleetError:  # the push will meet it again
+            return 0, frozenset()
+        self._refused = self._refused or not all(taken)
+        same = all(grads[index] is grad and grad._version == version for index, (grad, version) in sent.items())
+        if not sent or self._spoiled or self._refused or not same:
+            return 0, frozenset()
+        return self._attempt, frozenset(sent)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._sender.shutdown(wait=True, cancel_futures=True)
