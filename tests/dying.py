@@ -105,9 +105,9 @@ class Host:
             self.kills += 1
             listener = self._listener
             # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
-            errand = None if self.service._job is None else self.service._job.errand
+            job = self.service._job
             for thread in threading.enumerate():
-                if errand is not None and thread.name == f"fleet-{errand.name}":
+                if job is not None and job.errand is not None and thread.name == f"fleet-{job.errand.name}":
                     thread.join()
             self.durable.take = lambda *_, **__: None  # type: ignore[method-assign]
             for journal in self.durable._journals:

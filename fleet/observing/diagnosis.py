@@ -170,7 +170,7 @@ def _straggler(case: _Case) -> Iterator[str]:
         yield (
             f"The workers wait {sum(held.values()) / len(held):.0%} of their time for each other, the most for worker "
             f"{worst} ({held[worst]:.0%}), though none is slower in the mean: a mode that does not wait for every step "
-            "would gain that (docs/modes.md)."
+            "would gain that (docs/modes/index.md)."
         )
 
 
@@ -222,7 +222,7 @@ def _stale(case: _Case) -> Iterator[str]:
             yield (
                 f"What worker {index} trains on is {mean:.3g} updates old when its gradients are applied, with "
                 f"{_count(len(case.times), 'worker')}: fewer steps in its queue (send_queue_size) or a lower learning "
-                "rate lose less (docs/modes.md)."
+                "rate lose less (docs/modes/index.md)."
             )
 
 

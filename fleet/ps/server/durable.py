@@ -48,6 +48,8 @@ class Kind(bytes, enum.Enum):
     OUTCOME = b"O"
     #: a worker that was given up on
     LOST = b"L"
+    #: what the last round has changed, as it was before
+    BEFORE = b"B"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fleet.ps.server.gathering import Hall
 from fleet.ps.server.parts import Parts
 from fleet.ps.server.shares import Errand
 from fleet.ps.server.waiting import Waiting
+from fleet.ps.table.before import Before
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.table.standing import Standing
 from fleet.ps.wire import fleet_pb2 as pb
@@ -46,7 +47,9 @@ class Job:
     steps_before: int = 0
     #: worker -> how many of its steps were in what it pushed
     steps: dict[int, int] = field(default_factory=dict)
+    #: all dense values at some version, as they were answered last
     snapshot: tuple[int, list[torch.Tensor]] | None = None
+    before: Before | None = None
     #: the checkpoint that was begun last, and from which epoch on rows belong into it
     begun: tuple[str, int] = ("", 0)
     #: the rows that belong into it, where they have to be as they were when it began
@@ -69,6 +72,33 @@ class Job:
     def is_whole(self) -> bool:
         """Whether all parameters have their values, and no others are on their way."""
         return self.initialized and not self.growing and not self.uploads
+
+    def forget_values(self) -> None:
+        """Others stand here now, or more of them."""
+        self.snapshot = self.before = None
+
+    def dense_at(self, version: int) -> list[torch.Tensor]:
+        """A copy of all dense values, which are at this version now."""
+        assert self.shard is not None
+        if self.snapshot is None or self.snapshot[0] != version:
+            self.snapshot = (version, self.shard.dense.snapshot())
+        return self.snapshot[1]
+
+    def apply(self, version: int, workers: Sequence[int]) -> None:
+        """Close the round that leads to a version, with what these workers have pushed for it."""
+        assert self.shard is not None
+        contributions = [self.pushed.pop((worker, version)) for worker in workers]
+        # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
+        keep = self.mode.lockstep and self.plan.spec.settings.server_num > 1
+        self.before = None
+        dense = self.dense_at(version - 1) if keep else []
+        rows = self.shard.apply(contributions, keep=keep)
+        self.before = Before(version - 1, dense, rows) if keep else None
+
+    def before_for(self, worker: int, version: int) -> Before | None:
+        """What there was at a version, for a worker that has started again and computes its last step once more."""
+        is_last = self.before is not None and self.before.version == version
+        return self.before if is_last and self.gate.delivered(worker) > version else None
 
     def give_up(self) -> None:
         """Whatever was begun, a checkpoint or other values, is not to be."""

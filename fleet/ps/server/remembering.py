@@ -12,10 +12,12 @@ from fleet.ps.consistency.membership import Told
 from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.job import Job
 from fleet.ps.server.loading import fill_own
+from fleet.ps.table.before import Before
 from fleet.ps.table.shard import FIRST, Piece, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.specs import JobSpec
 
 #: Requests that change what a server would do next.
@@ -64,7 +66,11 @@ class Memory:
         job.claims.resume(state["claims"], now)
 
     def replay(
-        self, ask: Callable[[Frame], None], lose: Callable[[int], None], know: Callable[[int, Frame], None]
+        self,
+        ask: Callable[[Frame], None],
+        lose: Callable[[int], None],
+        know: Callable[[int, Frame], None],
+        recall: Callable[[Before], None],
     ) -> None:
         """Do over what happened since."""
         self.replaying = True
@@ -76,6 +82,8 @@ class Memory:
                 elif kind is Kind.OUTCOME:
                     reply = read_frame(pb.Reply, [data])
                     know(reply.message.version, reply)
+                elif kind is Kind.BEFORE:
+                    recall(_before_of(read_frame(pb.Reply, [bytes(data)])))
                 else:
                     lose(int.from_bytes(data, "little"))
         finally:
@@ -154,8 +162,10 @@ class Memory:
         (before, since), whole = self._kept, sum(table.nbytes for table in shard.tables)
         on_top = before is shard and self._durable.table_bytes < 2 * whole
         kept = shard, shard.history.next_epoch()
-        carried = [(Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.hall.outcomes()] + [
-            (Kind.REQUEST, frame.buffers()) for frame in self._open.values()
+        carried = [
+            *((Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.hall.outcomes()),
+            *((Kind.BEFORE, _told(before).buffers()) for before in [job.before] if before is not None),
+            *((Kind.REQUEST, frame.buffers()) for frame in self._open.values()),
         ]
         self._durable.take(state, _pieces(shard, since if on_top else 0), carried, on_top=on_top)
         self._kept = kept
@@ -188,6 +198,18 @@ def _pieces(shard: Shard, since: int) -> Iterator[Piece]:
 def _numbered(number: int, reply: Frame) -> list[bytes | memoryview]:
     reply.message.version = number
     return reply.buffers()
+
+
+def _told(before: Before) -> Frame:
+    rows = [WireTensor.of(each) for pair in before.rows.values() for each in pair]
+    return Frame(pb.Reply(version=before.version, changed=before.rows), [*map(WireTensor.of, before.dense), *rows])
+
+
+def _before_of(frame: Frame) -> Before:
+    told, first = frame.message, len(frame.tensors) - 2 * len(frame.message.changed)
+    pairs = [each.numpy() for each in frame.tensors[first:]]
+    rows = dict(zip(told.changed, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    return Before(told.version, [each.torch() for each in frame.tensors[:first]], rows)
 
 
 def _by_worker(raw: dict[str, int]) -> dict[int, int]:

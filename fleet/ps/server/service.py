@@ -46,6 +46,7 @@ from fleet.ps.server.reception import Expected, check_cluster, check_fingerprint
 from fleet.ps.server.remembering import NOTED, Memory, check_can_be_kept, outcome_of
 from fleet.ps.server.shares import Errand, write_share
 from fleet.ps.server.waiting import Outbox, Waiting
+from fleet.ps.table.before import Before
 from fleet.ps.table.shard import Piece, Shard, is_of_rows
 from fleet.ps.table.standing import HandOn
 from fleet.ps.wire import fleet_pb2 as pb
@@ -274,10 +275,14 @@ class Service:
             with contextlib.suppress(FleetError):  # it was refused then as well
                 self.handle(request, lambda _: None)
 
+        def recall(before: Before) -> None:
+            self._running().before = before
+
         memory.replay(
             ask,
             lambda worker: self._lose(worker, []),
             lambda number, reply: self._running().hall.know(number, outcome_of(reply)),
+            recall,
         )
         if self._job is None:
             return
@@ -586,7 +591,8 @@ class Service:
                 shard.warm()
             except Exception as error:
                 raise self._cannot_set_up(error, outbox) from None
-            job.plan, job.growing, job.snapshot = plan, True, None
+            job.plan, job.growing = plan, True
+            job.forget_values()
         outbox.append((respond, Frame(pb.Reply(version=job.gate.version, initialized=not job.growing))))
 
     # ---------------------------------------------------------------- training
@@ -609,7 +615,7 @@ class Service:
         quiet = request.push.quiet
 
         def answer() -> Frame:
-            values = self._values(job, worker, not quiet, ())
+            values = self._values(job, worker, step, not quiet, ())
             return values if self._shard().changes is None else self._with_changes(values, worker, step)
 
         waiting = Waiting(worker, f"push of step {step}", self._clock.now(), respond, answer)
@@ -646,7 +652,7 @@ class Service:
             f"values at step {request.step}",
             self._clock.now(),
             respond,
-            lambda: self._values(job, request.worker, pull.dense, wanted),
+            lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
             nbytes=frame.nbytes,
         )
@@ -696,7 +702,7 @@ class Service:
         try:
             for effect in effects:
                 if isinstance(effect, Apply):
-                    self._shard().apply([job.pushed.pop((worker, effect.step)) for worker in effect.contributors])
+                    job.apply(effect.step, effect.contributors)
                 else:
                     waiting = job.parked.pop(effect.ticket, None)
                     if waiting is not None:  # else it was a process's whose worker has started again
@@ -708,22 +714,26 @@ class Service:
             full = "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None
             self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error), todo=full), outbox)
 
-    def _values(self, job: Job, worker: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]) -> Frame:
-        """Current values. They are copied now, under the lock; encoding and sending come after it."""
-        shard = self._shard()
-        version = job.gate.version
+    def _values(
+        self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
+    ) -> Frame:
+        """Values that a worker needs at a version at least: the current ones, but for one that goes back a step. They
+        are copied now, under the lock; encoding and sending come after it."""
+        shard, before = self._shard(), job.before_for(worker, needed)
+        version = job.gate.version if before is None else before.version
         reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
         tensors: list[WireTensor] = []
         if dense:
-            if job.snapshot is None or job.snapshot[0] != version:
-                job.snapshot = (version, shard.dense.snapshot())
-            tensors += [WireTensor.of(tensor) for tensor in job.snapshot[1]]
+            flats = job.dense_at(version) if before is None else before.dense
+            tensors += [WireTensor.of(tensor) for tensor in flats]
             if shard.compensation is not None:
-                handed = dict(zip(shard.dense.layout.dtypes, job.snapshot[1], strict=True))
+                handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
                 shard.compensation.handed_dense(worker, handed)
         try:
             for table, ids, training in wanted:
                 rows = shard.read(table, ids, training)
+                if before is not None:
+                    before.restore(table, ids, rows)
                 tensors.append(WireTensor.of(rows))
                 reply.table_clocks.append(shard.tables[table].step)
                 if shard.compensation is not None and training:
@@ -852,7 +862,8 @@ class Service:
             self._fail(JobAbortedError(what, got=str(error)), outbox)
             raise
         job.give_up()
-        job.taken, job.loads, job.snapshot = attempt, job.loads + 1, None
+        job.taken, job.loads = attempt, job.loads + 1
+        job.forget_values()
         if is_read:
             self._keep(job, outbox)
 

@@ -174,15 +174,17 @@ class Shard:
             raise ProtocolError("a message names a table this job does not have", got=index)
         return self.tables[index]
 
-    def apply(self, contributions: Sequence[Contribution]) -> None:
+    def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
         """One optimizer step on the mean of the contributions; the first one's options rule the round. In a mode whose
-        workers push changes, these are added."""
+        workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have changed
+        and the weights that they had before."""
+        before: dict[int, tuple[Array, Array]] = {}
         for contribution in contributions:
             self._count_staleness(contribution)
         if self.changes is not None:
             for contribution in contributions:
                 self._add(contribution, self.changes)
-            return
+            return before
         if self.compensation is not None:
             contributions = [self._compensated(each, self.compensation) for each in contributions]
         first = contributions[0]
@@ -196,7 +198,10 @@ class Shard:
             rows = [c.rows[index] for c in contributions if index in c.rows]
             if rows:
                 ids, grads = merge(rows, count) if count > 1 else rows[0]
-                table.apply(ids, grads, self._options[table.spec.group], table.step)
+                weights = table.apply(ids, grads, self._options[table.spec.group], table.step, keep=keep)
+                if weights is not None:
+                    before[index] = ids.copy(), weights  # a view of them would hold the whole push
+        return before
 
     def _add(self, contribution: Contribution, changes: Changes) -> None:
         self.dense.add(contribution.dense)

@@ -72,16 +72,21 @@ class Table:
             out[missing] = self.spec.initializer.mean
         return out
 
-    def apply(self, ids: Ids, grads: Array, options: Mapping[str, Any], step: int) -> None:
-        """Update the rows of ids, which are distinct, as step number ``step``; unknown ones begin to exist."""
+    def apply(
+        self, ids: Ids, grads: Array, options: Mapping[str, Any], step: int, *, keep: bool = False
+    ) -> Array | None:
+        """Update the rows of ids, which are distinct, as step number ``step``; unknown ones begin to exist. With
+        ``keep`` the weights that they had before are returned."""
         ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
         names = self.prepare(options)
         slots = self._insert(ids)
         self._tell(slots)
+        before = self._copied(WEIGHT, slots) if keep else None
         state = {name: self._store.column(name) for name in names}
         self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
         self.step = step
         self._mark(slots)
+        return before
 
     def add(self, ids: Ids, changes: Array) -> None:
         """Add to the rows of ids, which are distinct; unknown ones begin to exist first."""
