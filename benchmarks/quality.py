@@ -2,12 +2,13 @@
 
     python benchmarks/quality.py [--quick] [--json FILE] [--figures FOLDER]
 
-A click-like model learns which flights arrive late (see flights.py), in whole jobs inside this process. All modes take
-the same number of updates on the same batches as one process: a synchronous job shares every batch out to its workers,
-in the others each worker computes whole ones of its own, every so many-th. The learning rate of one process serves the
-synchronous mode; every other mode has its own at every number of workers, chosen by the validation AUC of a seed that
-is not reported. AUC is measured on flights that nobody trained on, by a fresh job that loads what the servers held at
-the end. Most runs are short; a few long ones show what is left of a loss when training has come to its end.
+A click-like model learns which flights arrive late (see examples/flights.py), in whole jobs inside this process. All
+modes take the same number of updates on the same batches as one process: a synchronous job shares every batch out to
+its workers, in the others each worker computes whole ones of its own, every so many-th. The learning rate of one
+process serves the synchronous mode; every other mode has its own at every number of workers, chosen by the validation
+AUC of a seed that is not reported. AUC is measured on flights that nobody trained on, by a fresh job that loads what
+the servers held at the end. Most runs are short; a few long ones show what is left of a loss when training has come to
+its end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import copy
 import json
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,6 @@ from typing import Any
 
 import torch
 from figures import Point, draw_lines
-from flights import Examples, Task, flights
 from in_process import run_job
 from meter import MeteredNetwork
 from sklearn.metrics import roc_auc_score
@@ -35,6 +36,10 @@ import fleet
 from fleet import Fleet, StrategyFactory
 from fleet.optimizer import DistributedOptimizer
 from fleet.strategy import Strategy
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+from flights import Examples, Task, flights
 
 DIM, HIDDEN = 8, 32
 WORKERS = (2, 4, 8)

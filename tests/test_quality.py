@@ -12,8 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from delays import Digits, Trial, arrivals, staleness, train_in_order
-from flights import Examples, Task
-from quality import RELAXED, SYNC, Length, Study
+from quality import RELAXED, SYNC, Examples, Length, Study, Task
 
 
 def test_staleness_is_how_many_others_pushed_since_a_worker_did() -> None:

@@ -720,7 +720,8 @@ class Service:
         except Exception as error:
             # Half a round is applied: nobody may go on from here as if nothing had happened.
             _log.exception("%s: the server failed", self._endpoint)
-            self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error)), outbox)
+            full = "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None
+            self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error), todo=full), outbox)
 
     def _values(self, job: Job, worker: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]) -> Frame:
         """Current values. They are copied now, under the lock; encoding and sending come after it."""

