@@ -453,7 +453,7 @@ class Fleet:
 
     def summary(self) -> dict[str, Any]:
         """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
-        how old the values were that gradients were computed on (docs/modes.md has every key), and this worker's own
+        how old the values were that gradients were computed on (docs/modes/index.md has every key), and this worker's own
         figures (docs/observing.md).
 
         Examples:

@@ -1,0 +1,50 @@
+"""The guide as a new user follows it: its files and its commands, in its order, in one empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import test_processes
+from test_processes import ROOT, Processes, ended
+
+processes = test_processes.processes  # the fixture
+
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", GUIDE, re.DOTALL))
+COMMANDS = re.findall(r"^```sh\n(.*?)\n```", GUIDE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_stranger_follows_the_guide(processes: Processes, tmp_path: Path) -> None:
+    for name, code in FILES.items():
+        (tmp_path / name).write_text(code)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    said = {}
+    for command in COMMANDS:
+        shell = processes.start(
+            "-c", "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[1]])", command, cwd=tmp_path, PATH=path
+        )
+        code, out, err = ended(shell, 200)
+        assert code == 0, f"{command}: {err}"
+        said[command] = out
+
+    def steps_of(command: str) -> list[tuple[int, int, float]]:
+        found = re.findall(r"steps (\d+) to (\d+), loss ([\d.]+)", said[command])
+        return [(int(first), int(last), float(loss)) for first, last, loss in found]
+
+    plain, alone, together, listing, relaxed, scores, _ = COMMANDS
+    ((first, last, loss),) = steps_of(alone)
+    assert (first, last) == (0, 400)
+    assert said[plain] == f"loss {loss:.3f}\n"
+    assert loss < 0.3
+    for first, last, loss in steps_of(together):
+        assert (first, last) == (400, 800)
+        assert loss < 0.2
+    assert "step-00000800" in said[listing]
+    assert [first for first, *_ in steps_of(relaxed)] == [800, 800]
+    assert len(re.findall(r"^[01]\.\d{3}$", said[scores], re.MULTILINE)) == 5
