@@ -1,6 +1,7 @@
 """A click model on Fleet and on other systems, in turn on the same work: examples and CPU seconds.
 
-    python benchmarks/ctr.py [--quick] [--json FILE] [--peers FOLDER] [--works PATTERN …] [--systems PATTERN …]
+    python benchmarks/ctr.py [--quick] [--json FILE] [--figures FOLDER] [--peers FOLDER]
+                             [--works PATTERN …] [--systems PATTERN …]
 
 The work is that of CTR-DNN: 26 slots of one id each, Zipf-distributed over a million, rows of 10 numbers, 13 numbers
 beside, three layers of 32 (which leaves communication the say) or of 400 (computing), batches of 1000. Every process
@@ -17,12 +18,13 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from figures import draw_bars
 from measuring import Cost, JobFailed, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
 
 
@@ -199,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--figures", type=Path, help="also draw them, into this folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", type=Path, default=os.environ.get("BENCHMARK_PEERS"), help="their environments")
     parser.add_argument("--works", nargs="+", default=["*"], help=f"of {[kind.name for kind in KINDS]}")
@@ -245,7 +248,17 @@ def main() -> None:
             "costs": {system.name: costs for system, costs in figures.costs.items()},
             "failures": {system.name: failure for system, failure in figures.failures.items()},
         }
+    if options.figures:
+        draw(options.figures, {name: result["rows"] for name, result in results.items()})
     write_json(options.json, rounds=rounds, quick=options.quick, results=results)
+
+
+def draw(folder: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Thousands of examples a second, of the works that one server and one worker do with SGD on one table."""
+    shown = [kind.name for kind in KINDS if sgd_alone(kind) and kind.name in rows]
+    groups = {name: {row["system"]: row["1000 examples/s"] or 0.0 for row in rows[name]} for name in shown}
+    if groups:
+        draw_bars(folder / "systems.svg", groups, title="One server and one worker", x="1000 examples a second")
 
 
 if __name__ == "__main__":

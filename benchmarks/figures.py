@@ -1,9 +1,10 @@
-"""Line charts of results: one look for all, and files that are the same when the figures are."""
+"""Charts of results: one look for all, and files that are the same when the figures are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 #: x, y, and how far the error bar reaches to either side.
 Point = tuple[float, float, float]
@@ -21,11 +22,7 @@ def draw_lines(
     from_zero: bool = False,
 ) -> None:
     """One line a name. ``limit`` is a promise, drawn as a dashed line; ``logarithmic`` names axes ("x", "y", "xy")."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fleet", "svg.fonttype": "none", "font.size": 9})
-    from matplotlib import pyplot
+    pyplot = _pyplot()
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -47,6 +44,38 @@ def draw_lines(
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def draw_bars(path: Path, groups: Mapping[str, Mapping[str, float]], *, title: str, x: str) -> None:
+    """A panel for each group, with a bar for each name in it."""
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(
+        1, len(groups), figsize=(3.6 * len(groups), 3.6), layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, (group, bars) in zip(panels[0], groups.items(), strict=True):
+        colours = ["tab:blue" if name.startswith("fleet") else "tab:gray" for name in bars]
+        drawn = axes.barh(list(bars), list(bars.values()), color=colours)
+        axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
+        axes.set(title=group, xlabel=x)
+        axes.margins(x=0.15)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0][0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fleet", "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    _pyplot().close(figure)

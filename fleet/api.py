@@ -453,8 +453,8 @@ class Fleet:
 
     def summary(self) -> dict[str, Any]:
         """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
-        how old the values were that gradients were computed on (docs/modes/index.md has every key), and this worker's own
-        figures (docs/observing.md).
+        how old the values were that gradients were computed on (docs/modes/index.md has every key), and this worker's
+        own figures (docs/observing.md).
 
         Examples:
             >>> optimizer.minimize(loss())
