@@ -19,6 +19,10 @@ from test_processes import CLEAN, ROOT, TRAIN, ended
 from fleet.cluster import Assignment
 from fleet.role_maker.resolve import resolve
 
+#: For the processes of a recipe, on a machine that has others to do.
+PATIENCE_S = 200
+pytestmark = pytest.mark.timeout(PATIENCE_S + 40)
+
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "deploying").glob("*.md"))}
 KUBERNETES = ROOT / "examples" / "kubernetes"
 
@@ -30,7 +34,7 @@ ENVIRON = {
     "OMP_NUM_THREADS": "1",
 }
 
-netns = [pytest.mark.netns, pytest.mark.timeout(240), pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+netns = [pytest.mark.netns, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 
 def block(page: str, index: int) -> str:
@@ -57,7 +61,7 @@ def run(command: str, clone: Path, **more: str) -> str:
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=110)
+            out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
@@ -129,7 +133,7 @@ def lan(machines: Machines) -> dict[str, Machine]:
 
 def outputs(started: list[subprocess.Popen[str]]) -> list[str]:
     """What each printed; all must have ended well."""
-    ends = [ended(process, 110) for process in started]
+    ends = [ended(process, PATIENCE_S) for process in started]
     assert [code for code, _, _ in ends] == [0] * len(ends), "\n".join(err for _, _, err in ends)
     return [out for _, out, _ in ends]
 
