@@ -82,7 +82,7 @@ class Checkpoints:
     Every worker has one and calls ``after_step()`` after every step of its optimizer.
 
     Examples:
-        >>> with fleet.Checkpoints("ckpt/run", every_steps=2, full_every=10, keep_last=3) as checkpoints:
+        >>> with fleet.Checkpoints("ckpt/run", every_steps=2, keep_last=3, background=False) as checkpoints:
         ...     for _ in range(5):
         ...         optimizer.minimize(loss())
         ...         checkpoints.after_step()

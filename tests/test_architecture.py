@@ -66,12 +66,14 @@ STANDARD_LIBRARY = (
         "metrics",
         "launch.guard",
         "launch.watch",
+        "launch.view",
         "launch.local",
         "launch.parser",
         "launch.cli",
         "launch.environment",
         "launch.checkpoint_options",
     ),
+    *("observing", "observing.process", "observing.observer", "observing.prometheus"),
 )
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
@@ -149,6 +151,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/checkpoints.py": "console",
         "launch/checkpoint_options.py": "console",
         "launch/cli.py": "console",
+        "launch/doctor.py": "console",
         "launch/environment.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
