@@ -24,7 +24,7 @@ from fleet.optimizer import DistributedOptimizer
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
 #: Modules whose ``__all__`` is public, and objects whose methods are.
-MODULES = ("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective")
+MODULES = ("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective", "fleet.data")
 NAMESPACES = {"fleet.StrategyFactory": fleet.StrategyFactory, "fleet.metrics": Metrics}
 
 RUNNER_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -43,8 +43,13 @@ def public() -> dict[str, Any]:
     return {
         name: value
         for name, value in found.items()
-        if not inspect.ismodule(value) and not name.rpartition(".")[2].startswith("_")
+        if not inspect.ismodule(value) and not name.rpartition(".")[2].startswith("_") and _is_ours(value)
     }
+
+
+def _is_ours(value: Any) -> bool:
+    """What a name for one of Python's types is not."""
+    return str(getattr(value, "__module__", "fleet")).startswith("fleet")
 
 
 PUBLIC = public()

@@ -29,6 +29,10 @@ class Ids:
     ``missing``, for Parquet and CSV, stands in for a null or an empty cell, which is malformed otherwise; without a
     width these are no ids at all. ``hash=True``, for those too, makes ids of strings: the 64-bit FNV-1a hash of their
     bytes.
+
+    Examples:
+        >>> fleet.data.Ids(width=None)  # any number of ids in a sample, for an EmbeddingBag
+        Ids(width=None, ...)
     """
 
     width: int | None = None
@@ -48,7 +52,12 @@ class Ids:
 
 @dataclass(frozen=True)
 class Floats:
-    """Numbers, as float32: ``width`` of them in every sample, or any number (``None``); ``missing`` as with ``Ids``."""
+    """Numbers, as float32: ``width`` of them in every sample, or any number (``None``); ``missing`` as with ``Ids``.
+
+    Examples:
+        >>> fleet.data.Floats(width=13)
+        Floats(width=13, ...)
+    """
 
     width: int | None = None
     missing: float | None = None
@@ -62,7 +71,11 @@ class Floats:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Something in the line that is not wanted."""
+    """Something in the line that is not wanted.
+
+    Examples:
+        >>> columns = {"clicked": fleet.data.Floats(), "comment": fleet.data.Ignored(), "user": fleet.data.Ids()}
+    """
 
 
 Column: TypeAlias = Ids | Floats | Ignored
@@ -89,7 +102,14 @@ def _check_missing(column: Ids | Floats) -> None:
 
 class Ragged(NamedTuple):
     """The values of a batch whose samples have different numbers of them: those of sample ``i`` begin at
-    ``offsets[i]``. ``bag(*ragged)`` is how an ``EmbeddingBag`` takes them."""
+    ``offsets[i]``. ``bag(*ragged)`` is how an ``EmbeddingBag`` takes them.
+
+    Examples:
+        >>> bag = torch.nn.EmbeddingBag(10, 4, mode="sum")
+        >>> tags = fleet.data.Ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 2]))  # [1, 2] and [3]
+        >>> bag(*tags).shape
+        torch.Size([2, 4])
+    """
 
     values: torch.Tensor
     offsets: torch.Tensor

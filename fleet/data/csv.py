@@ -24,6 +24,14 @@ class Csv(SampleFiles):
 
     ``list_delimiter`` stands between the values of a cell that has several, which are those of all columns whose width
     is not 1. A value in quotes may hold the delimiter, but no end of line. ``options`` are those that all formats have.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("clicks.csv").write_text("clicked,user\\n1,7\\n0,8\\n")
+        >>> columns = {"clicked": fleet.data.Floats(1), "user": fleet.data.Ids(1)}
+        >>> next(iter(fleet.data.Csv(["clicks.csv"], columns, batch_size=2)))["user"]
+        tensor([[7],
+                [8]])
     """
 
     def __init__(

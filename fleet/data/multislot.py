@@ -22,7 +22,16 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 
 
 class MultiSlot(SampleFiles):
-    """Files of MultiSlot text, plain or ``.gz``. ``columns`` names all slots of a line, in the order of the line."""
+    """Files of MultiSlot text, plain or ``.gz``. ``columns`` names all slots of a line, in the order of the line.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("clicks.txt").write_text("1 1 1 7\\n1 0 1 8\\n")  # how many values, then the values, of each slot
+        >>> columns = {"clicked": fleet.data.Floats(1), "user": fleet.data.Ids(1)}
+        >>> next(iter(fleet.data.MultiSlot(["clicks.txt"], columns, batch_size=2)))["user"]
+        tensor([[7],
+                [8]])
+    """
 
     def _check_columns(self, columns: Mapping[str, Column]) -> None:
         for name, column in columns.items():
@@ -76,7 +85,16 @@ def _expected_and_got(fault: int, parser: Parser, column: Column) -> tuple[str, 
 
 def write_multislot(file: IO[str], samples: Iterable[Mapping[str, Any]], slots: Mapping[str, Column]) -> None:
     """Write samples as lines of MultiSlot text: mappings of slots to a number or a sequence of numbers (a list, an
-    array, a tensor). ``slots`` says which, and in which order; an ``Ignored`` one is written as ``1 0``."""
+    array, a tensor). ``slots`` says which, and in which order; an ``Ignored`` one is written as ``1 0``.
+
+    Examples:
+        >>> import io
+        >>> file = io.StringIO()
+        >>> slots = {"clicked": fleet.data.Floats(1), "user": fleet.data.Ids()}
+        >>> fleet.data.write_multislot(file, [{"clicked": 1, "user": [7, 9]}], slots)
+        >>> file.getvalue()
+        '1 1.0 2 7 9\\n'
+    """
     for number, sample in enumerate(samples):
         words: list[str] = []
         for name, column in slots.items():

@@ -21,7 +21,16 @@ PORTION = 8192
 
 class Parquet(SampleFiles):
     """Parquet files. ``columns`` names those that are read: numbers, or lists of numbers, or strings with
-    ``Ids(hash=True)``; others may be there."""
+    ``Ids(hash=True)``; others may be there.
+
+    Examples:
+        >>> import pyarrow.parquet
+        >>> pyarrow.parquet.write_table(pyarrow.table({"clicked": [1.0, 0.0], "user": [7, 8]}), "clicks.parquet")
+        >>> columns = {"clicked": fleet.data.Floats(1), "user": fleet.data.Ids(1)}
+        >>> next(iter(fleet.data.Parquet(["clicks.parquet"], columns, batch_size=2)))["user"]
+        tensor([[7],
+                [8]])
+    """
 
     def _check_columns(self, columns: Mapping[str, Column]) -> None:
         for name, column in columns.items():
