@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
     ("launch.server", "launch.checkpoints", "launch.sources"),
-    ("launch.top", "launch.doctor"),
+    ("launch.top", "launch.doctor", "launch.report"),
     ("launch.cli", "api"),
     ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
@@ -107,6 +107,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/guard.py": "standalone",
         "launch/local.py": "events",
         "observing/process.py": "processor time",
+        "observing/report.py": "a date",
     },
     "secrets uuid": {
         "checkpoint/exporting.py": "names",
@@ -136,6 +137,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/checkpoints.py": "console",
         "launch/cli.py": "console",
         "launch/doctor.py": "console",
+        "launch/report.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
     },

@@ -98,7 +98,7 @@ def _busy(before: View, now: View) -> Iterator[tuple[str, float]]:
 
 def _overview(case: _Case) -> str:
     live = [worker for worker in case.now.workers.values() if worker.standing == "live"]
-    steps = sum(time.steps for time in case.times.values())
+    steps = sum(spent.steps for spent in case.times.values())
     examples = sum(
         rate("examples", case.before.workers[index].figures, case.now.workers[index].figures) or 0.0
         for index in case.times
@@ -155,11 +155,11 @@ def _straggler(case: _Case) -> Iterator[str]:
     if len(case.times) < 2:
         return
     others = len(case.times) - 1
-    held = {index: sum(time.waited.get(index, 0.0) for time in case.times.values()) / others for index in case.times}
+    held = {index: sum(spent.waited.get(index, 0.0) for spent in case.times.values()) / others for index in case.times}
     worst = max(held, key=held.__getitem__)
     if held[worst] < _NOTABLE:
         return
-    theirs = median(time.own_of_a_step for index, time in case.times.items() if index != worst)
+    theirs = median(spent.own_of_a_step for index, spent in case.times.items() if index != worst)
     mine = case.times[worst].own_of_a_step
     if math.isfinite(mine) and mine > _LONGER * theirs:
         yield (
@@ -189,28 +189,30 @@ def _busy_server(case: _Case) -> Iterator[str]:
 
 
 def _exchange(case: _Case) -> Iterator[str]:
-    for index, time in case.times.items():
-        rest = time.exchange - sum(time.waited.values())
+    for index, spent in case.times.items():
+        rest = spent.exchange - sum(spent.waited.values())
         if rest < _LARGE or max(case.busy.values(), default=0.0) >= _BUSY:
             continue
         before, now = case.before.workers[index].figures, case.now.workers[index].figures
         moved = (rate("sent_bytes", before, now) or 0.0) + (rate("received_bytes", before, now) or 0.0)
-        a_step = f" ({moved / time.steps / 1e3:,.0f} kB a step)" if time.steps else ""
-        todo = "fleet.prefetch fetches rows while it computes" if time.pull > time.push else "larger batches need fewer"
+        a_step = f" ({moved / spent.steps / 1e3:,.0f} kB a step)" if spent.steps else ""
+        todo = (
+            "fleet.prefetch fetches rows while it computes" if spent.pull > spent.push else "larger batches need fewer"
+        )
         yield (
-            f"Worker {index} spends {time.exchange:.0%} of its time in exchanges (push {time.push:.0%}, pull "
-            f"{time.pull:.0%}), {sum(time.waited.values()):.0%} of it for other workers; the servers are busy "
+            f"Worker {index} spends {spent.exchange:.0%} of its time in exchanges (push {spent.push:.0%}, pull "
+            f"{spent.pull:.0%}), {sum(spent.waited.values()):.0%} of it for other workers; the servers are busy "
             f"{max(case.busy.values(), default=0.0):.0%}. What is left is moving {moved / 1e6:.3g} MB a second"
             f"{a_step}: {todo}."
         )
 
 
 def _waits_unseen(case: _Case) -> Iterator[str]:
-    for index, time in case.times.items():
-        if time.own >= 0.5 and time.cpu < time.own / 2:
+    for index, spent in case.times.items():
+        if spent.own >= 0.5 and spent.cpu < spent.own / 2:
             yield (
-                f"Worker {index} is in its own code {time.own:.0%} of the time and uses a processor for "
-                f"{time.cpu:.0%}: it waits for something that Fleet does not see, such as its data, a device, or a "
+                f"Worker {index} is in its own code {spent.own:.0%} of the time and uses a processor for "
+                f"{spent.cpu:.0%}: it waits for something that Fleet does not see, such as its data, a device, or a "
                 "machine with too few processors."
             )
 
@@ -229,7 +231,7 @@ def _stale(case: _Case) -> Iterator[str]:
 def _compute(case: _Case) -> Iterator[str]:
     if not case.times:
         return
-    own = median(time.own for time in case.times.values())
+    own = median(spent.own for spent in case.times.values())
     if own >= 0.8:
         yield (
             f"The workers are in their own code {own:.0%} of the time, and the servers busy "
