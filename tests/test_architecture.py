@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
     ("launch.server", "launch.checkpoints", "launch.sources", "launch.environment"),
-    ("launch.top", "launch.doctor", "launch.checkpoint_options"),
+    ("launch.top", "launch.doctor", "launch.report", "launch.checkpoint_options"),
     ("launch.cli", "api"),
     ("transpile", "periodic"),
     ("launch.__main__", "__main__", "__init__"),
@@ -121,6 +121,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/guard.py": "standalone",
         "launch/local.py": "events",
         "observing/process.py": "processor time",
+        "observing/report.py": "a date",
     },
     "secrets uuid": {
         "checkpoint/exporting.py": "names",
@@ -153,6 +154,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "console",
         "launch/doctor.py": "console",
         "launch/environment.py": "console",
+        "launch/report.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
     },

@@ -166,6 +166,12 @@ def _doctor(argv: list[str], prog: str) -> int:
     return _observed(doctor, argv, prog)
 
 
+def _report(argv: list[str], prog: str) -> int:
+    from fleet.launch.report import report
+
+    return report(argv, prog)
+
+
 def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
     """A command that asks a job: not every error is a mistake in the arguments, so most say no word of --help."""
     try:
@@ -180,6 +186,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
     "doctor": ("say what holds a job back", _doctor),
+    "report": ("draw a run as one HTML page", _report),
     "top": ("show a running job, one line a process", _top),
     "checkpoint": ("look at checkpoints: ls, verify, diff, export", checkpoint_options.inspect),
     "env": ("print what a bug report needs", _environment),

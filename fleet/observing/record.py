@@ -17,7 +17,7 @@ from typing import Any
 
 from fleet.clock import wall_time
 from fleet.observing.names import Figures
-from fleet.observing.picture import View, seen, server_name
+from fleet.observing.picture import View, seen
 
 #: A file is thinned out when it is larger than this; half of that stays.
 MOST_BYTES = 8 << 20
@@ -124,7 +124,7 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
     own: dict[int, tuple[Figures, float]] = {}
     for line in lines:
         if line.kind == "server":
-            statuses[server_name(line.told)] = line.told
+            statuses[line.process] = line.told
         elif line.kind == "worker":
             own[int(line.process.rpartition(" ")[2])] = line.told, at - line.at
     return seen(at, statuses, own)

@@ -1,0 +1,35 @@
+"""``fleet report``: a finished run, or one as far as it has come, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleet.errors import ConfigurationError
+from fleet.launch.parser import Parser
+from fleet.observing.record import read_records
+from fleet.observing.report import page
+from fleet.observing.story import story_of
+
+
+def report(argv: list[str], prog: str) -> int:
+    parser = Parser(
+        prog,
+        description="Draw a run: speed, loss, staleness, waits, bytes over time, who waited for whom, what happened.",
+        epilog=f"example: {prog} logs",
+        allow_abbrev=False,
+    )
+    parser.add_argument("logdir", metavar="LOGDIR", help="what fleetrun logs into (--log_dir)")
+    parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in LOGDIR)")
+    options = parser.parse_args(argv)
+    directory = Path(options.logdir)
+    lines = read_records(directory) if directory.is_dir() else []
+    if not any(line.kind in ("worker", "server") for line in lines):
+        raise ConfigurationError(
+            "no job has left a record here",
+            where=str(directory),
+            todo="Give the directory that fleetrun logs into, or that FLEET_RECORD_DIR names.",
+        )
+    output = directory / "report.html" if options.output is None else Path(options.output)
+    output.write_text(page(story_of(lines), directory.resolve().name), encoding="utf-8")
+    print(output)
+    return 0
