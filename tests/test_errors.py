@@ -25,6 +25,7 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
+from fleet.ps.table.memory import MemoryStore
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -379,6 +380,27 @@ def test_a_worker_that_falls_silent_is_given_up_on() -> None:
     job.join(job.start())
     assert job.results[0] is not None
     assert "server 0" not in job.errors
+
+
+def test_a_table_that_has_no_memory_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a round is applied, so nobody goes on; all are told why."""
+
+    def refused(*_: object) -> None:
+        raise MemoryError("none left")
+
+    def body(fleet_: Fleet, index: int) -> None:
+        table = fleet.nn.Embedding(None, 2)
+        optimizer = join(fleet_, torch.nn.Sequential(table, torch.nn.Linear(2, 1)))
+        optimizer.minimize(table(torch.arange(9)).sum())
+        fleet_.barrier_worker()
+        monkeypatch.setattr(MemoryStore, "_append", refused)
+        optimizer.minimize(table(torch.arange(9, 99)).sum())
+
+    job = Job(body, 2)
+    job.join(job.start())
+    for name in ("worker 0", "worker 1", "server 0"):
+        assert isinstance(job.errors[name], JobAbortedError), name
+        assert "server server0:1 failed; got MemoryError('none left')" in str(job.errors[name])
 
 
 def test_nan_is_accepted_as_torch_does_unless_a_check_was_asked_for() -> None:

@@ -286,6 +286,40 @@ def test_a_killed_server_is_an_error_after_the_deadline(
     assert re.search(rf"DeadlineError: the server at {re.escape(endpoints[0])} is silent", err)
 
 
+@pytest.mark.slow
+def test_a_server_and_a_worker_that_are_paused(
+    processes: Processes, free_endpoints: Callable[[int], list[str]]
+) -> None:
+    """As a debugger does it, or a frozen container. Less than the deadline costs time only; a worker that is paused for
+    longer is given up on, and finds nobody when it wakes."""
+    endpoints = free_endpoints(1)
+    hasty = {"FLAGS_rpc_deadline": "5000", "FLEET_BEAT": "0.2"}
+    server = processes.server(endpoints[0], endpoints, 2, **hasty)
+    workers = [processes.worker(index, endpoints, 2, "again", **hasty) for index in range(2)]
+
+    def heard(worker: subprocess.Popen[str], wanted: str) -> None:
+        assert worker.stdout is not None
+        while worker.stdout.readline() != wanted:
+            assert worker.poll() is None, worker.communicate()
+
+    heard(workers[1], "step 3\n")
+    server.send_signal(signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.wait(1.0)
+    server.send_signal(signal.SIGCONT)
+    heard(workers[1], "step 10\n")
+    workers[1].send_signal(signal.SIGSTOP)
+    code, _, err = ended(workers[0])
+    assert code == 0, err
+    code, _, err = ended(server)
+    assert code == 0
+    assert re.search(r"worker 1 was silent for \d\.\d s and is given up on", err)
+    workers[1].send_signal(signal.SIGCONT)
+    code, _, err = ended(workers[1])
+    assert code == 1
+    assert re.search(rf"DeadlineError: the server at {re.escape(endpoints[0])} is silent", err)
+
+
 def test_a_script_that_forgets_stop_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
     server = processes.server(endpoints[0], endpoints, 1)

@@ -1,0 +1,149 @@
+"""Two machines, as network namespaces, and between them a network that can be made to swallow everything in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
+
+SERVER, WORKER = "10.213.0.1", "10.213.0.2"
+ENDPOINT = f"{SERVER}:6174"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+
+class Machines:
+    """A server's and a worker's, on one bridge."""
+
+    def __init__(self) -> None:
+        self.deadline_s = 4.0  #: of silence; short enough to wait for it
+        self._names = [f"fleet-{os.getpid()}-{what}" for what in ("bridge", "server", "worker")]
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Machines:
+        bridge, *machines = self._names
+        for name in self._names:
+            ip("netns", "add", name)
+        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", bridge, "link", "set", "bridge", "up")
+        for number, (name, address) in enumerate(zip(machines, (SERVER, WORKER), strict=True)):
+            ip("-n", bridge, "link", "add", f"port{number}", "type", "veth", "peer", "name", "net", "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "net")
+            for where, link in ((bridge, f"port{number}"), (name, "net"), (name, "lo")):
+                ip("-n", where, "link", "set", link, "up")
+        self.heal()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+        for name in self._names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+    def cut(self) -> None:
+        """Whatever is sent from now on vanishes; both ends are still up, and hear of nothing."""
+        ip("-n", self._names[0], "link", "set", "port1", "nomaster")
+
+    def heal(self) -> None:
+        for port in ("port0", "port1"):
+            ip("-n", self._names[0], "link", "set", port, "master", "bridge")
+
+    def server(self) -> subprocess.Popen[str]:
+        return self._start(1, TRAINING_ROLE="PSERVER", PADDLE_CURRENT_ENDPOINT=ENDPOINT)
+
+    def worker(self, variant: str) -> subprocess.Popen[str]:
+        return self._start(2, variant, TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID="0")
+
+    def _start(self, machine: int, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self._names[machine], sys.executable, TRAIN, *arguments],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PADDLE_PSERVERS_IP_PORT_LIST": ENDPOINT,
+                "PADDLE_TRAINERS_NUM": "1",
+                "FLAGS_rpc_deadline": str(int(1000 * self.deadline_s)),
+                "FLEET_BEAT": "0.2",
+                **variables,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    try:
+        with Machines() as made:
+            yield made
+    except FileNotFoundError:
+        pytest.skip("iproute2 is not installed")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this needs network namespaces: {error.stderr.strip()}")
+
+
+def line(process: subprocess.Popen[str], wanted: str) -> None:
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text == f"{wanted}\n":
+            return
+    pytest.fail(f"it ended before {wanted!r}: {process.communicate()[1]}")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.slow
+def test_a_network_that_swallows_everything(machines: Machines) -> None:
+    """A job outlives it for less than the deadline; for longer, both ends say whom they miss."""
+    server, worker = machines.server(), machines.worker("again")
+    line(worker, "step 3")
+    machines.cut()
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(machines.deadline_s / 4)
+    machines.heal()
+    line(worker, "step 8")
+    machines.cut()
+    code, _, err = ended(worker)
+    assert code == 1
+    assert re.search(rf"DeadlineError: the server at {re.escape(ENDPOINT)} is silent", err)
+    code, _, err = ended(server)
+    assert code == 0, err
+    assert re.search(r"worker 0 was silent for \d\.\d s and is given up on", err)
+
+
+@pytest.mark.slow
+def test_a_connection_of_which_only_one_end_is_left(machines: Machines) -> None:
+    """A worker's machine dies without a word: the server still holds its connections when the next worker comes."""
+    machines.deadline_s = 60.0
+    server, worker = machines.server(), machines.worker("again")
+    line(worker, "step 3")
+    machines.cut()
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    machines.heal()
+    worker = machines.worker("again")
+    code, out, err = ended(worker)
+    assert code == 0, err
+    assert out.endswith(f"weight {-sum(range(1, 41))}.0 row -14.0\n")
+    code, _, err = ended(server)
+    assert code == 0, err
+    assert "worker 0 has started again" in err
