@@ -30,7 +30,9 @@ ELASTIC = {
     "half_async": StrategyFactory.create_half_async_strategy(elastic=True),
 }
 HALF = ELASTIC["half_async"]
-NAMED = {**PATIENT, "FLEET_JOB_ID": "one"}
+#: The first job of a process imports much.
+SLOWLY = {**PATIENT, "FLEET_STARTUP_DEADLINE": "60"}
+NAMED = {**SLOWLY, "FLEET_JOB_ID": "one"}
 
 
 class Part:
@@ -77,7 +79,7 @@ class Servers:
     """The servers of a job that begins with some workers; who takes part is the test's affair."""
 
     def __init__(self, workers: int = 1, servers: int = 2, **options: Any) -> None:
-        self.job = Job(lambda *_: None, workers, servers, **options)
+        self.job = Job(lambda *_: None, workers, servers, **{"environ": SLOWLY, **options})
         self._threads = [
             threading.Thread(target=self.job.serve, args=(index,), name=f"job-server-{index}", daemon=True)
             for index in range(servers)
