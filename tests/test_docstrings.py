@@ -18,6 +18,7 @@ import pytest
 
 import fleet
 import fleet.errors
+from fleet.launch import cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
 
@@ -83,3 +84,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     for page in REFERENCE.glob("*.md"):
         shown |= set(re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
     assert shown == {name for name in PUBLIC if name.rpartition(".")[0] not in NAMESPACES}
+
+
+def test_every_command_is_in_the_reference() -> None:
+    page = (REFERENCE / "commands.md").read_text()
+    shown = re.findall(r"^<!-- output of: fleet (\S+) --help -->$", page, re.MULTILINE)
+    assert set(cli._COMMANDS) - {"run"} <= set(shown), "fleet run is fleetrun"
