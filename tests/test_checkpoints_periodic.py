@@ -189,7 +189,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers go on after their first piece of rows when the workers have trained on, and changed most rows."""
+    """The servers go on after their first piece of rows when the worker has trained on, and changed most rows."""
     monkeypatch.setattr(shard, "PIECE_BYTES", 500)  # a few rows
     monkeypatch.setattr(standing, "_HELD_BYTES", 300)
     begun, go = threading.Event(), threading.Event()
@@ -211,7 +211,7 @@ def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
             begun.set()
             checkpoints.after_step()
             train(model, optimizer, range(20, 24))
-            assert not checkpoints._saves or checkpoints._is_writing()
+            assert checkpoints._is_writing()
             go.set()
 
     def undisturbed(job: Fleet, worker: int) -> None:
@@ -223,8 +223,8 @@ def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
         train(model, optimizer, range(30, 32))  # with the optimizer's state
         return model.seen()
 
-    run_job(body, 2, 2)
-    run_job(undisturbed, 2, 2)
+    run_job(body, 1, 2)
+    run_job(undisturbed, 1, 2)
     latest = str(tmp_path / "run" / "step-00000020")
     assert (Checkpoint.open(latest).before is None) == (mode == "full")
     (found,) = run_job(again, 1, 2, model_dir=latest)
@@ -299,7 +299,8 @@ def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(saving, "_ask", fail_once)
     run_job(lambda job, worker: stepped(job, "sync", 5, tmp_path, every_steps=2), 1, 1)
-    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    # What a server still writes into the folder of the one that was given up is in nobody's way.
+    assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.parametrize("how", ["close", "save"])
