@@ -157,7 +157,8 @@ def test_a_server_tells_a_stranger_who_waits_for_whom() -> None:
             if network.listener(Endpoint.parse(job.endpoints[0])) is not None:
                 seen.update(status_of(network, job.endpoints[0]))
             told = seen.get("workers", [{}])
-            return bool(told[0].get("waits") and all(worker["figures"].get("auc") for worker in told))
+            beaten = [worker["figures"] for worker in told if "auc" in worker.get("figures", {})]
+            return bool(told[0].get("waits")) and len(beaten) == 2 and beaten[0]["steps"] == 2
 
         until(is_waiting)
     finally:
