@@ -393,7 +393,7 @@ def test_a_table_that_has_no_memory_to_grow(monkeypatch: pytest.MonkeyPatch) -> 
         optimizer = join(fleet_, torch.nn.Sequential(table, torch.nn.Linear(2, 1)))
         optimizer.minimize(table(torch.arange(9)).sum())
         fleet_.barrier_worker()
-        monkeypatch.setattr(MemoryStore, "_append", refused)
+        monkeypatch.setattr(MemoryStore, "insert", refused)
         optimizer.minimize(table(torch.arange(9, 99)).sum())
 
     job = Job(body, 2)
