@@ -58,9 +58,9 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     servers: list[int] = []
     fetch = saving._fetch
 
-    def watched(worker: Any, server: int, *rest: Any) -> None:
+    def watched(worker: Any, version: int, server: int, *rest: Any) -> None:
         servers.append(server)
-        fetch(worker, server, *rest)
+        fetch(worker, version, server, *rest)
 
     monkeypatch.setattr(saving, "_fetch", watched)
     return servers

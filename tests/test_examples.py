@@ -76,7 +76,10 @@ def test_a_stream_is_served_while_it_is_trained_on(processes: Processes, tmp_pat
 def test_a_huge_table_needs_several_servers(processes: Processes, tmp_path: Path) -> None:
     script = str(EXAMPLES / "huge_table.py")
     refused = fleetrun(processes, tmp_path, "--server_num", "1", "--worker_num", "1", script, code=1)
-    assert re.search(r"JobAbortedError: server \S+ failed; got MemoryError.* Give the job more servers", refused)
+    # It depends on what asks first for the byte too much: a row that is to begin, or an answer that is to be made.
+    assert re.search(
+        r"(server \S+ failed|could not make an answer); got MemoryError.* Give the job more servers", refused
+    )
     held = fleetrun(processes, tmp_path, "--server_num", "4", "--worker_num", "1", script)
     assert "4,000,000 rows, 582 MiB, on 4 servers; 0 numbers are wrong" in held
 

@@ -17,7 +17,7 @@ NEEDS_NO_INIT = {"Checkpoints", "Fleet", "Program", "StrategyFactory", "data", "
 CALLS = sorted(set(fleet.__all__) - NEEDS_NO_INIT)
 
 
-#: Imports step by step, in an interpreter of its own, and what has been loaded or touched by then.
+#: Imports step by step, and what has been loaded or touched by then.
 CODE = """
 import json, logging, signal, sys, threading
 
@@ -45,11 +45,16 @@ print(json.dumps(told))
 """
 
 
-@pytest.fixture(scope="module")
-def told() -> Any:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=100, check=False)
+def fresh_python(code: str) -> Any:
+    """What ``code`` prints as JSON, in an interpreter of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    return fresh_python(CODE)
 
 
 def test_importing_fleet_imports_nothing_heavy(told: Any) -> None:

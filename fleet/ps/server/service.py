@@ -711,8 +711,8 @@ class Service:
         except Exception as error:
             # Half a round is applied: nobody may go on from here as if nothing had happened.
             _log.exception("%s: the server failed", self._endpoint)
-            full = "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None
-            self._fail(JobAbortedError(f"server {self._endpoint} failed", got=repr(error), todo=full), outbox)
+            failure = JobAbortedError(f"server {self._endpoint} failed", got=repr(error), todo=_way_out(error))
+            self._fail(failure, outbox)
 
     def _values(
         self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
@@ -1105,4 +1105,8 @@ def _answer_of(waiting: Waiting) -> Frame:
         return waiting.answer()
     except Exception as error:
         _log.exception("an answer for worker %d could not be made", waiting.worker)
-        return error_reply(FleetError("the server could not make an answer", got=repr(error)))
+        return error_reply(FleetError("the server could not make an answer", got=repr(error), todo=_way_out(error)))
+
+
+def _way_out(error: Exception) -> str | None:
+    return "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None
