@@ -154,7 +154,7 @@ class TestSeveralMachines:
         """Two servers on one, workers on two others, known by names."""
         outs = outputs([shell(machine, block("machines", 0), tmp_path) for machine in lan.values()])
         assert [accuracies(out) for out in outs] == [[], [0.977], [0.977]]
-        logs = {name: sorted(log.name for log in (tmp_path / name / "logs").iterdir()) for name in lan}
+        logs = {name: sorted(log.name for log in (tmp_path / name / "logs").glob("*.log")) for name in lan}
         assert logs == {"node1": ["server.0.log", "server.1.log"], "node2": ["worker.0.log"], "node3": ["worker.1.log"]}
 
     def test_without_a_launcher(self, lan: dict[str, Machine], tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ class TestSeveralMachines:
             shell(worker, f"python {TRAIN}", tmp_path, **job, TRAINING_ROLE="TRAINER"),
         ]
         served, trained = outputs(started)
-        assert served == "served\n"
+        assert served.startswith("served")
         assert "weight -5.0 row -5.0" in trained
 
     def test_torchrun_on_two_machines(self, lan: dict[str, Machine], tmp_path: Path) -> None:
