@@ -144,7 +144,7 @@ class Job:
         self._draw = draw
         self._life_s = life_s
         self._ends_by = time.monotonic() + END_S
-        endpoints = [f"127.0.0.1:{free_port(draw)}" for _ in range(options.servers)]
+        endpoints = [f"127.0.0.1:{free_port()}" for _ in range(options.servers)]
         common = {
             "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints),
             "PADDLE_TRAINERS_NUM": str(options.workers),
@@ -227,10 +227,11 @@ class Job:
             process.kill()
 
 
-def free_port(draw: random.Random) -> int:
-    """One that the system gives to nobody by itself: a server that starts again must find it free."""
+def free_port() -> int:
+    """One that the system gives to nobody by itself: a server that starts again must find it free. Runs with one seed
+    may go on side by side, so it does not come from that."""
     while True:
-        port = draw.randrange(10000, 30000)
+        port = random.SystemRandom().randrange(10000, 30000)
         with contextlib.suppress(OSError), socket.socket() as trial:
             trial.bind(("127.0.0.1", port))
             return port
