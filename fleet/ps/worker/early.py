@@ -19,6 +19,16 @@ from fleet.errors import FleetError
 #: A request of its own does not pay for smaller ones.
 SMALLEST_BYTES = 1 << 20
 
+
+def worthwhile(params: Sequence[torch.Tensor]) -> bool:
+    """Whether any gradient of these is large enough to leave by itself."""
+    return any(map(_is_large, params))
+
+
+def _is_large(param: torch.Tensor) -> bool:
+    return param.nbytes >= SMALLEST_BYTES
+
+
 #: Sends the gradient of a parameter under an attempt; whether the servers took it.
 Send = Callable[[int, int, torch.Tensor], bool]
 
@@ -35,7 +45,7 @@ class EarlyGradients:
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._complete, index))  # type: ignore[no-untyped-call]
             for index, param in enumerate(params)
-            if param.numel() * param.itemsize >= SMALLEST_BYTES and param.is_leaf and param.requires_grad
+            if _is_large(param) and param.requires_grad
         ]
 
     @contextmanager
@@ -43,7 +53,7 @@ class EarlyGradients:
         """Gradients that are completed in here are those of the next step."""
         self._attempt += 1
         self._sent, self._under_way, self._spoiled = {}, [], False
-        self._armed = bool(self._hooks) and not self._refused
+        self._armed = not self._refused
         try:
             yield
         finally:

@@ -49,7 +49,7 @@ from fleet.ps.wire.transport import Network
 from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack, without_zeros
-from fleet.ps.worker.early import EarlyGradients
+from fleet.ps.worker.early import EarlyGradients, worthwhile
 from fleet.ps.worker.exporting import exported
 from fleet.ps.worker.feedback import ErrorFeedback, Sent, as_read, encoded
 from fleet.ps.worker.foresight import Foresight
@@ -146,7 +146,8 @@ class WorkerRuntime:
 
     def _make_early(self) -> EarlyGradients | None:
         """What lets gradients leave ahead of their push, where each step is one push, of gradients as they are."""
-        if self._communicator is not None or self.mode.adds or self._merge.steps > 1 or not self._narrow.is_plain:
+        is_one_push = self._communicator is None and not self.mode.adds and self._merge.steps == 1
+        if not (is_one_push and self._narrow.is_plain and worthwhile(self._description.params)):
             return None
         return EarlyGradients(self._description.params, self._send_early, str(self.assignment.index))
 
@@ -253,7 +254,7 @@ class WorkerRuntime:
         self._merge = self._make_merge()
         if self._early is not None:
             self._early.close()
-            self._early = self._make_early()
+        self._early = self._make_early()
         if self.assignment.index == 0:
             for server, reply in enumerate(replies):
                 if not reply.message.initialized:
