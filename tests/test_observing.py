@@ -780,3 +780,14 @@ def test_the_doctor_looks_at_a_running_job(
     assert cli.main(["doctor", served, "--seconds", "1"]) == 0
     assert re.match(r"1 worker and 1 server, mode sync: \S+ steps a second\.", capsys.readouterr().out)
     assert cli.main(["doctor", served, "--seconds", "0"]) == 2
+
+
+def test_a_job_alone_whose_page_cannot_be_shown_fails_at_once(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        fleet_ = Fleet(environ={"FLEET_METRICS_PORT": str(taken.getsockname()[1])})
+        fleet_.init()
+        with pytest.raises(PortInUseError):
+            join(fleet_)
+    assert [thread.name for thread in threading.enumerate() if thread.name == "fleet-server"] == []

@@ -110,14 +110,15 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
         _, model, strategy = self._parts_to_start()
         a = self._assignment
-        if a.embedded:
-            server = self._make_server(a.servers[0])
-            self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
-            self._embedded.start()
+        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._knobs, self._clock)
         try:
-            worker = WorkerRuntime(a, self._describe, strategy, self._network, self._knobs, self._clock)
+            if a.embedded:
+                server = self._make_server(a.servers[0])
+                self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
+                self._embedded.start()
             worker.start()
         except BaseException:
+            worker.close()
             self._join_embedded()
             raise
         if model is not None:

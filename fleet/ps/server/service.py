@@ -354,7 +354,7 @@ class Service:
             return "waiting for the first worker"
         if not job.initialized:
             return "waiting for initial values"
-        return "training" if job.errand is None or job.errand.is_done else job.errand.what
+        return "training" if job.errand is None or job.errand.is_done else _on_one_line(job.errand.what)
 
     # ---------------------------------------------------------------- joining
 
@@ -783,7 +783,8 @@ class Service:
             assert self._members is not None
             gone = 0 not in self._members.awaited()
         claim, now = request.claim, self._clock.now()
-        waiting = Waiting(request.worker, claim.name[:80], now, respond, lambda: Frame(pb.Reply(loads=job.loads)))
+        what = _on_one_line(claim.name[:80])
+        waiting = Waiting(request.worker, what, now, respond, lambda: Frame(pb.Reply(loads=job.loads)))
         self._check_patience(job, waiting)
         job.claims.claim(claim.name, claim.by_anyone, waiting, now, gone, outbox)
 

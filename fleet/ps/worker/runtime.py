@@ -130,7 +130,12 @@ class WorkerRuntime:
         self._foresight: Foresight | None = None
         self._early: EarlyGradients | None = None
         self.stopped = False
-        self._observer = Observer(str(assignment), "worker", self.told, knobs)
+        try:
+            self._observer = Observer(str(assignment), "worker", self.told, knobs)
+        except BaseException:
+            for client in self.clients:
+                client.close()
+            raise
 
     def _adopt(self, description: Description) -> None:
         self._description = description
