@@ -63,7 +63,7 @@ $(MPIS): $(STAMP)
 	@touch $@
 
 test-mpi: $(STAMP) $(MPIS)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m mpi $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m mpi $(ARGS)
 
 # What builds the site, which nothing else needs.
 SITE := $(VENV)/.installed-for-docs

@@ -109,6 +109,7 @@ def test_mpi(clone: Path, mpi: str) -> None:
     assert prefix.is_dir(), "run `make test-mpi`"
     found = {"PATH": f"{prefix / 'bin'}{os.pathsep}{ENVIRON['PATH']}", "LD_LIBRARY_PATH": str(prefix / "lib")}
     assert accuracies(run(block("mpi", 0), clone, **found, **OPEN_MPI)) == [0.977] * 2
+    assert (clone / "ckpt" / "quickstart" / "manifest.json").is_file()
 
 
 # ---------------------------------------------------------------------------------------------- several machines

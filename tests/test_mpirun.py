@@ -68,16 +68,6 @@ def mpirun(mpi: str) -> Run:
     return run
 
 
-def test_the_quickstart(mpirun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = mpirun(4, str(ROOT / "examples" / "quickstart.py"))
-    assert code == 0, err
-    accuracies = re.findall(r"accuracy on new clicks: ([\d.]+)", out)
-    assert len(accuracies) == 2
-    assert all(float(accuracy) > 0.95 for accuracy in accuracies)
-    assert (tmp_path / "ckpt" / "quickstart" / "manifest.json").is_file()
-
-
 def test_a_job_ends_where_one_process_ends_and_leaves_mpi_to_the_script(mpirun: Run) -> None:
     code, out, err = mpirun(4, str(SCRIPT), "uses-mpi")
     assert code == 0, err
