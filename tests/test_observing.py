@@ -40,7 +40,7 @@ from fleet.launch.view import LiveView
 from fleet.observing.diagnosis import diagnose
 from fleet.observing.names import SERVER, WORKER, Figure, rate
 from fleet.observing.observer import Observer
-from fleet.observing.picture import History, Row, View, WorkerView, rows, seen
+from fleet.observing.picture import History, Row, View, WorkerView, held_up, rows, seen
 from fleet.observing.prometheus import BESIDE
 from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, view_of
 from fleet.observing.table import HEADS, cells, plain, rich_table
@@ -287,7 +287,8 @@ def test_rows_of_a_picture() -> None:
     assert first.note == "waits 3.0 s for worker 1: push of step 41"
     assert (first.step, first.steps_a_second, first.examples_a_second) == (40, 10.0, 640.0)
     assert (first.loss, first.staleness, first.queue, first.sent_a_second) == (0.25, 1.5, 2, 2e6)
-    assert second.note == "waits 40%, mostly for worker 0"
+    assert second.note == "waits 40% for worker 0"
+    assert (first.weight, second.weight, server.weight) == pytest.approx((0.4, 0.0, 0.9))
     assert (third.note, third.is_well, third.steps_a_second) == ("given up on", False, None)
     assert (server.process, server.note, server.steps_a_second) == ("server 0", "busy 90%", 20.0)
     assert (away.note, away.is_well) == ("does not answer", False)
@@ -310,19 +311,48 @@ def test_a_history_keeps_what_rates_need() -> None:
     assert (before.at, now.at) == (94.0, 99.0)
 
 
-@pytest.mark.parametrize(
-    ("width", "left_out"), [(200, set()), (80, {"received/s", "sent/s", "memory", "queue", "stale"})]
-)
-def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> None:
+def test_who_waits_and_for_whom_is_told_of_both() -> None:
+    def view(uptime: float) -> View:
+        figures = {"uptime_seconds": uptime}
+        waiting = [told(figures=figures, waited={"2": 0.3 * uptime}), told(figures=figures, waited={"2": 0.5 * uptime})]
+        last = told(figures=figures, waited={"1": 0.06 * uptime, "0": 0.1 * uptime})
+        return seen(uptime, {"server 0": status(*waiting, last)}, {})
+
+    notes = [row.note for row in rows(view(2.0), view(4.0))][:3]
+    assert notes == ["waits 30% for worker 2", "waits 50% for worker 2", "others wait 40% for it"]
+    alone = {0: WorkerView(figures={"uptime_seconds": 1.0})}
+    assert held_up(View(0.0), View(1.0, workers=alone)) == {0: 0.0}
+
+
+def on_screen(shown: list[Row], width: int, height: int) -> list[str]:
     from rich.console import Console
 
-    console = Console(width=width, file=io.StringIO())
+    console = Console(width=width, height=height, file=io.StringIO())
+    console.print(rich_table(shown, width, height))
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"), [(200, set()), (80, {"received/s", "sent/s", "memory", "queue"})]
+)
+def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> None:
     note = "waits 12.3 s for worker 1: push of step 1234567"
-    console.print(rich_table([Row("worker 0", 1234567, 300.0, 2e4, math.nan, 1.5, 2, 2e6, 2e6, 3e8, note)], "", width))
-    text = console.file.getvalue()
+    lines = on_screen([Row("worker 0", 1234567, 300.0, 2e4, math.nan, 1.5, 2, 2e6, 2e6, 3e8, note)], width, 24)
+    text = "\n".join(lines)
     assert {head for head in HEADS if head not in text} == left_out
     assert all(word in text for word in ("worker 0", "1234567", "nan", note[:20]))
-    assert max(map(len, text.splitlines())) <= width
+    assert max(map(len, lines)) <= width
+
+
+def test_a_low_terminal_shows_the_processes_that_matter() -> None:
+    shown = [Row(f"worker {index}", weight=0.9 if index == 15 else 0.0, is_well=index != 18) for index in range(20)]
+    lines = on_screen([*shown, Row("server 0", weight=0.2)], 80, 8)
+    assert "5 of 21 processes" in lines[0]
+    assert len(lines) == 8
+    named = [" ".join(line.split()[:2]) for line in lines[3:]]
+    assert named == ["worker 0", "worker 1", "worker 15", "worker 18", "server 0"]
+    assert "processes" not in on_screen(shown, 80, 30)[0], "there is room for all"
+    assert len(on_screen(shown, 80, 1)) == 4, "one line is the least"
 
 
 # fleet top

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fleet.observing.names import rate
-from fleet.observing.picture import SILENT_S, View, WorkerView, mean_staleness, waited_shares
+from fleet.observing.picture import SILENT_S, View, WorkerView, held_up, mean_staleness, waited_shares
 
 #: So large a part of the time is worth a sentence.
 _NOTABLE = 0.10
@@ -154,8 +154,7 @@ def _not_finite(case: _Case) -> Iterator[str]:
 def _straggler(case: _Case) -> Iterator[str]:
     if len(case.times) < 2:
         return
-    others = len(case.times) - 1
-    held = {index: sum(spent.waited.get(index, 0.0) for spent in case.times.values()) / others for index in case.times}
+    held = {index: share for index, share in held_up(case.before, case.now).items() if index in case.times}
     worst = max(held, key=held.__getitem__)
     if held[worst] < _NOTABLE:
         return
