@@ -20,7 +20,7 @@ import torch
 import fleet
 from fleet.observing.picture import History, rows
 from fleet.observing.record import newest, view_of
-from fleet.observing.table import rich_table, title
+from fleet.observing.table import rich_table
 
 FIGURES = Path(__file__).parent / "figures"
 SECONDS, BATCH, USERS = 40.0, 512, 20_000
@@ -84,7 +84,7 @@ def main() -> None:
         console.print("$ fleetrun --server_num 2 --worker_num 3 train.py")
         for line in printed[:4]:
             console.print(Text(line))
-        console.print(rich_table(shown, title(shown), 132))
+        console.print(rich_table(shown, 132, 40))
         console.save_svg(str(FIGURES / "live-view.svg"), title="fleetrun")
         subprocess.run([sys.executable, "-m", "fleet", "report", str(logs)], check=True)
         for scheme in ("light", "dark"):

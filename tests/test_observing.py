@@ -40,9 +40,9 @@ from fleet.launch.view import LiveView
 from fleet.observing.diagnosis import diagnose
 from fleet.observing.names import SERVER, WORKER, Figure, rate
 from fleet.observing.observer import Observer
-from fleet.observing.picture import History, Row, View, WorkerView, rows, seen
+from fleet.observing.picture import History, Row, View, WorkerView, held_up, rows, seen
 from fleet.observing.prometheus import BESIDE
-from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, view_of
+from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, training_of, view_of
 from fleet.observing.table import HEADS, cells, plain, rich_table
 from fleet.observing.tensorboard import scalars
 from fleet.observing.worker import MOST_REPORTED
@@ -287,7 +287,8 @@ def test_rows_of_a_picture() -> None:
     assert first.note == "waits 3.0 s for worker 1: push of step 41"
     assert (first.step, first.steps_a_second, first.examples_a_second) == (40, 10.0, 640.0)
     assert (first.loss, first.staleness, first.queue, first.sent_a_second) == (0.25, 1.5, 2, 2e6)
-    assert second.note == "waits 40%, mostly for worker 0"
+    assert second.note == "waits 40% for worker 0"
+    assert (first.weight, second.weight, server.weight) == pytest.approx((0.4, 0.0, 0.9))
     assert (third.note, third.is_well, third.steps_a_second) == ("given up on", False, None)
     assert (server.process, server.note, server.steps_a_second) == ("server 0", "busy 90%", 20.0)
     assert (away.note, away.is_well) == ("does not answer", False)
@@ -310,19 +311,46 @@ def test_a_history_keeps_what_rates_need() -> None:
     assert (before.at, now.at) == (94.0, 99.0)
 
 
-@pytest.mark.parametrize(
-    ("width", "left_out"), [(200, set()), (80, {"received/s", "sent/s", "memory", "queue", "stale"})]
-)
-def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> None:
+def test_who_waits_and_for_whom_is_told_of_both() -> None:
+    def view(uptime: float) -> View:
+        figures = {"uptime_seconds": uptime}
+        waiting = [told(figures=figures, waited={"2": 0.3 * uptime}), told(figures=figures, waited={"2": 0.5 * uptime})]
+        last = told(figures=figures, waited={"1": 0.06 * uptime, "0": 0.1 * uptime})
+        return seen(uptime, {"server 0": status(*waiting, last)}, {})
+
+    notes = [row.note for row in rows(view(2.0), view(4.0))][:3]
+    assert notes == ["waits 30% for worker 2", "waits 50% for worker 2", "others wait 40% for it"]
+    alone = {0: WorkerView(figures={"uptime_seconds": 1.0})}
+    assert held_up(View(0.0), View(1.0, workers=alone)) == {0: 0.0}
+
+
+def on_screen(shown: list[Row], width: int, height: int) -> list[str]:
     from rich.console import Console
 
-    console = Console(width=width, file=io.StringIO())
+    console = Console(width=width, height=height, file=io.StringIO())
+    console.print(rich_table(shown, width, height))
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("width", "left_out"), [(200, set()), (80, {"received/s", "sent/s", "memory", "queue"})])
+def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> None:
     note = "waits 12.3 s for worker 1: push of step 1234567"
-    console.print(rich_table([Row("worker 0", 1234567, 300.0, 2e4, math.nan, 1.5, 2, 2e6, 2e6, 3e8, note)], "", width))
-    text = console.file.getvalue()
+    lines = on_screen([Row("worker 0", 1234567, 300.0, 2e4, math.nan, 1.5, 2, 2e6, 2e6, 3e8, note)], width, 24)
+    text = "\n".join(lines)
     assert {head for head in HEADS if head not in text} == left_out
     assert all(word in text for word in ("worker 0", "1234567", "nan", note[:20]))
-    assert max(map(len, text.splitlines())) <= width
+    assert max(map(len, lines)) <= width
+
+
+def test_a_low_terminal_shows_the_processes_that_matter() -> None:
+    shown = [Row(f"worker {index}", weight=0.9 if index == 15 else 0.0, is_well=index != 18) for index in range(20)]
+    lines = on_screen([*shown, Row("server 0", weight=0.2)], 80, 8)
+    assert "5 of 21 processes" in lines[0]
+    assert len(lines) == 8
+    named = [" ".join(line.split()[:2]) for line in lines[3:]]
+    assert named == ["worker 0", "worker 1", "worker 15", "worker 18", "server 0"]
+    assert "processes" not in on_screen(shown, 80, 30)[0], "there is room for all"
+    assert len(on_screen(shown, 80, 1)) == 4, "one line is the least"
 
 
 # fleet top
@@ -733,20 +761,31 @@ HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 
         (views([{}], busy=(0.2, 0.9)), ["Server 1 is busy 90% of the time and the others 20% at most"]),
         (
             views([{"spends": {"push_seconds": 0.2, "pull_seconds": 0.5, "sent_bytes": 1e6, "received_bytes": 4e6}}]),
-            ["70% of its time in exchanges (push 20%, pull 50%)", "5 MB a second (500 kB a step): fleet.prefetch"],
+            ["(host:1), 70% goes into exchanges (push 20%, pull 50%)", "5 MB a second (500 kB a step): fleet.prefetch"],
         ),
-        (views([{"spends": {"push_seconds": 0.6}}]), ["larger batches"]),
-        (views([{"spends": {"cpu_seconds": 0.05}}]), ["in its own code 100% of the time and uses a processor for 5%"]),
+        (
+            views([{"spends": {"push_seconds": 0.1, "pull_seconds": 0.9, "received_bytes": 4e6}}]),
+            ["4 MB a second (400 kB a step): larger batches"],
+        ),
+        (
+            views([{"spends": {"push_seconds": 0.6, "sent_bytes": 4e3}}]),
+            ["It moves little (0.4 kB a step)", "larger batches need fewer"],
+        ),
+        (views([{"spends": {"cpu_seconds": 0.05}}]), ["100% is spent in the script's own code, with 5% of"]),
+        (
+            views([{"spends": {"cpu_seconds": 0.4, "delay_seconds": 0.58}}]),
+            ["For 58% of the time the training of worker 0 (host:1) is ready to run and has no processor"],
+        ),
         (views([{"stale": 9}]), ["is 9 updates old", "1 worker"]),
-        (views([{}]), ["in their own code 100% of the time, and the servers busy 10%: more or faster workers"]),
+        (views([{}]), ["own code (data, forward, backward) 100% of the time, and the servers busy 10%: more"]),
         (views([{"spends": {"push_seconds": 0.3}}]), ["Nothing stands out."]),
-        (views([{"says": {"loss": math.nan}}]), ["The loss of worker 0 is nan", "FLEET_CHECK_FINITE=1"]),
-        (views([{}, {"is": {"standing": "expected"}}]), ["Worker 1 has not said hello yet"]),
-        (views([{}, {"is": {"standing": "lost"}}]), ["Worker 1 (host:1) was given up on"]),
-        (views([{}, {"is": {"heard_seconds": 42.0}}]), ["Worker 1 (host:1) has not been heard of for 42 s"]),
+        (views([{"says": {"loss": math.nan}}]), ["The loss of worker 0 (host:1) is nan", "FLEET_CHECK_FINITE=1"]),
+        (views([{}, {"is": {"standing": "expected"}}]), ["waits for a first hello of worker 1 (host:1)."]),
+        (views([{}, {"is": {"standing": "lost"}}]), ["given up on worker 1 (host:1);"]),
+        (views([{}, {"is": {"heard_seconds": 42.0}}]), ["Nothing has been heard of worker 1 (host:1) for 42 s"]),
         (
             views([{"is": {"waits": {"what": "barrier 3", "seconds": 75.2, "for": [1, 2]}}}]),
-            ["Worker 0 has waited 75 s for worker 1 and worker 2 (barrier 3)"],
+            ["Worker 0 (host:1): for 75 s waiting for workers 1 and 2 (barrier 3)"],
         ),
         (views([], phase="waiting for the first worker"), ["Server 0 is not training: waiting for the first worker"]),
         ((View(0.0), seen(1.0, {"server 1": "does not answer"}, {})), ["Server 1 does not answer"]),
@@ -755,6 +794,26 @@ HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 
 def test_what_the_doctor_says(given: tuple[View, View], sentences: list[str]) -> None:
     text = " ".join(diagnose(*given))
     assert [sentence for sentence in sentences if sentence not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("given", "not_said"),
+    [
+        (views([{"spends": {"cpu_seconds": 0.05}}]), "more or faster workers"),
+        (views([{"spends": {"cpu_seconds": 0.1, "delay_seconds": 0.9}}]), "does not see"),
+        (views([{"waits_for": {"1": 0.2}}, {"waits_for": {"0": 0.2}}], busy=(0.95,)), "a mode that does not wait"),
+    ],
+)
+def test_the_doctor_does_not_take_one_cause_for_another(given: tuple[View, View], not_said: str) -> None:
+    assert not_said not in " ".join(diagnose(*given))
+
+
+@pytest.mark.parametrize(
+    ("count", "named"), [(2, "of workers 0 and 1,"), (4, "of workers 0, 1, 2 and 3,"), (20, "of all 20 workers,")]
+)
+def test_what_holds_for_many_workers_is_said_once(count: int, named: str) -> None:
+    sentences = diagnose(*views([{"spends": {"push_seconds": 0.6}}] * count))
+    assert [named in sentence for sentence in sentences] == [False, True]
 
 
 def test_the_doctor_of_a_job_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -769,6 +828,19 @@ def test_the_doctor_of_a_job_that_is_over(tmp_path: Path, capsys: pytest.Capture
         record.close()
     assert cli.main(["doctor", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("2 workers and 0 servers: 20 steps a second, 1,280 examples a second.")
+
+
+def test_a_job_that_is_over_is_seen_while_all_of_it_trained(tmp_path: Path) -> None:
+    server, worker = Record(tmp_path, "server 0"), Record(tmp_path, "worker 0")
+    for second in range(5):
+        over = {"phase": "over", "workers": [told(standing="left")]} if second == 4 else {}
+        server.write(1000.0 + second, "server", {**status(told()), **over})
+        worker.write(1000.0 + second, "worker", {"steps": 10 * second, "uptime_seconds": float(second)})
+    server.close()
+    worker.close()
+    began, ended = training_of(read_records(tmp_path))
+    assert (began.at, ended.at) == (1001.0, 1003.0)
+    assert ended.workers[0].standing == "live", "the last line of a worker is of its leaving"
 
 
 def test_the_doctor_looks_at_a_running_job(

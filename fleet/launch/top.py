@@ -67,4 +67,4 @@ def _display(live: bool) -> Iterator[Callable[[list[Row]], None]]:
     from rich.live import Live
 
     with Live(auto_refresh=False) as drawn:
-        yield lambda shown: drawn.update(rich_table(shown, title(shown), drawn.console.width), refresh=True)
+        yield lambda shown: drawn.update(rich_table(shown, *drawn.console.size), refresh=True)

@@ -14,11 +14,13 @@ from pathlib import Path
 from fleet.clock import wall_time
 from fleet.observing.picture import History, Row, View, rows
 from fleet.observing.record import newest, view_of
-from fleet.observing.table import rich_table, title
+from fleet.observing.table import rich_table
 
 #: How often it is made anew.
 PERIOD_S = 1.0
 _ORDINARY = 80, 24
+#: So many lines of the terminal stay for what processes print.
+_KEPT = 6
 
 
 class LiveView:
@@ -54,7 +56,7 @@ class LiveView:
         if now - self._made_at >= PERIOD_S:
             self._made_at = now
             self._history.add(view_of(wall_time(), newest(self._directory, self._processes)))
-            self._text = _rendered(self._rows(*self._history.ends), columns)
+            self._text = _rendered(self._rows(*self._history.ends), columns, lines - _KEPT)
         cleared = self.clear()
         shown = self._text[: max(0, lines - 1)]
         self._drawn = len(shown)
@@ -85,10 +87,10 @@ def _place(item: tuple[str, Row]) -> tuple[bool, int, str]:
     return role == "server", int(index) if index.isdigit() else 0, item[0]
 
 
-def _rendered(shown: Sequence[Row], columns: int) -> list[str]:
+def _rendered(shown: Sequence[Row], columns: int, lines: int) -> list[str]:
     from rich.console import Console
 
     buffer = io.StringIO()
     console = Console(file=buffer, force_terminal=True, width=columns, legacy_windows=False)
-    console.print(rich_table(shown, title(shown), columns))
+    console.print(rich_table(shown, columns, lines))
     return buffer.getvalue().splitlines()

@@ -1,28 +1,39 @@
 """What holds a job back, in sentences, out of two views of it. Pure: each rule is a function of both.
 
-A worker's time is all of the kinds that it counts (pushing, pulling, meeting) and the rest, which is its own: forward,
-backward, data. Of pushing and meeting a part is waiting for other workers; servers know which.
+A worker's time is all of the kinds that it counts (pushing, pulling, meeting) and the rest, which is its own: data,
+forward, backward. Of pushing and meeting a part is waiting for other workers; servers know which.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from fleet.observing.names import rate
-from fleet.observing.picture import SILENT_S, View, WorkerView, mean_staleness, waited_shares
+from fleet.observing.picture import SILENT_S, View, held_up, mean_staleness, waited_shares
 
 #: So large a part of the time is worth a sentence.
 _NOTABLE = 0.10
 _LARGE = 0.40
+#: So large a part of the time without a processor is more than what any scheduler takes.
+_STARVED = 0.25
 #: A server that is busy for more than this is what others wait for.
 _BUSY = 0.70
 #: A step that takes so many times as long as the others' is long.
 _LONGER = 1.3
 #: Who waits for longer than this is stuck, or would be served by a slower clock.
 _STUCK_S = 10.0
+#: An exchange of fewer bytes costs what any exchange costs.
+_FEW_BYTES = 100e3
+#: What is shorter cannot be told from the length of the steps at the ends of the time.
+_LEAST_S = 1e-4
+#: So many workers are named one by one.
+_NAMED = 4
+
+_COUNTED = {"push_seconds", "pull_seconds", "meet_seconds", "steps", "cpu_seconds"}
+_COUNTED_BY_SOME = {"delay_seconds", "sent_bytes", "received_bytes"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,8 @@ class _Time:
     waited: dict[int, float]
     steps: float
     cpu: float
+    delay: float
+    moved: float
 
     @property
     def exchange(self) -> float:
@@ -43,6 +56,11 @@ class _Time:
     @property
     def own(self) -> float:
         return max(0.0, 1.0 - self.push - self.pull - self.meet)
+
+    @property
+    def waits_unseen(self) -> bool:
+        """Whether it does not compute, though it is neither in Fleet's hands nor in want of a processor."""
+        return self.own >= 0.5 and self.cpu + self.delay < self.own / 2
 
     @property
     def own_of_a_step(self) -> float:
@@ -55,6 +73,10 @@ class _Case:
     now: View
     times: dict[int, _Time]
     busy: dict[str, float]
+
+    @property
+    def most_busy(self) -> float:
+        return max(self.busy.values(), default=0.0)
 
 
 def diagnose(before: View, now: View) -> list[str]:
@@ -69,12 +91,9 @@ def _times(before: View, now: View) -> Iterator[tuple[int, _Time]]:
         earlier = before.workers.get(index)
         if worker.standing != "live" or earlier is None:
             continue
-        rates = {
-            name: rate(name, earlier.figures, worker.figures)
-            for name in ("push_seconds", "pull_seconds", "meet_seconds", "steps", "cpu_seconds")
-        }
+        rates = {name: rate(name, earlier.figures, worker.figures) for name in (*_COUNTED, *_COUNTED_BY_SOME)}
         known = {name: value for name, value in rates.items() if value is not None}
-        if len(known) == len(rates):
+        if known.keys() >= _COUNTED:
             yield (
                 index,
                 _Time(
@@ -84,6 +103,8 @@ def _times(before: View, now: View) -> Iterator[tuple[int, _Time]]:
                     waited_shares(earlier, worker),
                     known["steps"],
                     known["cpu_seconds"],
+                    known.get("delay_seconds", 0.0),
+                    known.get("sent_bytes", 0.0) + known.get("received_bytes", 0.0),
                 ),
             )
 
@@ -121,31 +142,43 @@ def _servers_away(case: _Case) -> Iterator[str]:
 
 
 def _workers_away(case: _Case) -> Iterator[str]:
-    for index, worker in case.now.workers.items():
-        if worker.standing == "expected":
-            yield f"Worker {index} has not said hello yet, and the job waits for it."
-        elif worker.standing == "lost":
-            yield f"Worker {index} ({worker.label}) was given up on; the others go on without it."
-        elif worker.standing == "live" and (worker.heard_seconds or 0.0) >= SILENT_S:
-            yield (
-                f"Worker {index}{_at(worker)} has not been heard of for {worker.heard_seconds:.0f} s: its process may "
-                "have died, or its machine be out of reach."
-            )
+    def standing(wanted: str) -> list[int]:
+        return [index for index, worker in case.now.workers.items() if worker.standing == wanted]
+
+    if expected := standing("expected"):
+        yield f"The job waits for a first hello of {_named(expected, case)}."
+    if lost := standing("lost"):
+        yield f"The servers have given up on {_named(lost, case)}; the others go on."
+    heard = {index: case.now.workers[index].heard_seconds or 0.0 for index in standing("live")}
+    if silent := [index for index, seconds in heard.items() if seconds >= SILENT_S]:
+        yield (
+            f"Nothing has been heard of {_named(silent, case)} for {min(map(heard.__getitem__, silent)):.0f} s: the "
+            "process may have died, or its machine be out of reach."
+        )
 
 
 def _stuck(case: _Case) -> Iterator[str]:
+    stuck: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, worker in case.now.workers.items():
-        wait = worker.wait
-        if worker.standing == "live" and wait is not None and wait.seconds >= _STUCK_S:
-            whom = " and ".join(f"worker {other}" for other in wait.workers[:3]) or "the server"
-            yield f"Worker {index} has waited {wait.seconds:.0f} s for {whom} ({wait.what})."
+        if worker.standing == "live" and worker.wait is not None and worker.wait.seconds >= _STUCK_S:
+            stuck.setdefault((worker.wait.what, worker.wait.workers), []).append(index)
+    for (what, whom), waiting in stuck.items():
+        waits = (case.now.workers[index].wait for index in waiting)
+        seconds = max(wait.seconds for wait in waits if wait is not None)
+        yield (
+            f"{_capital(_named(waiting, case))}: for {seconds:.0f} s waiting for "
+            f"{_named(whom, case) if whom else 'the server'} ({what})."
+        )
 
 
 def _not_finite(case: _Case) -> Iterator[str]:
-    for index, worker in case.now.workers.items():
-        loss = worker.figures.get("loss")
-        if loss is not None and not math.isfinite(loss):
-            yield f"The loss of worker {index} is {loss}: FLEET_CHECK_FINITE=1 names the parameter that is to blame."
+    losses = {index: worker.figures.get("loss", 0.0) for index, worker in case.now.workers.items()}
+    if wrong := {index: loss for index, loss in losses.items() if not math.isfinite(loss)}:
+        values = " or ".join(sorted({str(loss) for loss in wrong.values()}))
+        yield (
+            f"The loss of {_named(list(wrong), case)} is {values}: FLEET_CHECK_FINITE=1 names the parameter that is to "
+            "blame."
+        )
 
 
 # ---------------------------------------------------------------- rules: what is slow
@@ -154,8 +187,7 @@ def _not_finite(case: _Case) -> Iterator[str]:
 def _straggler(case: _Case) -> Iterator[str]:
     if len(case.times) < 2:
         return
-    others = len(case.times) - 1
-    held = {index: sum(spent.waited.get(index, 0.0) for spent in case.times.values()) / others for index in case.times}
+    held = {index: share for index, share in held_up(case.before, case.now).items() if index in case.times}
     worst = max(held, key=held.__getitem__)
     if held[worst] < _NOTABLE:
         return
@@ -163,10 +195,10 @@ def _straggler(case: _Case) -> Iterator[str]:
     mine = case.times[worst].own_of_a_step
     if math.isfinite(mine) and mine > _LONGER * theirs:
         yield (
-            f"Worker {worst}{_at(case.now.workers[worst])} holds the others back: they wait {held[worst]:.0%} of their "
-            f"time for it. Of its own, a step takes it {_ms(mine)}, and the others {_ms(theirs)}."
+            f"{_capital(_named([worst], case))} holds the others back: they wait {held[worst]:.0%} of their time for "
+            f"it. Of its own, a step takes it {_ms(mine)}, and the others {_ms(theirs)}."
         )
-    else:
+    elif case.most_busy < _BUSY:  # else they wait for a server in turn
         yield (
             f"The workers wait {sum(held.values()) / len(held):.0%} of their time for each other, the most for worker "
             f"{worst} ({held[worst]:.0%}), though none is slower in the mean: a mode that does not wait for every step "
@@ -189,69 +221,101 @@ def _busy_server(case: _Case) -> Iterator[str]:
 
 
 def _exchange(case: _Case) -> Iterator[str]:
-    for index, spent in case.times.items():
-        rest = spent.exchange - sum(spent.waited.values())
-        if rest < _LARGE or max(case.busy.values(), default=0.0) >= _BUSY:
-            continue
-        before, now = case.before.workers[index].figures, case.now.workers[index].figures
-        moved = (rate("sent_bytes", before, now) or 0.0) + (rate("received_bytes", before, now) or 0.0)
-        a_step = f" ({moved / spent.steps / 1e3:,.0f} kB a step)" if spent.steps else ""
+    times = [
+        (index, spent)
+        for index, spent in case.times.items()
+        if spent.exchange - sum(spent.waited.values()) >= _LARGE and case.most_busy < _BUSY
+    ]
+    if not times:
+        return
+
+    def usual(of: Callable[[_Time], float]) -> float:
+        return median(of(spent) for _, spent in times)
+
+    moved, steps = usual(lambda spent: spent.moved), usual(lambda spent: spent.steps)
+    push, pull = usual(lambda spent: spent.push), usual(lambda spent: spent.pull)
+    a_step = f"{moved / steps / 1e3:,.3g} kB a step" if steps else "no step is done"
+    told = (
+        f"Of the time of {_named([index for index, _ in times], case)}, {usual(lambda spent: spent.exchange):.0%} goes "
+        f"into exchanges (push {push:.0%}, pull {pull:.0%}), {usual(lambda spent: sum(spent.waited.values())):.0%} of "
+        f"it for other workers; the servers are busy {case.most_busy:.0%}."
+    )
+    if moved < steps * _FEW_BYTES:
+        yield f"{told} It moves little ({a_step}), so what costs is each exchange itself: larger batches need fewer."
+    else:
+        prefetch = pull > push and usual(lambda spent: spent.own) >= _NOTABLE
         todo = (
-            "fleet.prefetch fetches rows while it computes" if spent.pull > spent.push else "larger batches need fewer"
+            "fleet.prefetch fetches rows while it computes" if prefetch else "larger batches move less for an example"
         )
+        yield f"{told} What is left is moving {moved / 1e6:.3g} MB a second ({a_step}): {todo}."
+
+
+def _starved(case: _Case) -> Iterator[str]:
+    starved = {index: spent.delay for index, spent in case.times.items() if spent.delay >= _STARVED}
+    if starved:
         yield (
-            f"Worker {index} spends {spent.exchange:.0%} of its time in exchanges (push {spent.push:.0%}, pull "
-            f"{spent.pull:.0%}), {sum(spent.waited.values()):.0%} of it for other workers; the servers are busy "
-            f"{max(case.busy.values(), default=0.0):.0%}. What is left is moving {moved / 1e6:.3g} MB a second"
-            f"{a_step}: {todo}."
+            f"For {median(starved.values()):.0%} of the time the training of {_named(list(starved), case)} is ready to "
+            "run and has no processor: something else computes on its machine, or there are more processes and threads "
+            "(OMP_NUM_THREADS) than processors."
         )
 
 
 def _waits_unseen(case: _Case) -> Iterator[str]:
-    for index, spent in case.times.items():
-        if spent.own >= 0.5 and spent.cpu < spent.own / 2:
-            yield (
-                f"Worker {index} is in its own code {spent.own:.0%} of the time and uses a processor for "
-                f"{spent.cpu:.0%}: it waits for something that Fleet does not see, such as its data, a device, or a "
-                "machine with too few processors."
-            )
+    times = {index: spent for index, spent in case.times.items() if spent.waits_unseen}
+    if times:
+        own, cpu = (
+            median(of(each) for each in times.values()) for of in (lambda each: each.own, lambda each: each.cpu)
+        )
+        yield (
+            f"Of the time of {_named(list(times), case)}, {own:.0%} is spent in the script's own code, with "
+            f"{cpu:.0%} of a processor: it waits for something that Fleet does not see, such as its data or a device."
+        )
 
 
 def _stale(case: _Case) -> Iterator[str]:
-    for index, worker in case.now.workers.items():
-        mean = mean_staleness(case.before.workers.get(index), worker)
-        if mean is not None and mean > 2 * max(1, len(case.times)):
-            yield (
-                f"What worker {index} trains on is {mean:.3g} updates old when its gradients are applied, with "
-                f"{_count(len(case.times), 'worker')}: fewer steps in its queue (send_queue_size) or a lower learning "
-                "rate lose less (docs/modes/index.md)."
-            )
+    means = {
+        index: mean_staleness(case.before.workers.get(index), worker) for index, worker in case.now.workers.items()
+    }
+    stale = {index: mean for index, mean in means.items() if mean is not None and mean > 2 * max(1, len(case.times))}
+    if stale:
+        yield (
+            f"What {_named(list(stale), case)} computed gradients on is {median(stale.values()):.3g} updates old when "
+            f"they are applied, with {_count(len(case.times), 'worker')}: fewer steps in a queue (send_queue_size) or "
+            "a lower learning rate lose less (docs/modes/index.md)."
+        )
 
 
 def _compute(case: _Case) -> Iterator[str]:
     if not case.times:
         return
     own = median(spent.own for spent in case.times.values())
-    if own >= 0.8:
+    if own >= 0.8 and not any(spent.waits_unseen or spent.delay >= _STARVED for spent in case.times.values()):
         yield (
-            f"The workers are in their own code {own:.0%} of the time, and the servers busy "
-            f"{max(case.busy.values(), default=0.0):.0%}: more or faster workers make the job faster, more servers do "
-            "not."
+            f"The workers are in the script's own code (data, forward, backward) {own:.0%} of the time, and the "
+            f"servers busy {case.most_busy:.0%}: more or faster workers make the job faster, more servers do not."
         )
 
 
 _RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
     *(_servers_away, _workers_away, _stuck, _not_finite),
-    *(_straggler, _busy_server, _exchange, _waits_unseen, _stale, _compute),
+    *(_straggler, _busy_server, _starved, _exchange, _waits_unseen, _stale, _compute),
 )
 
 
-def _at(worker: WorkerView) -> str:
-    return f" ({worker.label})" if worker.label else ""
+def _named(workers: Sequence[int], case: _Case) -> str:
+    """In the order of their numbers; one alone with where it is, and of many how many."""
+    if len(workers) == 1:
+        label = case.now.workers[workers[0]].label if workers[0] in case.now.workers else ""
+        return f"worker {workers[0]} ({label})" if label else f"worker {workers[0]}"
+    if len(workers) <= _NAMED:
+        *most, last = map(str, workers)
+        return f"workers {', '.join(most)} and {last}"
+    known = len(case.now.workers)
+    return f"all {known} workers" if len(workers) == known else f"{len(workers)} of {known} workers"
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+    return f"{1000 * seconds:.3g} ms" if seconds >= _LEAST_S else f"less than {1000 * _LEAST_S:g} ms"
 
 
 def _count(number: int, what: str) -> str:

@@ -17,6 +17,8 @@ from fleet.observing.names import Figures, rate
 WINDOW_S = 5.0
 #: A wait shorter than this is part of any step.
 LONG_WAIT_S = 1.0
+#: So small a part of the time is part of any job.
+_NOTABLE = 0.05
 #: Heartbeats come more often than this.
 SILENT_S = 5.0
 
@@ -152,7 +154,8 @@ class History:
 
 @dataclass(frozen=True)
 class Row:
-    """One process. ``None`` is what is not known, or means nothing for it."""
+    """One process. ``None`` is what is not known, or means nothing for it. ``weight`` is the part of the time for which
+    others had to wait for it, or a server was busy."""
 
     process: str
     step: int | None = None
@@ -166,17 +169,19 @@ class Row:
     memory: float | None = None
     note: str = ""
     is_well: bool = True
+    weight: float = 0.0
 
 
 def rows(before: View, now: View) -> list[Row]:
     """Workers first, then servers."""
+    held = held_up(before, now)
     return [
-        *(_worker_row(index, before.workers.get(index), worker) for index, worker in now.workers.items()),
+        *(_worker_row(index, before.workers.get(index), worker, held[index]) for index, worker in now.workers.items()),
         *(_server_row(name, before.servers.get(name), server) for name, server in now.servers.items()),
     ]
 
 
-def _worker_row(index: int, before: WorkerView | None, now: WorkerView) -> Row:
+def _worker_row(index: int, before: WorkerView | None, now: WorkerView, held: float) -> Row:
     figures, earlier = now.figures, None if before is None else before.figures
     is_here = now.standing == "live"
     examples = rate("examples", earlier, figures) if is_here else None
@@ -191,8 +196,9 @@ def _worker_row(index: int, before: WorkerView | None, now: WorkerView) -> Row:
         rate("sent_bytes", earlier, figures) if is_here else None,
         rate("received_bytes", earlier, figures) if is_here else None,
         figures.get("memory_bytes") if is_here else None,
-        _note(before, now),
+        _note(before, now, held),
         now.standing in ("live", "left"),
+        held,
     )
 
 
@@ -204,7 +210,7 @@ def mean_staleness(before: WorkerView | None, now: WorkerView) -> float | None:
     return total / updates if updates else None
 
 
-def _note(before: WorkerView | None, now: WorkerView) -> str:
+def _note(before: WorkerView | None, now: WorkerView, held: float) -> str:
     if now.standing != "live":
         return {"expected": "not there yet", "lost": "given up on", "left": "done"}.get(now.standing, now.standing)
     if now.heard_seconds is not None and now.heard_seconds >= SILENT_S:
@@ -212,10 +218,11 @@ def _note(before: WorkerView | None, now: WorkerView) -> str:
     if now.wait is not None and now.wait.seconds >= LONG_WAIT_S:
         return f"waits {now.wait.seconds:.1f} s for {_named(now.wait.workers) or 'the server'}: {now.wait.what}"
     shares = waited_shares(before, now)
-    if not shares:
-        return ""
-    most = max(shares, key=shares.__getitem__)
-    return f"waits {sum(shares.values()):.0%}, mostly for worker {most}" if shares[most] >= 0.05 else ""
+    most = max(shares, key=shares.__getitem__, default=None)
+    if most is not None and shares[most] >= max(_NOTABLE, held):
+        in_all = f" ({sum(shares.values()):.0%} in all)" if sum(shares.values()) >= shares[most] + 0.01 else ""
+        return f"waits {shares[most]:.0%} for worker {most}{in_all}"
+    return f"others wait {held:.0%} for it" if held >= _NOTABLE else ""
 
 
 def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float]:
@@ -229,6 +236,19 @@ def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float
         other: min(1.0, (waited - before.waited.get(other, 0.0)) / seconds)
         for other, waited in now.waited.items()
         if waited > before.waited.get(other, 0.0)
+    }
+
+
+def held_up(before: View, now: View) -> dict[int, float]:
+    """For each worker the part of their time that the others wait for it, in the mean."""
+    shares = {
+        index: waited_shares(before.workers.get(index), worker)
+        for index, worker in now.workers.items()
+        if worker.standing == "live"
+    }
+    return {
+        index: sum(waited.get(index, 0.0) for waited in shares.values()) / max(1, len(shares) - (index in shares))
+        for index in now.workers
     }
 
 
@@ -254,6 +274,7 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
         memory=figures.get("memory_bytes"),
         note=doing or ("" if busy is None else f"busy {min(busy, 1.0):.0%}"),
         is_well=is_well,
+        weight=busy or 0.0,
     )
 
 

@@ -29,3 +29,12 @@ def _memory() -> dict[str, float]:
             return {"memory_bytes": float(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
     except OSError:  # a system without it: better no figure than one that means something else
         return {}
+
+
+def delay() -> dict[str, float]:
+    """For how long the first thread, the one that trains in most scripts, was ready to run and not let."""
+    try:
+        with open("/proc/self/schedstat", encoding="ascii") as schedstat:
+            return {"delay_seconds": float(schedstat.read().split()[1]) / 1e9}
+    except (OSError, IndexError):  # no Linux, or one that does not count it
+        return {}

@@ -132,13 +132,13 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
 
 def training_of(lines: Sequence[Line]) -> tuple[View, View]:
     """How a job stood when the last of its workers had begun to train, and while all of them still did."""
-    begun: dict[str, float] = {}
-    ended: dict[str, float] = {}
+    trained: dict[str, list[float]] = {}
     for line in lines:
         if line.kind == "worker" and line.told.get("steps", 0) > 0:
-            begun.setdefault(line.process, line.at)
-            ended[line.process] = line.at
-    start, end = max(begun.values(), default=0.0), min(ended.values(), default=0.0)
+            trained.setdefault(line.process, []).append(line.at)
+    start = max((instants[0] for instants in trained.values()), default=0.0)
+    # A worker's last line is written as it leaves.
+    end = min((instants[-2] if len(instants) > 2 else instants[-1] for instants in trained.values()), default=0.0)
     return view_at(lines, start), view_at(lines, end)
 
 

@@ -13,7 +13,9 @@ _NOTHING = "·"
 #: What a narrow terminal does without, one after the other.
 _SPARED = ("received/s", "sent/s", "memory", "queue", "stale", "examples/s")
 _ROOM_FOR_NOTE = 24
-_BETWEEN = 3
+_BETWEEN = 2
+#: Lines of a table that are no rows: its title, the heads, a rule.
+_FRAME = 3
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -52,13 +54,23 @@ def plain(shown: Sequence[Row]) -> str:
     return "\n".join(map(laid_out, [HEADS, *map(cells, shown)]))
 
 
-def rich_table(shown: Sequence[Row], heading: str, width: int) -> Any:
-    """What rich prints, no wider than ``width``."""
+def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
+    """What rich prints, no wider than ``width`` and no higher than ``height``."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, title=heading, title_justify="left", title_style="bold", pad_edge=False)
+    shown = most_telling(of, height - _FRAME)
+    left_out = "" if len(shown) == len(of) else f"; {len(shown)} of {len(of)} processes"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title(of) + left_out,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, _BETWEEN - 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     widths = _widths(shown)
     columns = fitting(widths, width)
     for column in columns:
@@ -74,6 +86,12 @@ def rich_table(shown: Sequence[Row], heading: str, width: int) -> Any:
             texts[HEADS.index("loss")].stylize("bold red")
         table.add_row(*(texts[column] for column in columns), style=None if row.is_well else "red")
     return table
+
+
+def most_telling(of: Sequence[Row], room: int) -> list[Row]:
+    """As many as there is room for, and one at least: first what is not well, then what others wait for."""
+    places = sorted(range(len(of)), key=lambda place: (of[place].is_well, -of[place].weight, place))
+    return [of[place] for place in sorted(places[: max(1, room)])]
 
 
 def fitting(widths: Sequence[int], room: int) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from fleet.clock import Clock
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.observing.names import LONGEST_NAME, WORKER
-from fleet.observing.process import ProcessFigures
+from fleet.observing.process import ProcessFigures, delay
 
 #: So many figures of the user's own.
 MOST_REPORTED = 64
@@ -69,6 +69,7 @@ class WorkerFigures:
             "push_seconds": self.push.seconds,
             "pull_seconds": self.pull.seconds,
             "meet_seconds": self.meet.seconds,
+            **delay(),
             **self._process.read(),
             **{name: _number(value) for name, value in list(self._reported.items())},
         }
