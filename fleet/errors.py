@@ -160,8 +160,12 @@ class PlanMismatchError(FleetError, ValueError):
     """Two processes of one job do not agree on the model, the optimizer or the cluster.
 
     Examples:
-        >>> issubclass(fleet.errors.PlanMismatchError, ValueError)
-        True
+        >>> serve()
+        >>> join(worker_num=2)
+        Traceback (most recent call last):
+            ...
+        fleet.errors.PlanMismatchError: worker and server were started with different numbers of workers; ...
+        >>> join().stop_worker()
     """
 
 
@@ -169,8 +173,12 @@ class IdentityError(FleetError, RuntimeError):
     """A process claims a place that is taken, or one it was removed from.
 
     Examples:
-        >>> issubclass(fleet.errors.IdentityError, RuntimeError)
-        True
+        >>> serve(FLEET_JOB_ID="a")
+        >>> join(FLEET_JOB_ID="b")
+        Traceback (most recent call last):
+            ...
+        fleet.errors.IdentityError: this server serves another job; at ...; expected job a; got job b. ...
+        >>> join(FLEET_JOB_ID="a").stop_worker()
     """
 
 
@@ -178,8 +186,12 @@ class AuthenticationError(FleetError, PermissionError):
     """A process did not prove to another one who it is: no token or a wrong one, no certificate or a wrong one.
 
     Examples:
-        >>> issubclass(fleet.errors.AuthenticationError, PermissionError)
-        True
+        >>> serve(FLEET_AUTH_TOKEN="ours")
+        >>> join(FLEET_AUTH_TOKEN="theirs")
+        Traceback (most recent call last):
+            ...
+        fleet.errors.AuthenticationError: the token is not the server's; at the server at .... Give every process ...
+        >>> join(FLEET_AUTH_TOKEN="ours").stop_worker()
     """
 
 
@@ -187,8 +199,13 @@ class PlaceTakenError(IdentityError):
     """Another process has this worker's place, and was heard of lately. If it has died the place is free soon.
 
     Examples:
-        >>> issubclass(fleet.errors.PlaceTakenError, fleet.errors.IdentityError)
-        True
+        >>> serve()
+        >>> first = join()
+        >>> join(FLEET_BEAT="0.05")  # four heartbeats later
+        Traceback (most recent call last):
+            ...
+        fleet.errors.PlaceTakenError: there is already a worker 0; at ...; got a second one at ...
+        >>> first.stop_worker()
     """
 
 
@@ -196,8 +213,13 @@ class StillBusyError(FleetError, RuntimeError):
     """A server has not finished an earlier job yet. A worker that waits for its servers asks again.
 
     Examples:
-        >>> issubclass(fleet.errors.StillBusyError, RuntimeError)
-        True
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1))
+        >>> try:
+        ...     fleet.init_worker()
+        ... except fleet.errors.StillBusyError:
+        ...     print("an earlier job still had the servers after FLEET_STARTUP_DEADLINE")
     """
 
 
@@ -205,8 +227,10 @@ class ServerLostError(FleetError, ConnectionError):
     """A server answers but no longer knows the job: it was restarted without its state.
 
     Examples:
-        >>> issubclass(fleet.errors.ServerLostError, ConnectionError)
-        True
+        >>> try:
+        ...     optimizer.minimize(loss())
+        ... except fleet.errors.ServerLostError:
+        ...     print("start the job again, from its last checkpoint")
     """
 
 
@@ -214,8 +238,16 @@ class JobAbortedError(FleetError, RuntimeError):
     """The job ended because one of its processes failed; the message carries that failure.
 
     Examples:
-        >>> issubclass(fleet.errors.JobAbortedError, RuntimeError)
-        True
+        >>> fleet.save_persistables("ckpt")
+        >>> fleet.stop_worker()
+        >>> fleet.init()
+        >>> other = torch.nn.Linear(3, 1)
+        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(other.parameters(), lr=0.1), model=other)
+        >>> fleet.init_server("ckpt")
+        >>> fleet.init_worker()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.JobAbortedError: server ... could not set up the job; got the checkpoint does not fit ...
     """
 
 
@@ -223,8 +255,12 @@ class ProtocolError(FleetError, RuntimeError):
     """A peer sent bytes that are not a valid message.
 
     Examples:
-        >>> issubclass(fleet.errors.ProtocolError, RuntimeError)
-        True
+        >>> from fleet.ps.wire.fleet_pb2 import Request
+        >>> from fleet.ps.wire.frame import read_frame
+        >>> read_frame(Request, [b"GET / HTTP/1.1"])  # a browser that came to a server's port
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ProtocolError: ...
     """
 
 
@@ -273,6 +309,8 @@ class MissedError(CheckpointError):
     """A server that was started again has gone on from the step that was to be saved: another checkpoint is due.
 
     Examples:
-        >>> issubclass(fleet.errors.MissedError, fleet.errors.CheckpointError)
-        True
+        >>> try:
+        ...     fleet.save_persistables("ckpt")
+        ... except fleet.errors.MissedError:
+        ...     fleet.save_persistables("ckpt")
     """

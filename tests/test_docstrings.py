@@ -1,6 +1,7 @@
 """The API reference: every public name has a docstring with an example, and the example does what it says.
 
-Examples run in a job of one worker, alone in this process, set up by the lines that docs/reference/index.md shows.
+Examples run in a job of one worker, alone in this process, set up by the lines that docs/reference/index.md shows;
+those of errors may have a second job, as docs/reference/errors.md sets it up.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import doctest
 import importlib
 import inspect
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PATIENCE_S
 
 import fleet
 import fleet.errors
@@ -60,12 +63,17 @@ PUBLIC = public()
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that examples begin with."""
     monkeypatch.chdir(tmp_path)
-    (setup,) = re.findall(r"```python\n(.*?)```", (REFERENCE / "index.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(setup, names)
+    for page in ("index.md", "errors.md"):
+        (setup,) = re.findall(r"```python\n(.*?)```", (REFERENCE / page).read_text(), re.DOTALL)
+        exec(setup, names)
     yield names
     with contextlib.suppress(fleet.errors.NotInitializedError):  # an example may end between two jobs
         fleet.stop_worker()
+    for thread in threading.enumerate():
+        if thread.name == "second job":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "its server waits for somebody"
 
 
 @pytest.mark.parametrize("name", PUBLIC)
