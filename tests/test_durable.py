@@ -603,11 +603,12 @@ def test_why_a_job_failed_is_told_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(400)
 def test_processes_are_killed_at_random() -> None:
     script = Path(__file__).parent / "chaos" / "kills.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--minutes", "0.3"], capture_output=True, text=True, timeout=110, check=False
-    )
+    command = [sys.executable, str(script), "--minutes", "0.3"]
+    # The script gives up by itself on a job that does not end; on a busy machine every one takes its time.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.fullmatch(
         r"(\d+) kills of servers and (\d+) kills of workers in .*: the same end, bit for bit\n", done.stdout
