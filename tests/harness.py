@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would import it, for longer than some jobs here wait for anybody
+from patience import PATIENCE_S
 
 from fleet import Fleet
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -20,9 +21,6 @@ from fleet.role_maker import Role, UserDefinedRoleMaker
 PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "60"}
 #: For who waits until somebody is given up on: a busy machine may let nobody speak for a second.
 SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_BEAT": "0.05"}
-
-#: Long enough for any machine; only a test that fails waits so long.
-PATIENCE_S = 30.0
 
 Body = Callable[[Fleet, int], Any]
 

@@ -24,9 +24,10 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from harness import PATIENCE_S, PATIENT, Job, run_job, until, values
+from harness import PATIENT, Job, run_job, until, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint, Manifest
