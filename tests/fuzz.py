@@ -2,39 +2,55 @@
 
     python tests/fuzz.py --minutes 5 [--seed 1] [--corpus tests/corpus]
 
-One member of a running job sends them, so that most get past the door. Whatever they are, they have to end in a
-``FleetError`` for their sender, and the job has to go on. An input that ends in a way not seen before is kept in the
-corpus, which test_hostile.py sends again.
+One member of a running job sends them, so that most get past the door; some go through the doors themselves, gRPC,
+direct connections and health checks. Whatever they are, they have to end in a ``FleetError`` for their sender, and the
+job has to go on. So do replies that are damaged on their way back, for whoever asked. An input that ends in a way not
+seen before is kept in the corpus, which test_hostile.py sends again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import logging
 import random
 import re
+import socket
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
+import torch
 from google.protobuf.descriptor import FieldDescriptor
+from harness import until
 
 from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
+from fleet.cluster import Binding, Endpoint
 from fleet.environ import Knobs, SecurityKnobs
-from fleet.errors import FleetError
+from fleet.errors import FleetError, ProtocolError
 from fleet.ps.kernels import RULES
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.direct_client import WELCOME
+from fleet.ps.wire.direct_server import DirectListener
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
+from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.health import HealthNetwork
+from fleet.ps.wire.narrow import Narrow
+from fleet.ps.wire.security import Security
+from fleet.ps.wire.stream import receive
 from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.transport import Respond
 from fleet.transpiler.plan import make_plan
 from fleet.transpiler.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
 
@@ -42,25 +58,38 @@ CORPUS = Path(__file__).parent / "corpus"
 
 #: What the process may take beyond what it has at the beginning.
 MOST_BYTES = 1 << 30
+MOST_MESSAGE_BYTES = 16 << 20
+#: Where there is no checkpoint, and nobody may write one.
+NOWHERE = "/proc/none/of/these"
 #: A server answers so many, then there is a new one.
 _LIFE = 2000
+#: One of so many goes through a door, which takes longer.
+_PER_DOOR = 40
 
 SGD = RULES["SGD"].rows
 assert SGD is not None
 OPTIONS = json.dumps(dict(SGD.options))
 
-MODES = ("sync", "async", "ssp", "geo")
+#: Jobs by name: a mode, and what gradients travel in.
+JOBS = {
+    **{mode: (mode, None) for mode in ("sync", "async", "ssp", "geo")},
+    "sync-int8": ("sync", "int8"),
+    "async-fp16": ("async", "fp16"),
+    "geo-bf16": ("geo", "bf16"),
+}
 SPECS = {
-    mode: JobSpec(
+    name: JobSpec(
         params=(ParamSpec("weight", (3, 2), "float32", 0), ParamSpec("bias", (3,), "float64", 0)),
         tables=(
             TableSpec("user", 2, "float32", 0, 100, Initializer("normal", 0.0, 1.0)),
             TableSpec("item", 3, "float64", 0, None, Initializer("zeros")),
         ),
         groups=(GroupSpec("SGD", 0, tuple(SGD.options)),),
-        settings=PlanSettings(server_num=1, worker_num=2, mode=mode, staleness=2 if mode == "ssp" else 0),
+        settings=PlanSettings(
+            server_num=1, worker_num=2, mode=mode, staleness=2 if mode == "ssp" else 0, wire_dtype=wire_dtype
+        ),
     )
-    for mode in MODES
+    for name, (mode, wire_dtype) in JOBS.items()
 }
 ENDPOINT = Endpoint("server", 1)
 
@@ -73,24 +102,44 @@ def _ids(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def requests(mode: str, step: int) -> dict[str, tuple[dict[str, object], list[WireTensor]]]:
+def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[WireTensor]]]:
     """A good request of every kind but those that end a worker's part."""
     weight, bias = np.ones(6, np.float32), np.ones(3)
-    told = {"spec": SPECS[mode].to_json(), "fingerprint": make_plan(SPECS[mode]).fingerprint, "options": [OPTIONS]}
-    push = pb.Push(options=[OPTIONS], present=b"\1\1", row_tables=[0, 1], used_tables=[0, 1], rows_read_at=[0, 0])
-    push.steps = 1
-    rows = (_ids(1, 2), np.ones((2, 2), np.float32), _ids(-7, 2**62), np.ones((2, 3)))
+    told = {"spec": SPECS[job].to_json(), "fingerprint": make_plan(SPECS[job]).fingerprint, "options": [OPTIONS]}
+    rows = {"row_tables": [0, 1], "used_tables": [0, 1], "rows_read_at": [0, 0]}
+    push = pb.Push(options=[OPTIONS], present=b"\1\1", steps=1, **rows)  # type: ignore[arg-type]
+    behind = pb.Push(options=[OPTIONS], present=b"\0\1", steps=1, attempt=7)
+
+    def gradients(*arrays: np.ndarray) -> list[WireTensor]:
+        narrow = Narrow(SPECS[job].settings.wire_dtype)
+        return [each for array in arrays for each in narrow.encode(torch.from_numpy(array))]
+
     return {
         "hello": ({"hello": pb.Hello(endpoints=[str(ENDPOINT)], label="host:1", **told)}, []),
         "upload": ({"upload": pb.Upload(blocks=[0, 1])}, _tensors(weight, bias)),
         "rows": ({"upload": pb.Upload(rows=True, table=0)}, _tensors(_ids(3, 4), np.ones((2, 2), np.float32))),
         "ready": ({"ready": pb.Ready()}, []),
-        "push": ({"push": push}, _tensors(weight, bias, *rows)),
+        "part": ({"part": pb.Part(attempt=7, blocks=[0])}, _tensors(weight)),
+        "behind": ({"push": behind}, gradients(bias)),
+        "push": (
+            {"push": push},
+            [
+                *gradients(weight, bias),
+                *_tensors(_ids(1, 2)),
+                *gradients(np.ones((2, 2), np.float32)),
+                *_tensors(_ids(-7, 2**62)),
+                *gradients(np.ones((2, 3))),
+            ],
+        ),
         "pull": ({"pull": pb.Pull(dense=True, tables=[0, 1], training=[1, 0])}, _tensors(_ids(1, 1, 9), _ids(-1))),
         "later": ({"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1])}, _tensors(_ids(5))),
         "beat": ({"beat": pb.Beat(figures={"steps": step, "loss": 0.5})}, []),
         "status": ({"status": pb.Status()}, []),
         "export": ({"export": pb.Export(cursor="table:0:0", version=step - 1)}, []),
+        "save": ({"save": pb.Save(id="a", folder=NOWHERE, proof="b", version=step - 1)}, []),
+        "load": ({"load": pb.Load(id="a", url=NOWHERE, attempt="c")}, []),
+        "anew": ({"ready": pb.Ready(anew=True, attempt="c")}, []),
+        "settle": ({"settle": pb.Settle(id="a", url=NOWHERE)}, []),
         "claim": ({"claim": pb.Claim(name="ckpt@1")}, []),
         "release": ({"release": pb.Release(name="ckpt@1", failure="no room")}, []),
         "gather": ({"gather": pb.Gather(number=1, op="sum", dtype="float32")}, _tensors(weight)),
@@ -102,16 +151,17 @@ def requests(mode: str, step: int) -> dict[str, tuple[dict[str, object], list[Wi
 class Target:
     """A server in the midst of a job of two workers."""
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, job: str) -> None:
+        self.job = job
         self.over = False
         self.step = 1  #: the next one of the member that behaves
-        knobs = Knobs(security=SecurityKnobs(max_message_bytes=16 << 20))
+        self.answers: deque[bytes] = deque(maxlen=8)  #: the last ones
+        knobs = Knobs(security=SecurityKnobs(max_message_bytes=MOST_MESSAGE_BYTES))
         self._service = Service(ENDPOINT, knobs, SystemClock())
         for worker in (0, 1):
-            self._must(worker, 0, *requests(mode, 1)["hello"])
-        self._must(0, 0, *requests(mode, 1)["upload"])
-        self._must(0, 0, *requests(mode, 1)["ready"])
+            self._must(worker, 0, *requests(job, 1)["hello"])
+        self._must(0, 0, *requests(job, 1)["upload"])
+        self._must(0, 0, *requests(job, 1)["ready"])
 
     def _must(self, worker: int, step: int, kind: dict[str, object], tensors: list[WireTensor]) -> Frame:
         frame = Frame(pb.Request(worker=worker, incarnation=worker + 1, step=step, **kind), tensors)  # type: ignore[arg-type]
@@ -120,28 +170,36 @@ class Target:
         (reply,) = replies
         return raise_if_error(reply)
 
+    def handle(self, frame: Frame, respond: Respond) -> None:
+        """As the server does it, but for what members may do to a job: to leave it and to end it."""
+        kind = frame.message.WhichOneof("kind")
+        if kind in ("bye", "abort"):
+            raise ProtocolError(f"{kind} is not sent")
+        self._service.handle(frame, respond)
+
     def feed(self, data: bytes) -> str:
         """What becomes of some bytes, in a word. Everything that must not happen is raised."""
         try:
-            frame = read_frame(pb.Request, [data], 16 << 20)
+            frame = read_frame(pb.Request, [data], MOST_MESSAGE_BYTES)
         except FleetError as error:
             return f"unread: {_outline(error)}"
         kind = frame.message.WhichOneof("kind")
-        if kind in ("bye", "abort"):
-            return f"{kind}: not sent"
         replies: list[Frame] = []
         try:
-            self._service.handle(frame, replies.append)
+            self.handle(frame, replies.append)
+            job = self._service._job
+            until(lambda: job is None or job.errand is None or job.errand.is_done)
             for reply in replies:
                 read_frame(pb.Reply, reply.pieces())
                 raise_if_error(reply)
         except FleetError as error:
             return f"{kind}: {_outline(error)}"
         finally:
-            self._check_running()
+            self.check_running()
+        self.answers.extend(b"".join(reply.pieces()) for reply in replies)
         return f"{kind}: {'answered' if replies else 'waits'}"
 
-    def _check_running(self) -> None:
+    def check_running(self) -> None:
         failure = self._service.failure
         # A gathering of one worker and a step of the other is honest, and the end of any job.
         self.over = failure is not None and failure.what == "the workers wait for each other"
@@ -152,10 +210,102 @@ class Target:
         reply = self._must(1, 0, {"pull": pb.Pull(tables=[0], training=[True])}, _tensors(_ids(50)))
         assert reply.tensors[0].shape == (1, 2)
         self._must(1, 0, {"beat": pb.Beat()}, [])
-        kind, tensors = requests(self.mode, self.step)["push"]
+        kind, tensors = requests(self.job, self.step)["push"]
         data = _written(1, self.step, kind, tensors)
         if self.feed(data) in ("push: answered", "push: waits"):
             self.step += 1
+
+
+class Doors:
+    """The ways by which bytes come to a server: as calls of gRPC, over direct connections, as checks of its health."""
+
+    #: A request that waits for others is given up after this time.
+    PATIENCE_S = 0.1
+
+    def __init__(self, target: Target) -> None:
+        with socket.socket() as first, socket.socket() as second:
+            for each in (first, second):
+                each.bind(("127.0.0.1", 0))
+            ports = [each.getsockname()[1] for each in (first, second)]
+        at, health = (Endpoint("127.0.0.1", port) for port in ports)
+        self._stack = contextlib.ExitStack()
+        security = Security(max_message_bytes=MOST_MESSAGE_BYTES)
+        network = HealthNetwork(GrpcNetwork(4, security), health.port, Binding())
+        self._stack.callback(network.listen(at, target.handle).close)
+        direct = DirectListener(at, 0, target.handle, security)
+        self._stack.callback(direct.close)
+        self._address = direct.address
+        channel, checks = (self._stack.enter_context(grpc.insecure_channel(str(each))) for each in (at, health))
+        self._ways: dict[str, Callable[[bytes], object]] = {
+            "exchange": lambda data: self._called(channel.unary_stream(EXCHANGE)(data, timeout=self.PATIENCE_S)),
+            "upload": lambda data: self._called(
+                channel.stream_stream(UPLOAD)(iter([data[:100], data[100:]]), timeout=self.PATIENCE_S)
+            ),
+            "urgent": lambda data: self._called(channel.unary_stream(URGENT)(data, timeout=self.PATIENCE_S)),
+            "another method": lambda data: channel.unary_unary("/fleet.ParameterServer/Other")(data, timeout=5.0),
+            "health": lambda data: checks.unary_unary("/grpc.health.v1.Health/Check")(data, timeout=5.0),
+            "health of": lambda data: checks.unary_unary("/grpc.health.v1.Health/Check")(
+                b"\n" + bytes([len(data[-8:])]) + data[-8:], timeout=5.0
+            ),
+            "watch": lambda data: list(checks.unary_stream("/grpc.health.v1.Health/Watch")(data, timeout=5.0)),
+            "direct": self._direct,
+            "no key": self._without_key,
+        }
+
+    def send(self, data: bytes, chance: random.Random) -> str:
+        """What becomes of some bytes at a door."""
+        way = chance.choice(list(self._ways))
+        if chance.random() < 0.2:
+            data = data[: chance.randrange(len(data) + 1)]
+        try:
+            self._ways[way](data)
+        except FleetError as error:
+            return f"{way}: {_outline(error)}"
+        except grpc.RpcError as error:
+            return f"{way}: {error.code().name}"  # type: ignore[attr-defined]
+        except TimeoutError:
+            return f"{way}: waits"
+        except OSError:
+            return f"{way}: hung up"
+        return f"{way}: answered"
+
+    @staticmethod
+    def _called(pieces: Iterable[bytes]) -> None:
+        raise_if_error(read_frame(pb.Reply, pieces))
+
+    def _direct(self, data: bytes) -> None:
+        with self._connected() as peer:
+            peer.sendall(self._address.key)
+            assert peer.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
+            peer.settimeout(self.PATIENCE_S)
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            raise_if_error(receive(pb.Reply, peer))
+
+    def _without_key(self, data: bytes) -> None:
+        with self._connected() as peer:
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            assert not peer.recv(1), "somebody was let in without the key"
+            raise ConnectionRefusedError
+
+    def _connected(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(5.0)
+        peer.connect("\0" + self._address.local)
+        return peer
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def read_reply(data: bytes) -> str:
+    """What becomes of a reply at whoever asked."""
+    try:
+        raise_if_error(read_frame(pb.Reply, [data], MOST_MESSAGE_BYTES))
+    except FleetError as error:
+        return f"reply: {type(error).__name__}"
+    return "reply: taken"
 
 
 def _outline(error: FleetError) -> str:
@@ -167,9 +317,9 @@ def _written(worker: int, step: int, kind: dict[str, object], tensors: list[Wire
     return b"".join(Frame(message, tensors).pieces())
 
 
-def good(mode: str, step: int = 1) -> dict[str, bytes]:
+def good(job: str, step: int = 1) -> dict[str, bytes]:
     """Good requests of worker 0, as bytes."""
-    return {name: _written(0, step, kind, tensors) for name, (kind, tensors) in requests(mode, step).items()}
+    return {name: _written(0, step, kind, tensors) for name, (kind, tensors) in requests(job, step).items()}
 
 
 _NUMBERS = (0, 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1)
@@ -208,6 +358,9 @@ def twisted(data: bytes, chance: random.Random) -> bytes:
     message = frame.message
     inner = getattr(message, message.WhichOneof("kind"))
     for _ in range(chance.randint(1, 3)):
+        if isinstance(inner, pb.Beat):
+            odd = chance.choice(("loss", "x" * 65, "\x00", "ids per second"))
+            inner.figures[odd] = chance.choice((float("nan"), float("inf"), -1.0, 1e308))
         place = inner if _plain_fields(inner) and chance.random() < 0.8 else message
         field = chance.choice(_plain_fields(place))
         if field.name in ("worker", "incarnation"):
@@ -254,6 +407,12 @@ def _other(value: object, kind: int, chance: random.Random) -> object:
     return value[:start] + chance.choice(odd) + value[stop:]
 
 
+def changed(data: bytes, chance: random.Random) -> bytes:
+    """A good request, mostly with something wrong."""
+    change = chance.choices((None, damaged, twisted), (2, 29, 69))[0]
+    return data if change is None else change(data, chance)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -265,29 +424,33 @@ def main() -> int:
     began = psutil.Process().memory_info().rss
     end = time.monotonic() + options.minutes * 60
     chance = random.Random(options.seed)
-    target = Target(MODES[0])
-    for number in itertools.count():
-        if target.over or number % _LIFE == _LIFE - 1:
-            target = Target(MODES[number // _LIFE % len(MODES)])
-        if number % 50 == 0:
-            seeds = list(good(target.mode, target.step).values())
-        change = chance.choices((bytes, damaged, twisted), (2, 29, 69))[0]
-        seed = chance.choice(seeds)
-        data = seed if change is bytes else change(seed, chance)
-        try:
-            outcome = target.feed(data)
-            if number % 50 == 49 and not target.over:
-                target.check()
-            taken = psutil.Process().memory_info().rss - began
-            assert number % 500 or taken < MOST_BYTES, f"{taken >> 20} MiB were taken"
-        except Exception:
-            print(f"input {number} of seed {options.seed}, {target.mode}: {data.hex()}")
-            raise
-        if not seen[outcome] and options.corpus is not None:
-            options.corpus.mkdir(parents=True, exist_ok=True)
-            name = re.sub("[^a-z0-9]+", "-", outcome.lower()).strip("-")[:60]
-            (options.corpus / f"{target.mode}.{name}.bin").write_bytes(data)
-        seen[outcome] += 1
+    for life in itertools.count():
+        target = Target(list(JOBS)[life % len(JOBS)])
+        with contextlib.closing(Doors(target)) as doors:
+            for number in range(_LIFE):
+                if number % 50 == 0:
+                    seeds = list(good(target.job, target.step).values())
+                data = changed(chance.choice(seeds), chance)
+                through_door = number % _PER_DOOR == 0
+                try:
+                    outcome = doors.send(data, chance) if through_door else target.feed(data)
+                    target.check_running()
+                    if target.answers:
+                        seen[read_reply(damaged(chance.choice(target.answers), chance))] += 1
+                    if number % 50 == 49 and not target.over:
+                        target.check()
+                except Exception:
+                    print(f"input {number} of life {life}, seed {options.seed}, {target.job}: {data.hex()}")
+                    raise
+                if not seen[outcome] and options.corpus is not None and not through_door:
+                    options.corpus.mkdir(parents=True, exist_ok=True)
+                    name = re.sub("[^a-z0-9]+", "-", outcome.lower()).strip("-")[:60]
+                    (options.corpus / f"{target.job}.{name}.bin").write_bytes(data)
+                seen[outcome] += 1
+                if target.over or time.monotonic() > end:
+                    break
+        taken = psutil.Process().memory_info().rss - began
+        assert taken < MOST_BYTES, f"{taken >> 20} MiB were taken"
         if time.monotonic() > end:
             break
     for outcome, times in sorted(seen.items()):

@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer would import it, for longer than some jobs here wait for anybody
+from patience import PATIENCE_S
 
 from fleet import Fleet
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
-#: Short enough for a test of failures, long enough for a busy machine.
-PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "15"}
-
-#: Long enough for any machine; only a test that fails waits so long.
-PATIENCE_S = 30.0
+#: Long enough for a busy machine.
+PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "60"}
+#: For who waits until somebody is given up on: a busy machine may let nobody speak for a second.
+SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_BEAT": "0.05"}
 
 Body = Callable[[Fleet, int], Any]
 

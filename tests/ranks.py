@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import PROCESSES_S
+
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parent.parent
-
-#: For a whole list of checks, on a busy machine.
-PATIENCE_S = 110.0
 
 Check = Callable[["Rank"], Any]
 
@@ -97,7 +96,7 @@ def run(script: str, size: int, names: Sequence[str], scratch: Path) -> dict[str
     try:
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
+                process.wait(PROCESSES_S)
     finally:
         for process in started:
             process.kill()

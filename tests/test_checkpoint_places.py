@@ -130,7 +130,7 @@ def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict
 def servers(s3: str, free_endpoints: Callable[[int], list[str]]) -> Iterator[list[str]]:
     """Two server processes that stand somewhere else."""
     endpoints = free_endpoints(2)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **PATIENT, "FLEET_STARTUP_DEADLINE": "60"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **PATIENT}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "fleet", "server", "--endpoint", endpoint],
@@ -157,7 +157,7 @@ def test_servers_of_their_own_write_where_they_can(
 ) -> None:
     """To a relative path and to S3, but not into the memory of the worker's process: that goes through the worker."""
     monkeypatch.chdir(tmp_path)
-    fleet_ = Fleet(environ={**PATIENT, "FLEET_STARTUP_DEADLINE": "60"})
+    fleet_ = Fleet(environ={**PATIENT})
     fleet_.init(UserDefinedRoleMaker(0, Role.WORKER, 1, servers))
     model, optimizer = join(fleet_)
     train(model, optimizer, range(5))

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENCE_S, until
+from harness import until
+from patience import PATIENCE_S
 
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint

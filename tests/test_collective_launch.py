@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PROCESSES_S
 
 ROOT = Path(__file__).parent.parent
 FLEETRUN = ("-m", "fleet.launch")
@@ -35,7 +36,7 @@ def launch(cwd: Path, *command: str) -> str:
         text=True,
     )
     try:
-        out, err = started.communicate(timeout=110)
+        out, err = started.communicate(timeout=PROCESSES_S)
     finally:
         started.terminate()
         started.wait(10)

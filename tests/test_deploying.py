@@ -14,14 +14,11 @@ from typing import Any
 
 import pytest
 from network_namespaces import Machine, Machines, missing
+from patience import PROCESSES_S
 from test_processes import CLEAN, ROOT, TRAIN, ended
 
 from fleet.cluster import Assignment
 from fleet.role_maker.resolve import resolve
-
-#: For the processes of a recipe, on a machine that has others to do.
-PATIENCE_S = 200
-pytestmark = pytest.mark.timeout(PATIENCE_S + 40)
 
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "deploying").glob("*.md"))}
 KUBERNETES = ROOT / "examples" / "kubernetes"
@@ -61,7 +58,7 @@ def run(command: str, clone: Path, **more: str) -> str:
         start_new_session=True,
     ) as process:
         try:
-            out, err = process.communicate(timeout=PATIENCE_S)
+            out, err = process.communicate(timeout=PROCESSES_S)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
@@ -134,7 +131,7 @@ def lan(machines: Machines) -> dict[str, Machine]:
 
 def outputs(started: list[subprocess.Popen[str]]) -> list[str]:
     """What each printed; all must have ended well."""
-    ends = [ended(process, PATIENCE_S) for process in started]
+    ends = [ended(process) for process in started]
     assert [code for code, _, _ in ends] == [0] * len(ends), "\n".join(err for _, _, err in ends)
     return [out for _, out, _ in ends]
 

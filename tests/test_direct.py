@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import PATIENCE_S, until
+from harness import until
+from patience import PATIENCE_S
 
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs

@@ -63,7 +63,7 @@ def results(started: list[subprocess.Popen[str]]) -> list[str]:
     """What each printed; all must have ended well."""
     printed = []
     for process in started:
-        code, out, err = ended(process, 100)
+        code, out, err = ended(process)
         assert code == 0, err
         printed.append(out)
     return printed
@@ -260,7 +260,7 @@ def test_the_second_table_of_variables(processes: Processes, free_endpoints: Any
 
 def test_what_is_refused_says_why_and_as_the_page_says(processes: Processes) -> None:
     pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
-    code, out, err = ended(processes.start(str(DIST_TRAIN)), 100)
+    code, out, err = ended(processes.start(str(DIST_TRAIN)))
     assert code != 0
     assert out == ""
     assert "PADDLE_TRAINING_ROLE should be one of [TRAINER, PSERVER]" in err

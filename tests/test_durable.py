@@ -534,7 +534,7 @@ def test_a_job_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
 def test_who_was_given_up_on_stays_so(tmp_path: Path) -> None:
     """What it brought to a round that is open stays in it."""
-    environ = {**ENVIRON, "FLAGS_rpc_deadline": "600"}
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000"}
     gone = threading.Event()
 
     def body(made: Fleet, index: int) -> Any:
@@ -580,7 +580,7 @@ def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_that_was_no_part_of_it_is_refused(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    environ = {**ENVIRON, "FLAGS_rpc_deadline": "600", "FLEET_STARTUP_DEADLINE": "2"}
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE": "2"}
     job = DyingJob(trains("adam"), tmp_path / "left", workers=1, servers=1, environ=environ)
     job.join(job.start())
     assert "goes on with a job whose state it has kept, and this worker was not part of it" in str(
@@ -603,11 +603,12 @@ def test_why_a_job_failed_is_told_after_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(400)
 def test_processes_are_killed_at_random() -> None:
     script = Path(__file__).parent / "chaos" / "kills.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--minutes", "0.3"], capture_output=True, text=True, timeout=110, check=False
-    )
+    command = [sys.executable, str(script), "--minutes", "0.3"]
+    # The script gives up by itself on a job that does not end; on a busy machine every one takes its time.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.fullmatch(
         r"(\d+) kills of servers and (\d+) kills of workers in .*: the same end, bit for bit\n", done.stdout

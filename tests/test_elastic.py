@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from dying import ENVIRON, DyingJob, every
-from harness import PATIENT, Job
+from harness import PATIENT, SOON, Job
 from test_async import eventually
 from test_processes import Processes, ended
 from test_relaxed import comes_to
@@ -30,9 +30,7 @@ ELASTIC = {
     "half_async": StrategyFactory.create_half_async_strategy(elastic=True),
 }
 HALF = ELASTIC["half_async"]
-#: The first job of a process imports much.
-SLOWLY = {**PATIENT, "FLEET_STARTUP_DEADLINE": "60"}
-NAMED = {**SLOWLY, "FLEET_JOB_ID": "one"}
+NAMED = {**PATIENT, "FLEET_JOB_ID": "one"}
 
 
 class Part:
@@ -79,7 +77,7 @@ class Servers:
     """The servers of a job that begins with some workers; who takes part is the test's affair."""
 
     def __init__(self, workers: int = 1, servers: int = 2, **options: Any) -> None:
-        self.job = Job(lambda *_: None, workers, servers, **{"environ": SLOWLY, **options})
+        self.job = Job(lambda *_: None, workers, servers, **{"environ": PATIENT, **options})
         self._threads = [
             threading.Thread(target=self.job.serve, args=(index,), name=f"job-server-{index}", daemon=True)
             for index in range(servers)
@@ -153,7 +151,7 @@ def test_one_that_joins_may_be_the_first_to_say_hello() -> None:
 
 
 def test_one_that_dies_is_given_up_on_and_the_others_go_on() -> None:
-    servers = Servers(1, environ={**NAMED, "FLAGS_rpc_deadline": "400", "FLEET_BEAT": "0.05"})
+    servers = Servers(1, environ={**SOON, "FLEET_JOB_ID": "one"})
     zero = servers.part(0, 1).join()
     one = servers.part(1, 2).join()
     one.train(2)
@@ -232,7 +230,7 @@ def test_without_elastic_nobody_joins() -> None:
 
 def test_one_that_cannot_start_leaves_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when it is let in by one server and does not reach the next."""
-    servers = Servers(1, environ={**PATIENT, "FLEET_STARTUP_DEADLINE": "0.3"})
+    servers = Servers(1)
     zero = servers.part(0, 1).join()
     one = servers.part(1, 2)
 

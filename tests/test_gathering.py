@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, Job, run_job
+from harness import PATIENT, SOON, Job, run_job
 
 from fleet import Fleet, StrategyFactory
 from fleet import values as values_module
@@ -739,7 +739,7 @@ def test_what_somebody_brought_who_was_given_up_on_stays_in() -> None:
         finally:
             gone.set() if worker == 2 else None
 
-    environ = {"FLAGS_rpc_deadline": "1200", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "15"}
+    environ = SOON
 
     def whole(fleet: Fleet, worker: int) -> Any:
         joined(fleet)
@@ -766,7 +766,7 @@ def test_a_barrier_lets_go_when_the_one_it_waits_for_is_given_up_on() -> None:
         assert fleet.all_reduce_worker(1) == 2
         over.set()
 
-    environ = {"FLAGS_rpc_deadline": "1200", "FLEET_BEAT": "0.05", "FLEET_STARTUP_DEADLINE": "15"}
+    environ = SOON
     job = Job(body, 3, network=network, environ=environ)
     job.join(job.start())
     assert set(job.errors) == {"worker 2"}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, Job, assert_close, run_job, values
+from harness import PATIENT, SOON, Job, assert_close, run_job, values
 from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
 
 import fleet.nn
@@ -569,7 +569,7 @@ def test_without_the_first_worker_there_is_no_checkpoint(tmp_path: Path) -> None
             assert left.wait(20)
 
     tried = threading.Event()
-    Job(body, 2, 1, environ={**PATIENT, "FLAGS_rpc_deadline": "600"}).run()
+    Job(body, 2, 1, environ=SOON).run()
     assert "none in" in refused[0]
     assert "it has left" in refused[1]
     assert not (tmp_path / "ckpt").exists()

@@ -24,9 +24,10 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from harness import PATIENCE_S, PATIENT, Job, run_job, until, values
+from harness import PATIENT, Job, run_job, until, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint, Manifest
@@ -196,15 +197,29 @@ def test_requests_that_once_were_new(path: Path) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("mode", fuzz.MODES)
-def test_fuzz(mode: str) -> None:
-    chance = random.Random(mode)
-    target = fuzz.Target(mode)
-    for number in range(20_000):
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("job", fuzz.JOBS)
+def test_fuzz(job: str) -> None:
+    chance = random.Random(job)
+    target = fuzz.Target(job)
+    for number in range(10_000):
         if target.over or number % 1000 == 0:
-            target = fuzz.Target(mode)
-            seeds = list(fuzz.good(mode, target.step).values())
+            target = fuzz.Target(job)
+            seeds = list(fuzz.good(job, target.step).values())
         target.feed(chance.choice((fuzz.damaged, fuzz.twisted))(chance.choice(seeds), chance))
+
+
+@pytest.mark.chaos
+def test_fuzz_at_the_doors() -> None:
+    chance = random.Random(1)
+    target = fuzz.Target("sync")
+    seeds = list(fuzz.good("sync").values())
+    with contextlib.closing(fuzz.Doors(target)) as doors:
+        ends = {doors.send(fuzz.changed(chance.choice(seeds), chance), chance).partition(":")[0] for _ in range(300)}
+        target.check_running()
+        if not target.over:
+            target.check()
+    assert len(ends) == 9
 
 
 def evil() -> dict[str, tuple[dict[str, Any], list[np.ndarray], str]]:
@@ -238,6 +253,7 @@ def evil() -> dict[str, tuple[dict[str, Any], list[np.ndarray], str]]:
         "gradients that are not flat": (push(), [arrays[0].reshape(2, 3), *arrays[1:]], "do not fit"),
         "blocks too many": (push(present=b"\1" * 1000), arrays, "other parameters than the job has"),
         "a learning rate of words": (option('"fast"'), arrays, "has become something else"),
+        "a learning rate of nothing": (option("null"), arrays, "has become something else"),
         "a learning rate of lists": (option("[[1]]"), arrays, "no plain value"),
         "a learning rate beyond floats": (option("1" + "0" * 400), arrays, "no plain value"),
         "options of somebody else": (push(options=["{}"]), arrays, "other options"),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import until
+from patience import PROCESSES_S
 
 from fleet.cluster import Endpoint, Role
 from fleet.errors import ConfigurationError, PortInUseError
@@ -94,19 +96,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def all_ready(directory: Path, count: int) -> Callable[[], bool]:
     return lambda: len(list(directory.glob("*.pid"))) == count
 
 
 def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = launcher.communicate(timeout=10)
+    out, err = launcher.communicate(timeout=PROCESSES_S)
     return launcher.returncode, out, err
 
 

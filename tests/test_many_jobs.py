@@ -41,7 +41,7 @@ def test_jobs_one_after_another_on_the_same_ports(
         ),
     ]
     for process in started:
-        code, out, err = ended(process, 110)
+        code, out, err = ended(process)
         assert code == 0, err
         assert out == f"{JOBS} jobs\n"
 

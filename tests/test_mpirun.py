@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import PROCESSES_S
 
 pytestmark = pytest.mark.mpi
 
@@ -48,7 +49,7 @@ def launch(launcher: str, library: str, ranks: int, *command: str, **variables: 
             errors="replace",
         )
         try:
-            out, err = started.communicate(timeout=90)
+            out, err = started.communicate(timeout=PROCESSES_S)
         finally:
             started.kill()
         err += "".join(said.read_text() for said in sorted(Path(words).glob("*.txt")))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import PROCESSES_S
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
@@ -81,7 +82,7 @@ def processes() -> Iterator[Processes]:
     made.end()
 
 
-def ended(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], timeout_s: float = PROCESSES_S) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
 
@@ -167,7 +168,7 @@ def test_an_exception_ends_the_whole_job_with_its_traceback(
     assert code == 1
     assert "ValueError: a bad batch" in err
     for process in (good, server):
-        code, _, err = ended(process, 30)
+        code, _, err = ended(process)
         assert code == 1
         assert "JobAbortedError: worker 1 failed" in err
         assert "ValueError: a bad batch" in err
@@ -180,10 +181,10 @@ def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int]
     assert worker.stdout is not None
     assert [worker.stdout.readline() for _ in range(2)] == ["joined\n", "under way\n"]
     worker.send_signal(signal.SIGINT)
-    code, _, err = ended(worker, 30)
+    code, _, err = ended(worker)
     assert code != 0
     assert "KeyboardInterrupt" in err
-    code, _, err = ended(server, 30)
+    code, _, err = ended(server)
     assert code == 1
     assert "KeyboardInterrupt" in err
 
@@ -199,14 +200,14 @@ def test_a_killed_worker_that_starts_again(processes: Processes, free_endpoints:
     assert first == ["joined\n", "from 0\n", *(f"step {step}\n" for step in range(5))]
     workers[1].kill()
     workers[1] = processes.worker(1, endpoints, 2, "again", **beating)
-    outs = [ended(worker, 60) for worker in workers]
+    outs = [ended(worker) for worker in workers]
     assert [code for code, _, _ in outs] == [0, 0], outs
     for _, out, _ in outs:
         assert out.endswith(f"weight {-sum(range(1, 41))}.0 row -14.0\n")
     resumed = int(outs[1][1].splitlines()[1].removeprefix("from "))
     assert 5 <= resumed < 40
     for server in servers:
-        code, _, err = ended(server, 30)
+        code, _, err = ended(server)
         assert code == 0
         assert "worker 1 has started again" in err
 
@@ -219,8 +220,8 @@ def test_sigterm_on_a_worker(processes: Processes, free_endpoints: Callable[[int
     assert worker.stdout is not None
     assert worker.stdout.readline() == "joined\n"
     worker.send_signal(signal.SIGTERM)
-    assert ended(worker, 30)[0] == -signal.SIGTERM
-    code, _, err = ended(server, 30)
+    assert ended(worker)[0] == -signal.SIGTERM
+    code, _, err = ended(server)
     assert code == 1
     assert "ended by SIGTERM" in err
 
@@ -233,7 +234,7 @@ def test_a_forked_child_does_not_speak_for_the_worker(
     code, out, err = ended(processes.worker(0, endpoints, 1, "fork"))
     assert code == 0, err
     assert "weight -5.0" in out
-    assert ended(server, 30)[0] == 0
+    assert ended(server)[0] == 0
 
 
 def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
@@ -244,14 +245,14 @@ def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int
     assert worker.stdout is not None
     assert worker.stdout.readline() == "joined\n"
     servers[1].send_signal(signal.SIGTERM)
-    code, out, err = ended(servers[1], 30)
+    code, out, err = ended(servers[1])
     assert code == 0, err
     assert "served" in out
-    code, _, err = ended(worker, 30)
+    code, _, err = ended(worker)
     assert code == 1
     assert endpoints[1] in err
     assert "SIGTERM" in err
-    code, _, err = ended(servers[0], 30)
+    code, _, err = ended(servers[0])
     assert code == 1
     assert "SIGTERM" in err, "the other server hears the reason from the worker"
 
@@ -266,7 +267,7 @@ def test_a_killed_server_is_an_error_after_the_deadline(
     assert worker.stdout is not None
     assert worker.stdout.readline() == "joined\n"
     server.kill()
-    code, _, err = ended(worker, 30)
+    code, _, err = ended(worker)
     assert code == 1
     assert re.search(rf"DeadlineError: the server at {re.escape(endpoints[0])} is silent", err)
 
@@ -298,7 +299,7 @@ def test_a_server_and_a_worker_that_are_paused(
     assert code == 0, err
     code, _, err = ended(server)
     assert code == 0
-    assert re.search(r"worker 1 was silent for \d\.\d s and is given up on", err)
+    assert re.search(r"worker 1 was silent for [\d.]+ s and is given up on", err)
     workers[1].send_signal(signal.SIGCONT)
     code, _, err = ended(workers[1])
     assert code == 1
@@ -309,7 +310,7 @@ def test_a_script_that_forgets_stop_worker(processes: Processes, free_endpoints:
     endpoints = free_endpoints(1)
     server = processes.server(endpoints[0], endpoints, 1)
     assert ended(processes.worker(0, endpoints, 1, "forget"))[0] == 0
-    code, _, err = ended(server, 30)
+    code, _, err = ended(server)
     assert code == 1
     assert "without fleet.stop_worker()" in err
 

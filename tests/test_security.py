@@ -22,6 +22,7 @@ import pytest
 import torch
 import trustme
 from harness import PATIENT, Job, run_job, values
+from patience import PROCESSES_S
 
 from fleet import Fleet
 from fleet.cluster import Endpoint
@@ -303,7 +304,7 @@ def test_fleetrun_hands_the_token_on_and_shows_it_nowhere(tmp_path: Path) -> Non
         env={**environ, "FLEET_AUTH_TOKEN": SECRET, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PROCESSES_S,
         check=False,
     )
     kept = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())

@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from harness import PATIENCE_S, until
+from harness import until
+from patience import PATIENCE_S
 
 from fleet import errors
 from fleet.cluster import Endpoint

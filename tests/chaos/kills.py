@@ -43,8 +43,10 @@ from fleet.transpiler.specs import Initializer, TableSpec
 #: Steps of a job, and what is waited between two: one that takes no time would be over before anybody is killed.
 STEPS, PAUSE_S = 150, 0.01
 #: For a job to end once nobody is killed any more, and so many are killed at most before that.
-END_S, MOST_KILLS = 60.0, 60
+END_S, MOST_KILLS = 120.0, 60
 TICK_S = 0.01
+#: Of every process, in the output of a run that fails.
+SAID_CHARACTERS = 6000
 
 
 class Model(torch.nn.Module):
@@ -192,7 +194,7 @@ class Job:
                 self._kill(name, process)
         codes = {name: process.code for name, process in self.processes.items()}
         if any(codes.values()) or time.monotonic() > self._ends_by:
-            raise RuntimeError(f"exit codes {codes}; what was said is in {self.folder}")
+            raise RuntimeError(f"exit codes {codes}{self.said()}")
         return None in codes.values()
 
     def _kill(self, name: str, process: Process) -> None:
@@ -219,8 +221,13 @@ class Job:
         """What every worker has in the end, after a job that left nothing behind."""
         left = sorted(each.name for each in (self.folder / "durable").iterdir())
         if left:
-            raise RuntimeError(f"the job in {self.folder} is over and has left {left}")
+            raise RuntimeError(f"the job is over and has left {left}{self.said()}")
         return " ".join(sorted({self._end(name).read_text() for name in self._environ if name not in self._kept}))
+
+    def said(self) -> str:
+        """What the processes said last, and where the rest is: for whoever sees nothing but the output."""
+        lasts = (f"{log.name}:\n{log.read_text()[-SAID_CHARACTERS:]}" for log in sorted(self.folder.glob("*.log")))
+        return "\n".join([f"; what was said is in {self.folder}", *lasts])
 
     def kill(self) -> None:
         for process in self.processes.values():
@@ -264,7 +271,7 @@ def disturbed(
                     running.remove(job)
                     kills += job.kills
                     if job.end() != expected:
-                        raise RuntimeError(f"{job.end()} and not {expected}; what was said is in {job.folder}")
+                        raise RuntimeError(f"{job.end()} and not {expected}{job.said()}")
                     shutil.rmtree(job.folder)
             time.sleep(TICK_S)
     finally:

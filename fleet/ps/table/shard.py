@@ -164,7 +164,7 @@ class Shard:
         """Options may change from step to step, but a number stays a number."""
         for ours, theirs in zip(self._options, options, strict=True):
             for name, value in theirs.items():
-                if _kind(value) != _kind(ours[name]) and None not in (value, ours[name]):
+                if _kind(value) != _kind(ours[name]):
                     raise ProtocolError(
                         "an option has become something else", where=name, expected=ours[name], got=repr(value)[:80]
                     )
@@ -347,5 +347,5 @@ def _is_plain(value: object) -> bool:
 
 def _kind(value: object) -> object:
     if isinstance(value, tuple):
-        return tuple(None if item is None else _kind(item) for item in value)
+        return tuple(map(_kind, value))
     return bool if isinstance(value, bool) else float if isinstance(value, int | float) else type(value)
