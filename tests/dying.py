@@ -105,7 +105,7 @@ class Host:
             self.kills += 1
             listener = self._listener
             # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
-            job = self.service._job
+            job = self.service.floor.job
             for thread in threading.enumerate():
                 if job is not None and job.errand is not None and thread.name == f"fleet-{job.errand.name}":
                     thread.join()

@@ -29,7 +29,7 @@ from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Directory, place_at
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError
-from fleet.ps.server import service
+from fleet.ps.server import filling, replacing
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.waiting import Waiting
 from fleet.ps.table.shard import Shard
@@ -419,7 +419,8 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         gc.collect()
         return len(made)
 
-    monkeypatch.setattr(service, "Shard", Watched)
+    monkeypatch.setattr(filling, "Shard", Watched)
+    monkeypatch.setattr(replacing, "Shard", Watched)
     return count
 
 
@@ -428,7 +429,7 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
     strategy: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, on all of them; nor does what the others have read stay in their memory."""
-    restore_from, broken = service.restore_from, []
+    restore_from, broken = replacing.restore_from, []
 
     def failing(url: object) -> Any:
         if broken and threading.current_thread().name.startswith("fleet-load"):
@@ -436,7 +437,7 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
             raise CheckpointError("this one does not get it")
         return restore_from(url)
 
-    monkeypatch.setattr(service, "restore_from", failing)
+    monkeypatch.setattr(replacing, "restore_from", failing)
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model, optimizer = join(fleet_, strategy)

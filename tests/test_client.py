@@ -28,7 +28,7 @@ from fleet.errors import (
     ProtocolError,
     ServerLostError,
 )
-from fleet.ps.server.service import QUIET_BEATS
+from fleet.ps.server.roll import QUIET_BEATS
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame

@@ -23,9 +23,9 @@ import fleet.nn
 from fleet import Fleet
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, UnsupportedError
-from fleet.ps.server import service
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
+from fleet.ps.server.remembering import Memory
 from fleet.ps.worker import client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -314,7 +314,7 @@ def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: boo
 def test_no_room_for_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal goes on, and the next snapshot has what that one would have had."""
     full = threading.Event()
-    create = service.Memory.take
+    create = Memory.take
 
     def take(memory: Any, *given: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -331,7 +331,7 @@ def test_no_room_for_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             if step == 4:
                 job.hosts[0].kill()
 
-    monkeypatch.setattr(service.Memory, "take", take)
+    monkeypatch.setattr(Memory, "take", take)
     job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1000)
     same(job.run(), run_job(trains("adam", steps=6), 2, 1))
 

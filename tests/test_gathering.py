@@ -1020,7 +1020,7 @@ def test_a_repetition_brings_nothing_new() -> None:
         line.say(worker, [WireTensor.of(np.array(value))], gather=pb.Gather(number=1, op="sum", dtype="float64"))
     told = [(worker, float(frame.tensors[0].numpy())) for worker, frame in line.taken()]
     assert told == [(0, 21.0), (0, 21.0), (1, 21.0), (0, 21.0), (1, 21.0)]
-    assert line.service._running().hall._brought == {}
+    assert line.service.floor.running().hall._brought == {}
 
 
 def test_who_waits_hears_at_once_that_the_job_is_over() -> None:
@@ -1042,7 +1042,7 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     for number in range(1, 6):
         for worker in (0, 1):
             line.say(worker, [F32], gather=pb.Gather(number=number, op="sum", dtype="float32"))
-    hall = line.service._running().hall
+    hall = line.service.floor.running().hall
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (1, 1, 0)
     line.say(0, [F32], gather=pb.Gather(number=6, op="sum", dtype="float32"))
     line.say(0, bye=pb.Bye())
@@ -1051,7 +1051,7 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     line.say(1, bye=pb.Bye())
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (0, 0, 0)
     assert line.service.ended.is_set()
-    assert line.service._running().parked == {}
+    assert line.service.floor.running().parked == {}
 
 
 @pytest.mark.parametrize("strategy", [None, StrategyFactory.create_ssp_strategy(0)], ids=["sync", "ssp"])

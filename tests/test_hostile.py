@@ -37,7 +37,8 @@ from fleet.environ import Knobs, SecurityKnobs
 from fleet.errors import CheckpointError, ConfigurationError, FleetError, IdentityError, ProtocolError
 from fleet.ps import memory
 from fleet.ps.backend import real_network
-from fleet.ps.server import service as service_module
+from fleet.ps.server import floor
+from fleet.ps.server.reception import check_share
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import direct_server, grpc_server
@@ -123,7 +124,7 @@ def test_any_value_in_a_job(data: st.DataObject) -> None:
 
     def plan() -> None:
         spec = JobSpec.from_json(text)
-        service_module.check_share(fuzz.ENDPOINT, make_plan(spec), 0, [fuzz.OPTIONS], 64 * MEBI)
+        check_share(fuzz.ENDPOINT, make_plan(spec), 0, [fuzz.OPTIONS], 64 * MEBI)
 
     read_or_refused(plan, ProtocolError, ConfigurationError)
 
@@ -317,7 +318,7 @@ def test_nobody_fills_the_memory_with_rounds_to_come() -> None:
 
 
 def test_nobody_fills_the_memory_with_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_WAITING", 5)
+    monkeypatch.setattr(floor, "MAX_WAITING", 5)
     ask, _ = member_and_other(limit_mb=1)
     later = {"pull": pb.Pull(version=9, tables=[0], training=[True])}
     few, many = ([WireTensor.of(np.zeros(size, np.int64))] for size in (1, 70_000))

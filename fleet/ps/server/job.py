@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +19,10 @@ from fleet.ps.table.before import Before
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.table.standing import Standing
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
-from fleet.transpiler.plan import Plan
+from fleet.transpiler.plan import Plan, make_plan
+from fleet.transpiler.specs import JobSpec
 
 
 @dataclass
@@ -125,6 +128,20 @@ class Job:
     def steps_of(self, worker: int) -> int:
         """How many of its steps the job has."""
         return self.steps_before + self.steps.get(worker, 0)
+
+    def grant(self) -> Frame:
+        """What a worker is told that may do what only one does: also which checkpoint is the last."""
+        checkpoint, url = self.last
+        return Frame(pb.Reply(granted=True, about=json.dumps({"id": checkpoint, "url": url})))
+
+
+def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
+    """One that nobody has done anything for yet; ``where`` its server is, errors tell, and how long a worker waits for
+    what only another one may do."""
+    workers, mode = spec.settings.worker_num, MODES[spec.settings.mode]
+    claims = Claims(where, deadline_s, lambda: job.grant(), only_first=mode.adds)
+    job = Job(make_plan(spec), job_id, mode.gate(range(workers), 0), Hall(workers), claims)
+    return job
 
 
 @dataclass(frozen=True)

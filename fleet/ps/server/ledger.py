@@ -7,7 +7,7 @@ The caller holds the server's lock, but for ``heard``, which heartbeats use.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from fleet.clock import Clock
 from fleet.errors import ProtocolError
 from fleet.observing.names import LONGEST_NAME, MOST_FIGURES
 from fleet.observing.process import ProcessFigures
-from fleet.ps.consistency.membership import Membership
 from fleet.ps.server.job import Job
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.wire.frame import Frame
@@ -58,8 +57,8 @@ class Ledger:
             )
         self._told[worker] = dict(figures)
 
-    def status(self, job: Job | None, members: Membership | None, phase: str) -> dict[str, Any]:
-        """All of it, and how the job stands, as JSON has it."""
+    def status(self, job: Job | None, members: Sequence[tuple[str, str, float | None]], phase: str) -> dict[str, Any]:
+        """All of it, and how the job and its members stand (``Membership.glance``), as JSON has it."""
         parked = [] if job is None else job.all_waiting()
         about: dict[str, Any] = {
             "phase": phase,
@@ -73,7 +72,7 @@ class Ledger:
                 **self._process.read(),
             },
         }
-        if job is None or members is None:
+        if job is None:
             return about
         longest: dict[int, Waiting] = {}
         for waiting in parked:
@@ -98,7 +97,7 @@ class Ledger:
                     "waited": {str(other): s for (waiter, other), s in self._waited.items() if waiter == worker},
                     "figures": self._told.get(worker, {}),
                 }
-                for worker, (standing, label, heard_s) in enumerate(members.glance(now))
+                for worker, (standing, label, heard_s) in enumerate(members)
             ],
         }
 

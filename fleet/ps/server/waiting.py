@@ -1,15 +1,43 @@
-"""Requests that cannot be answered yet, and replies that leave once the server's lock is released."""
+"""Requests that are being handled or wait to be answered, and replies that leave once the server's lock is released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Respond
 
 #: Replies to send once the lock is released.
 Outbox = list[tuple[Respond, Frame]]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that is being handled; ``outbox`` is where its reply goes, and others' that it makes possible."""
+
+    frame: Frame
+    respond: Respond
+    outbox: Outbox
+
+    @property
+    def request(self) -> Any:
+        return self.frame.message
+
+    @property
+    def worker(self) -> int:
+        worker: int = self.frame.message.worker
+        return worker
+
+    @property
+    def tensors(self) -> Sequence[WireTensor]:
+        return self.frame.tensors
+
+    def answer(self, reply: pb.Reply, tensors: Sequence[WireTensor] = ()) -> None:
+        self.outbox.append((self.respond, Frame(reply, [*tensors])))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""Hellos: who is let into the job, and what a worker is told that joins it, or comes back to it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fleet.errors import FleetError, IdentityError, StillBusyError
+from fleet.ps.consistency.membership import Standing
+from fleet.ps.server.filling import Filling
+from fleet.ps.server.floor import Floor
+from fleet.ps.server.job import Job, new_job
+from fleet.ps.server.keeping import Keeping
+from fleet.ps.server.reception import Expected, check_cluster, check_same_job, check_share
+from fleet.ps.server.remembering import check_can_be_kept
+from fleet.ps.server.telling import on_one_line
+from fleet.ps.server.waiting import Arrival
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.transpiler.specs import JobSpec
+
+_log = logging.getLogger("fleet.server")
+
+
+class Joining:
+    def __init__(self, floor: Floor, keeping: Keeping, filling: Filling, expected: Expected | None) -> None:
+        """``expected`` is the number of workers and the servers this process was told of, where it was told."""
+        self._floor = floor
+        self._keeping = keeping
+        self._filling = filling
+        self._expected = expected
+
+    def hello(self, arrival: Arrival) -> None:
+        floor, request, worker = self._floor, arrival.request, arrival.worker
+        self._refuse_successor(request)
+        floor.ending.refuse_if_failed(worker)
+        label = on_one_line(request.hello.label[:200])
+        try:
+            job = self._job_for(request)
+        except FleetError as error:
+            floor.roll.refused(worker, f"worker {worker} ({label}) was refused: {error}")
+            told = on_one_line(str(error))
+            _log.warning("%s: worker %d (%s) was refused: %s", floor.endpoint, worker, label, told)
+            raise
+        surely = floor.memory is not None and floor.memory.replaying
+        before = floor.roll.admit(request, label, job.plan.spec.settings, surely=surely)
+        self._keeping.note("hello", arrival.frame, arrival.outbox)  # only now: whether it is let in is a matter of time
+        if before is not None:
+            self._take_place(job, before, label, arrival)
+        if floor.job is None:
+            self._begin(job, request.hello)
+        if worker == 0:
+            self._filling.make_room(arrival)
+        self._welcome(job, arrival)
+        if job.initialized:
+            floor.release_early(arrival.outbox)
+
+    def _refuse_successor(self, request: Any) -> None:
+        """A worker of the next job may be early: the process that had its place here has left, others have not."""
+        floor, memory = self._floor, self._floor.memory
+        before = floor.roll.succeeds(request.worker, request.incarnation)
+        is_new = floor.roll.is_stranger(request.worker)
+        ours = floor.knobs.job_id or ("" if floor.job is None else floor.job.job_id)
+        restarted = bool(ours) and ours == request.hello.job_id
+        if before is Standing.LIVE and not restarted and memory is not None and memory.goes_on:
+            raise IdentityError(
+                "this server goes on with a job whose state it has kept, and this worker was not part of it",
+                where=f"{floor.endpoint}, {memory.directory}",
+                got=f"a new worker {request.worker}",
+                todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
+            )
+        if not restarted and (before is Standing.LEFT or (floor.ending.over and (is_new or before is not None))):
+            raise StillBusyError(
+                "this server has not finished an earlier job yet",
+                where=str(floor.endpoint),
+                got=f"a hello of a new worker {request.worker}; the earlier "
+                + ("one has left" if before is Standing.LEFT else "job is over"),
+                todo="Wait until the earlier job has ended, or give this one servers of its own.",
+            )
+
+    def _job_for(self, request: Any) -> Job:
+        """The job that a hello is for, which it may be the first of; it fits, or is refused."""
+        floor, hello = self._floor, request.hello
+        spec = JobSpec.from_json(hello.spec)
+        check_cluster(floor.endpoint, self._expected, spec, request.worker, hello)
+        if floor.memory is not None:
+            check_can_be_kept(spec)
+        job = floor.job
+        if job is None:
+            begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
+            job = new_job(spec.among(begins_with), hello.job_id, str(floor.endpoint), floor.knobs.rpc_deadline_s)
+        check_same_job(floor.endpoint, floor.knobs.job_id or job.job_id, job.plan, spec, hello)
+        check_share(floor.endpoint, job.plan, hello.server, hello.options, floor.most_bytes)
+        return job
+
+    def _take_place(self, job: Job, before: Standing, label: str, arrival: Arrival) -> None:
+        """A worker comes to a place that another process had, which stood so: what that one waited for nobody waits for
+        now."""
+        worker = arrival.worker
+        if before is Standing.LEFT:
+            _log.info("%s: worker %d (%s) has joined", self._floor.endpoint, worker, label)
+        else:
+            told = "%s: worker %d has started again (%s); its earlier process is fenced off"
+            _log.warning(told, self._floor.endpoint, worker, label)
+            self._floor.drop_requests(worker, arrival.outbox)
+        if before in (Standing.LEFT, Standing.LOST):
+            job.gate.join(worker)
+            job.hall.join(worker)
+        if not job.mode.lockstep:
+            job.claims.joined(worker)
+
+    def _begin(self, job: Job, hello: Any) -> None:
+        self._floor.job = job
+        _log.info(
+            "%s: serving a job of %d workers: %d blocks of %d bytes in all, and a share of %d tables",
+            self._floor.endpoint,
+            job.plan.spec.settings.worker_num,
+            len(job.plan.by_server[hello.server]),
+            job.plan.dense_bytes(hello.server),
+            len(job.plan.spec.tables),
+        )
+        if self._filling.restore is not None:
+            self._filling.begin_restoring(job, self._filling.restore, hello)
+
+    def _welcome(self, job: Job, arrival: Arrival) -> None:
+        restore, worker = self._filling.restore, arrival.worker
+        arrival.answer(
+            pb.Reply(
+                version=job.gate.version,
+                initialized=job.initialized or restore is not None,
+                delivered=job.gate.delivered(worker),
+                steps=job.steps_of(worker),
+                loads=job.loads,
+                gathered=job.hall.told()[worker],
+                about="" if restore is None else restore.id,
+            )
+        )

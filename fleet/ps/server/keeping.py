@@ -1,0 +1,103 @@
+"""What is acknowledged is kept: the journal and the snapshots of a durable server, around its requests.
+
+Requests that change anything are noted before they are carried out, and snapshots taken between two of them; a server
+that starts again does over what it finds. Without FLEET_DURABLE_DIR there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from fleet.errors import ConfigurationError, FleetError
+from fleet.ps.server.floor import Floor
+from fleet.ps.server.job import new_job
+from fleet.ps.server.remembering import Memory, outcome_of
+from fleet.ps.server.waiting import Outbox
+from fleet.ps.table.before import Before
+from fleet.ps.wire.frame import Frame
+from fleet.transpiler.specs import JobSpec
+
+_log = logging.getLogger("fleet.server")
+
+
+class Keeping:
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._memory = floor.memory
+
+    def note(self, kind: str, frame: Frame, outbox: Outbox) -> None:
+        """Have a request that changes anything in the journal, before it does."""
+        self._keep(lambda memory: memory.note(kind, frame), outbox)
+
+    def note_lost(self, worker: int, outbox: Outbox) -> None:
+        self._keep(lambda memory: memory.lost(worker), outbox)
+
+    def take(self, outbox: Outbox) -> None:
+        """Take a snapshot of what the journal says nothing of: where the job's values came from."""
+        self._keep(self._take, outbox)
+
+    def take_if_due(self) -> None:
+        """Take a snapshot if it is time for one, and everything is there that one is made of."""
+        memory, job = self._memory, self._floor.job
+        if memory is None or job is None:
+            return
+        memory.settle(job)  # at once, as what is held on to is memory for the next request
+        if self._floor.ending.over or not job.is_whole or not memory.is_due(job):
+            return
+        try:
+            self._take(memory)
+        except OSError as error:  # the journal goes on
+            _log.warning("%s: no snapshot could be taken, and the journal grows: %s", self._floor.endpoint, error)
+
+    def close(self) -> None:
+        """After the last request: keep what has to be kept."""
+        if self._memory is not None:
+            self._memory.end(over=self._floor.ending.over)
+
+    def _take(self, memory: Memory) -> None:
+        memory.take(self._floor.running(), self._floor.roll.told())
+
+    def _keep(self, act: Callable[[Memory], None], outbox: Outbox) -> None:
+        if self._memory is None:
+            return
+        try:
+            act(self._memory)
+        except OSError as error:
+            raise self._floor.cannot_keep(error, outbox) from None
+
+
+def resume(floor: Floor, ask: Callable[[Frame], None], lose: Callable[[int], None]) -> None:
+    """Be where the server was whose memory this one has: ``ask`` it what it was asked, ``lose`` whom it gave up on."""
+    memory = floor.memory
+    if memory is None:
+        return
+    state = memory.known()
+    if state is not None:
+        spec = JobSpec.from_json(state["spec"])
+        floor.job = new_job(spec, state["job_id"], str(floor.endpoint), floor.knobs.rpc_deadline_s)
+        memory.resume(floor.job, state, floor.clock.now())
+        floor.roll.resume(spec.settings, state["members"])
+
+    def ask_again(request: Frame) -> None:
+        with contextlib.suppress(FleetError):  # it was refused then as well
+            ask(request)
+
+    def recall(before: Before) -> None:
+        floor.running().before = before
+
+    memory.replay(ask_again, lose, lambda number, reply: floor.running().hall.know(number, outcome_of(reply)), recall)
+    job = floor.job
+    if job is None:
+        return
+    floor.ending.tell_again()
+    if floor.knobs.job_id not in ("", job.job_id):
+        raise ConfigurationError(
+            "the state of another job is kept here",
+            where=str(memory.directory),
+            expected=f"job {floor.knobs.job_id!r} (FLEET_JOB_ID)",
+            got=f"job {job.job_id!r}",
+            todo="Remove the directory if that job is over, or let this one keep its state elsewhere.",
+        )
+    _log.warning("%s: goes on from %s, at version %d", floor.endpoint, memory.directory, job.gate.version)

@@ -1,0 +1,66 @@
+"""What a server tells of itself and its job: to people who look on, to its log, to a worker that asks for a summary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fleet.ps.server.floor import Floor
+from fleet.ps.server.waiting import Arrival
+from fleet.ps.wire import fleet_pb2 as pb
+
+
+class Telling:
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+
+    def status(self) -> dict[str, Any]:
+        """How the job does, as far as this server sees it, for whoever shows it."""
+        floor = self._floor
+        with floor.lock:
+            glance = floor.roll.glance(floor.clock.now())
+            return {"server": str(floor.endpoint), **floor.ledger.status(floor.job, glance, self._phase())}
+
+    def explain(self) -> str:
+        """What this server is waiting for, in words."""
+        floor = self._floor
+        with floor.lock:
+            job, now = floor.job, floor.clock.now()
+            if job is None:
+                return "waiting for the first worker's hello"
+            waits = job.hall.lacking()
+            if job.growing or not job.initialized:
+                waits.append(("initial values", (0,)))
+            elif job.pushed or not waits:
+                step, lacking = job.gate.lacking()
+                waits.append((f"round {step}", lacking))
+            return "; ".join(
+                f"{what}: waiting for " + ", ".join(floor.roll.describe(worker, now) for worker in lacking)
+                for what, lacking in waits
+            )
+
+    def survey(self, arrival: Arrival) -> None:
+        shard, job = self._floor.shard(), self._floor.running()
+        about = {
+            "steps": {worker: job.steps_of(worker) for worker in sorted(job.steps)},
+            "tables": {table.spec.name: {"rows": len(table), "bytes": table.nbytes} for table in shard.tables},
+            "staleness": shard.staleness.counts,
+        }
+        arrival.answer(pb.Reply(version=job.gate.version, about=json.dumps(about)))
+
+    def _phase(self) -> str:
+        job, ending = self._floor.job, self._floor.ending
+        if ending.suspended:
+            return "stopped, to go on when it is started again"
+        if ending.over:
+            return "over" if ending.failure is None else f"failed: {on_one_line(str(ending.failure))[:500]}"
+        if job is None:
+            return "waiting for the first worker"
+        if not job.initialized:
+            return "waiting for initial values"
+        return "training" if job.errand is None or job.errand.is_done else on_one_line(job.errand.what)
+
+
+def on_one_line(text: str) -> str:
+    """What a stranger says, so that it cannot pass for lines of this server's log."""
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,0 +1,150 @@
+"""The requests of a step: gradients that are pushed, values that are pulled, and the answers, made when their version
+is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fleet.errors import ConfigurationError, FleetError, ProtocolError
+from fleet.ps.consistency.base import Effect
+from fleet.ps.server.floor import Floor
+from fleet.ps.server.job import Job
+from fleet.ps.server.reading import contribution_of
+from fleet.ps.server.waiting import Arrival, Waiting
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.narrow import Narrow
+from fleet.ps.wire.tensors import WireTensor
+from fleet.transpiler.specs import DTYPES
+
+
+class Training:
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+
+    def part(self, arrival: Arrival) -> None:
+        """Gradients ahead of their push."""
+        job, request = self._floor.running(), arrival.request
+        if not job.initialized or job.growing or request.step != job.gate.delivered(request.worker) + 1:
+            raise ProtocolError("a part came before its push was due", where=str(self._floor.endpoint))
+        # A journal has pushes that are whole.
+        is_whole = self._floor.memory is not None or job.mode.adds
+        granted = not is_whole and Narrow(job.plan.spec.settings.wire_dtype).is_plain
+        if granted:
+            job.parts.add(request, arrival.tensors, self._floor.shard().dense)
+        arrival.answer(pb.Reply(granted=granted))
+
+    def push(self, arrival: Arrival) -> None:
+        floor, job, request = self._floor, self._floor.running(), arrival.request
+        if not job.initialized or job.growing:
+            raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
+        worker, step = request.worker, request.step
+        quiet = request.push.quiet
+
+        def answer() -> Frame:
+            values = self._values(job, worker, step, not quiet, ())
+            return values if floor.shard().changes is None else self._with_changes(values, worker, step)
+
+        waiting = Waiting(worker, f"push of step {step}", floor.clock.now(), arrival.respond, answer)
+        floor.check_patience(waiting)
+        effects: list[Effect] = []
+        if step > job.gate.delivered(worker):
+            if any(other == worker for other, _ in job.pushed):
+                raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
+            job.pushed[worker, step] = contribution_of(
+                request, arrival.tensors, floor.shard(), job.parts, floor.endpoint, floor.most_bytes
+            )
+            try:
+                effects = job.gate.push(worker, step)
+            except ProtocolError:
+                del job.pushed[worker, step]
+                raise
+            job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
+        needed = job.mode.version_needed(step, job.plan.spec.settings.staleness)
+        floor.park(needed, waiting, effects, arrival.outbox)
+
+    def pull(self, arrival: Arrival) -> None:
+        floor, job, request = self._floor, self._floor.running(), arrival.request
+        pull, ids = request.pull, arrival.tensors
+        if not (len(pull.tables) == len(pull.training) == len(ids)):
+            raise ProtocolError("a pull's tables and ids differ in number")
+        wanted = [
+            (table, tensor.numpy(), training)
+            for table, tensor, training in zip(pull.tables, ids, pull.training, strict=True)
+        ]
+        self._check_reply(job, pull, ids)
+        waiting = Waiting(
+            request.worker,
+            f"values at step {request.step}",
+            floor.clock.now(),
+            arrival.respond,
+            lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
+            ahead=pull.ahead,
+            nbytes=arrival.frame.nbytes,
+        )
+        floor.check_patience(waiting)
+        # While the job grows, workers that are not there yet still need rows to get there.
+        if job.initialized and not (job.growing and pull.dense):
+            floor.park(pull.version, waiting, [], arrival.outbox)
+        else:
+            job.early.append((pull.version, waiting))
+
+    def _check_reply(self, job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
+        """Repeated ids make a large reply of a small request, for which memory would be taken here."""
+        tables, most_bytes = job.plan.spec.tables, self._floor.most_bytes
+        nbytes = 0
+        for index, tensor in zip(pull.tables, ids, strict=True):
+            if index >= len(tables):
+                raise ProtocolError("a message names a table this job does not have", got=index)
+            nbytes += tensor.array.size * tables[index].dim * DTYPES[tables[index].dtype]
+        if nbytes > most_bytes:
+            raise ConfigurationError(
+                "a reply would be larger than a message may be",
+                where=str(self._floor.endpoint),
+                expected=f"at most {most_bytes >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+                got=f"{nbytes / (1 << 20):.1f} MiB of rows",
+                todo="Ask for fewer rows at once, or raise FLEET_MAX_MESSAGE_MB for every process.",
+            )
+
+    def _values(
+        self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
+    ) -> Frame:
+        """Values that a worker needs at a version at least: the current ones, but for one that goes back a step. They
+        are copied now, under the lock; encoding and sending come after it."""
+        shard, before = self._floor.shard(), job.before_for(worker, needed)
+        version = job.gate.version if before is None else before.version
+        reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
+        tensors: list[WireTensor] = []
+        if dense:
+            flats = job.dense_at(version) if before is None else before.dense
+            tensors += [WireTensor.of(tensor) for tensor in flats]
+            if shard.compensation is not None:
+                handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
+                shard.compensation.handed_dense(worker, handed)
+        try:
+            for table, ids, training in wanted:
+                rows = shard.read(table, ids, training)
+                if before is not None:
+                    before.restore(table, ids, rows)
+                tensors.append(WireTensor.of(rows))
+                reply.table_clocks.append(shard.tables[table].step)
+                if shard.compensation is not None and training:
+                    shard.compensation.handed_rows(worker, table, ids, rows)
+                if shard.changes is not None and training:
+                    shard.changes.hold(worker, table, ids)
+        except FleetError as error:
+            return error_reply(error)
+        return Frame(reply, tensors)
+
+    def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:
+        """The answer to a GEO worker's push: also the rows it holds that others have changed; all tables' clocks."""
+        shard = self._floor.shard()
+        assert shard.changes is not None
+        for table, ids in shard.changes.take(worker, step).items():
+            values.message.changed.append(table)
+            values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
+        values.message.table_clocks.extend(table.step for table in shard.tables)
+        return values
