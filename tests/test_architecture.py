@@ -148,7 +148,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/exposure.py": "addresses",
         "ps/wire/stream.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
-        "ps/worker/runtime.py": "hostname",
+        "ps/worker/joining.py": "hostname",
         "rendezvous.py": "addresses",
     },
     "print": {

@@ -194,9 +194,10 @@ def test_what_has_gathered_is_merged_into_one_push(momentum: float, summed: bool
         eventually(lambda: arrived(weight, optimizer, expected), f"{expected}")
 
     def arrived(weight: torch.nn.Parameter, optimizer: Any, expected: float) -> bool:
-        fresh = optimizer._stepper()._communicator.fresh()
+        worker = optimizer._stepper()
+        fresh = worker._stepping._communicator.fresh()
         if fresh is not None:
-            optimizer._stepper()._take_dense(fresh)
+            worker.floor.fetching.take(fresh)
         return abs(weight[0].item() - expected) < 1e-5
 
     run_job(body, 1, 1, network=network)

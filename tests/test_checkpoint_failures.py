@@ -509,7 +509,7 @@ def test_a_server_that_cannot_take_over_ends_the_job() -> None:
 
     def body(fleet_: Fleet, worker: int) -> None:
         model, optimizer = join(fleet_)
-        client = runtime(fleet_).clients[0]
+        client = runtime(fleet_).floor.lines.clients[0]
         with pytest.raises(FleetError, match="to be taken over are not here"):
             client.call(Frame(client.request(0, ready=pb.Ready(anew=True, attempt="none such"))), "other values")
         train(model, optimizer, range(2))
@@ -599,17 +599,21 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
 ) -> None:
     """Between its claim and its release: the others hear of it within the deadline, and do it themselves."""
     claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "3000"}
-    ask_all = WorkerRuntime.ask_all
 
-    def dying(worker: Any, make: Any, what: str, *rest: Any) -> Any:
-        if worker.assignment.index == 0 and ("a checkpoint at" in what or what.startswith("loading")):
-            ask_all(worker, make, what, *rest)
-            claimed.set()
-            for client in worker.clients:
-                client.close()
-            worker.stopped = True
-            raise SystemExit("killed")
-        return ask_all(worker, make, what, *rest)
+    def let_die(worker: WorkerRuntime) -> None:
+        lines = worker.floor.lines
+        ask_all = lines.ask_all
+
+        def dying(make: Any, what: str, *rest: Any) -> Any:
+            replies = ask_all(make, what, *rest)
+            if "a checkpoint at" in what or what.startswith("loading"):
+                claimed.set()
+                lines.close()
+                worker.stopped = True
+                raise SystemExit("killed")
+            return replies
+
+        monkeypatch.setattr(lines, "ask_all", dying)
 
     def body(fleet_: Fleet, worker: int) -> None:
         model, optimizer = join(fleet_)
@@ -617,7 +621,8 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
         act = getattr(fleet_, f"{call}_persistables")
         fleet_.save_persistables(tmp_path / "ckpt")
         train(model, optimizer, range(2))
-        monkeypatch.setattr(WorkerRuntime, "ask_all", dying)
+        if worker == 0:
+            let_die(runtime(fleet_))
         fleet_.barrier_worker()
         if worker:
             assert claimed.wait(30)

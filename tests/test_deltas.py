@@ -187,8 +187,8 @@ def test_a_mode_that_is_none(tmp_path: Path) -> None:
 
 def state_of(fleet_: Fleet) -> dict[str, Any]:
     """All that the servers hold now, by name."""
-    worker = fleet_._chosen._worker  # type: ignore[union-attr]
-    return named(piece for client in worker.clients for piece in exported(client, worker.completed))
+    floor = fleet_._chosen._worker.floor  # type: ignore[union-attr]
+    return named(piece for client in floor.lines.clients for piece in exported(client, floor.progress.completed))
 
 
 def state_in(dirname: Path) -> dict[str, Any]:
@@ -453,7 +453,7 @@ def test_all_workers_are_at_the_same_step_after_one_has_loaded(tmp_path: Path) -
             fleet_.load_persistables(tmp_path / "ckpt")
             assert fleet_.resume_step() == 2
         else:
-            client = fleet_._chosen._worker.clients[1]  # type: ignore[union-attr]
+            client = fleet_._chosen._worker.floor.lines.clients[1]  # type: ignore[union-attr]
             start = client.start
 
             def watched(*args: Any, **options: Any) -> Any:

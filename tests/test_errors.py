@@ -368,7 +368,9 @@ def test_a_worker_that_falls_silent_is_given_up_on() -> None:
         optimizer = join(fleet_, model)
         step(optimizer)
         if index == 1:
-            for client in fleet_._chosen._worker.clients:  # as if the machine was gone: no goodbye, no pulse
+            for (
+                client
+            ) in fleet_._chosen._worker.floor.lines.clients:  # as if the machine was gone: no goodbye, no pulse
                 client.close()
             silent.set()
             return None
@@ -480,8 +482,8 @@ def test_a_push_the_plan_does_not_know_is_refused_and_disturbs_nobody() -> None:
     def body(fleet_: Fleet, index: int) -> None:
         model = copy.deepcopy(TEMPLATE)
         optimizer = join(fleet_, model)
-        worker = fleet_._chosen._worker
-        client, description = worker.clients[0], worker._description
+        floor = fleet_._chosen._worker.floor
+        client, description = floor.lines.clients[0], floor.trained.description
         good = {"options": description.options(), "present": b"\1\1"}
         flat = WireTensor.of(torch.zeros(8))
         ids = WireTensor.of(torch.tensor([1]))

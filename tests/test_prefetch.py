@@ -193,7 +193,7 @@ def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
                 optimizer.minimize(table(ids).sum())
                 break
             assert fleet_._chosen is not None
-            assert not any(client._under_way for client in fleet_._chosen._worker.clients)
+            assert not any(client._under_way for client in fleet_._chosen._worker.floor.lines.clients)
         return table(torch.tensor([4])).item()
 
     assert run_job(body, 2, 2) == [-2.0, -2.0]
@@ -353,7 +353,7 @@ def test_steps_that_are_interrupted_leave_no_reply_unread(monkeypatch: pytest.Mo
         optimizer.step()  # finishes the interrupted step, which is still the first, and takes the second
         assert fleet_._chosen is not None
         assert all(weight[0, 0].item() == pytest.approx(-0.2) for weight in weights)
-        return [len(client._under_way) for client in fleet_._chosen._worker.clients]
+        return [len(client._under_way) for client in fleet_._chosen._worker.floor.lines.clients]
 
     assert over_grpc(body, threads=3, servers=2) == [[0, 0]]
 

@@ -209,7 +209,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     @property
     def steps_taken(self) -> int:
-        return self._running_worker("steps_taken").taken
+        return self._running_worker("steps_taken").floor.progress.taken
 
     def load_persistables(self, dirname: object) -> None:
         loading.load(self._running_worker("load_persistables()"), dirname)
@@ -224,7 +224,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return collecting.state_dict(self._running_worker("state_dict()"), model, tables=tables)
 
     def resume_step(self) -> int:
-        return self._running_worker("resume_step()").steps
+        return self._running_worker("resume_step()").floor.progress.steps
 
 
 def _run_quietly(server: ServerRuntime) -> None:

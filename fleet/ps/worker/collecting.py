@@ -51,12 +51,12 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
 
     worker.settle("state_dict()")
     worker.flush()
-    return _collect(worker, serving.state_in_job(model, worker.parts()[1]), collector if tables else None)
+    return _collect(worker, serving.state_in_job(model, worker.floor.trained.parts()[1]), collector if tables else None)
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
     """Written by the first worker that calls it; the others wait until it has been."""
-    state = serving.state_to_save(model, worker.parts()[1], example_inputs)
+    state = serving.state_to_save(model, worker.floor.trained.parts()[1], example_inputs)
 
     def write(_: dict[str, Any]) -> None:
         def learn() -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
 
     worker.settle("save_inference_model()")
     worker.flush()
-    once(worker, worker.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
+    once(worker, worker.floor.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
 
 
 def _facts(handle: TableHandle) -> TableFacts:
@@ -79,15 +79,15 @@ def _collect(
     worker: WorkerRuntime, state: dict[str, torch.Tensor], make: MakeCollector | None
 ) -> dict[str, torch.Tensor]:
     """The ``state`` of a model with the job's values; ``make`` collects its tables."""
-    params, tables = worker.parts()
+    params, tables = worker.floor.trained.parts()
     dense = {key: params[id(value)] for key, value in state.items() if id(value) in params}
     remote = {key: (handle, tables[id(handle)]) for key, handle in serving.remote_tables(state).items()}
     wanted = {} if make is None else {spec.name: (handle, spec) for handle, spec in remote.values()}
     values = Assembly({spec.name: spec.numel for spec in dense.values()}, "what the servers hold")
     sizes = worker.summary()["tables"] if wanted else {}
     found: dict[str, Collector] = {}
-    for client in worker.clients:
-        for piece in exported(client, worker.completed):
+    for client in worker.floor.lines.clients:
+        for piece in exported(client, worker.floor.progress.completed):
             about, tensors = piece.about, [torch.as_tensor(each) for each in piece.tensors.values()]
             if DENSE in about:
                 seed = about["seed"]

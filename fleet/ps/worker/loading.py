@@ -18,10 +18,11 @@ from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
 from fleet.nn.handle import TableHandle, handle_of
+from fleet.ps.kernels.jit import Array
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.once import given_up_if_it_fails, once
-from fleet.ps.worker.runtime import Array, WorkerRuntime
+from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.ps.worker.uploading import replace
 
 
 def load(worker: WorkerRuntime, dirname: object) -> None:
@@ -31,19 +32,18 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
 
     def read(granted: dict[str, Any]) -> None:
         checkpoint = Checkpoint.open(dirname)
-        checkpoint.check_fits(worker.plan.spec)
+        checkpoint.check_fits(worker.floor.trained.plan.spec)
         attempt = granted["name"]
         asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
         while True:
             with given_up_if_it_fails(worker, attempt):
-                what = f"loading {where}"
-                worker.ask_all(lambda _, client: Frame(client.request(worker.completed, load=asked)), what)
+                worker.floor.lines.ask(f"loading {where}", load=asked)
             try:
                 return _take_over(worker, attempt)
             except StillBusyError:  # a server was killed in between, and has to read again
                 continue
 
-    once(worker, worker.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
+    once(worker, worker.floor.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
     worker.begin_anew()
 
 
@@ -59,10 +59,10 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
     def send(granted: dict[str, Any]) -> None:
         attempt = granted["name"]
         with given_up_if_it_fails(worker, attempt):
-            worker.replace(found.dense, found.rows)
+            replace(worker.floor, found.dense, found.rows)
         _take_over(worker, attempt)
 
-    once(worker, worker.name_of_call("load_state_dict()"), send, by_anyone=True)
+    once(worker, worker.floor.progress.name_of_call("load_state_dict()"), send, by_anyone=True)
     with torch.no_grad():
         for mine, value in found.local:
             mine.copy_(value)
@@ -70,9 +70,8 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
 
 
 def _take_over(worker: WorkerRuntime, attempt: str) -> None:
-    ready = pb.Ready(anew=True, attempt=attempt)
     try:
-        worker.ask_all(lambda _, client: Frame(client.request(worker.completed, ready=ready)), "other values")
+        worker.floor.lines.ask("other values", ready=pb.Ready(anew=True, attempt=attempt))
     except StillBusyError:
         raise
     except FleetError as error:
@@ -90,7 +89,7 @@ class _Sorted:
         self.rows: dict[str, tuple[Array, torch.Tensor]] = {}
         self.local: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._problems: list[str] = []
-        params, tables = worker.parts()
+        params, tables = worker.floor.trained.parts()
         wanted: set[str] = set()
         for name, mine in model.state_dict(keep_vars=True).items():
             handle = handle_of(mine)

@@ -31,12 +31,12 @@ def prefetch(
             if not queue:
                 return
             batch, ahead = queue.popleft()
-            worker.present(ahead)
+            worker.floor.rows.present(ahead)
             yield batch
     finally:
-        worker.present({})
+        worker.floor.rows.present({})
         for _, ahead in queue:
-            worker.give_up(ahead)
+            worker.floor.rows.give_up(ahead)
 
 
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:

@@ -57,13 +57,14 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object) -> Rest:
     where = place_at(dirname).url
     worker.settle("save_persistables()")
     worker.flush()
-    replica = worker.replica if worker.assignment.index == 0 else None
+    progress = worker.floor.progress
+    replica = worker.replica if worker.floor.assignment.index == 0 else None
     state = None if replica is None else split(replica.state())
-    moment = Moment(worker.steps, worker.completed, worker.plan.spec, state)
-    name = worker.name_of_call(f"save_persistables({where!r})")
+    moment = Moment(progress.steps, progress.completed, worker.floor.trained.plan.spec, state)
+    name = progress.name_of_call(f"save_persistables({where!r})")
 
     def rest(go_on: Callable[[], None] | None) -> None:
-        if go_on is not None and not worker.mode.lockstep:
+        if go_on is not None and not worker.floor.mode.lockstep:
             go_on()
         once(worker, name, lambda last: _write(worker, dirname, mode, moment, last, go_on), by_anyone=False)
 
@@ -96,7 +97,7 @@ def _write(
             writer.add(pieces.files)
         saved = writer.commit(moment.steps, seed, moment.spec)
     settle = pb.Settle(id=saved.id, url=saved.url)
-    worker.ask_all(lambda _, client: Frame(client.request(worker.completed, settle=settle)), "end of a checkpoint")
+    worker.floor.lines.ask("end of a checkpoint", settle=settle)
 
 
 def _ask(
@@ -118,7 +119,7 @@ def _ask(
         version=moment.version,
         begin=begin,
     )
-    replies = worker.ask_all(
+    replies = worker.floor.lines.ask_all(
         lambda _, client: Frame(client.request(moment.version, save=save)), f"a checkpoint at {save.folder}"
     )
     for server, reply in enumerate(replies):
@@ -131,5 +132,5 @@ def _ask(
 
 
 def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pieces: PieceWriter) -> None:
-    for piece in exported(worker.clients[server], version, checkpoint):
+    for piece in exported(worker.floor.lines.clients[server], version, checkpoint):
         pieces.add(piece.about, piece.tensors)

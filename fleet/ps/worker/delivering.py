@@ -1,0 +1,51 @@
+"""A push from when it leaves until it is answered, whatever comes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fleet.errors import DeadlineError, FleetError
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.floor import Floor
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is sent to all servers as one step of the worker: how many of the user's are in it, the frame for each
+    server, and what to do with the answers."""
+
+    steps: int
+    frames: Sequence[Frame]
+    take: Callable[[Sequence[Frame]], object]
+
+
+class Delivering:
+    def __init__(self, floor: Floor, begin_anew: Callable[[], None]) -> None:
+        """``begin_anew`` is called when a server says that its values have been replaced."""
+        self._floor = floor
+        self._begin_anew = begin_anew
+        self._in_doubt: Push | None = None
+
+    def deliver(self, push: Push) -> None:
+        """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
+        floor, progress = self._floor, self._floor.progress
+        self._in_doubt = push
+        step = progress.completed + 1
+        try:
+            with floor.figures.push:
+                replies = floor.lines.ask_all(lambda server, _: push.frames[server], f"push of step {step}")
+        except DeadlineError:
+            raise  # no answer: still in doubt
+        except FleetError:
+            self._in_doubt = None
+            raise
+        progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
+        push.take(replies)
+        if progress.replaced:
+            self._begin_anew()
+
+    def settle(self) -> None:
+        """Before anything else happens: the same frames again, which no server applies twice."""
+        if self._in_doubt is not None:
+            self.deliver(self._in_doubt)

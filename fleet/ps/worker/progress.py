@@ -1,0 +1,62 @@
+"""How far a worker has come, by its own count and by the servers': what requests start from, and calls are told by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from fleet.ps.consistency.base import Mode
+from fleet.ps.wire.frame import Frame
+
+
+class Progress:
+    def __init__(self, mode: Mode, staleness: int) -> None:
+        self._mode = mode
+        self._staleness = staleness
+        #: pushes that the servers have
+        self.completed = 0
+        #: how many of this worker's steps are in them
+        self.steps = 0
+        #: how many it has taken; the difference is on its way, or still to be sent
+        self.taken = 0
+        #: gatherings of all workers that this one has come to
+        self.gathered = 0
+        #: how often the values of each server had been replaced when this worker took them over
+        self._loads: list[int] = []
+        #: whether a server says that they have been since
+        self.replaced = False
+        self._calls: Counter[str] = Counter()
+        self._calls_after = 0
+
+    def resume(self, hellos: Sequence[Any]) -> None:
+        """Be where the servers say that this worker is. Where it starts again, some may have its last step and some
+        not: it is taken once more."""
+        self.completed = min(reply.delivered for reply in hellos)
+        self.steps = self.taken = min(reply.steps for reply in hellos)
+        self.gathered = hellos[0].gathered
+        self._loads = [reply.loads for reply in hellos]
+
+    def version_needed(self, more_steps: int = 0) -> int:
+        """The version that this worker needs to go on, now or when it has completed some more steps."""
+        return self._mode.version_needed(self.completed + more_steps, self._staleness)
+
+    def notice(self, replies: Sequence[Frame]) -> None:
+        """Replies from the first servers on: they say whether values have been replaced."""
+        loads = [reply.message.loads for reply in replies]
+        self.replaced = self.replaced or loads != self._loads[: len(loads)]
+
+    def begin_anew(self, replies: Sequence[Frame]) -> int:
+        """Go on from the values in these replies, which have replaced all others; how often that has happened."""
+        self.steps = self.taken = replies[0].message.steps
+        self._loads, self.replaced = [reply.message.loads for reply in replies], False
+        return sum(self._loads)
+
+    def name_of_call(self, call: str) -> str:
+        """A name for a call that is carried out once for the job: the same on every worker that makes it."""
+        if self._mode.lockstep and self._calls_after != self.completed:
+            self._calls.clear()
+            self._calls_after = self.completed
+        self._calls[call] += 1
+        after = f" after step {self.completed}" if self._mode.lockstep else ""
+        return f"{call}{after}, call {self._calls[call]}"
