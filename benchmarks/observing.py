@@ -6,17 +6,32 @@ The click model of ``ctr.py``, one server and one worker, in alternating rounds:
 under ``fleetrun``; figures are recorded, go to TensorBoard, and can be had by Prometheus. ``--against`` is a checkout
 of another version of the package, to compare with. The ratios within a round are what counts; those of processor time
 suffer less from what else a machine does.
+
+What jobs of seconds cannot tell apart from noise is measured by itself first: the processor time of what counting adds
+to a step, and of what one second's showing takes a worker.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from ctr import KINDS
 from measuring import Cost, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
+
+from fleet.clock import SystemClock
+from fleet.environ import Knobs, ObservingKnobs
+from fleet.observing.prometheus import Page
+from fleet.observing.record import Record
+from fleet.observing.tensorboard import Scalars
+from fleet.observing.worker import ProfilerRange, WorkerFigures
 
 MODES = ("sync", "async")
 
@@ -24,6 +39,51 @@ MODES = ("sync", "async")
 def cpu(cost: Cost) -> float:
     """Microseconds of all processes for an example."""
     return (cost.worker_cpu_s + cost.server_cpu_s) / cost.examples * 1e6
+
+
+def processor_us(act: Callable[[], object], times: int) -> float:
+    """Microseconds of all threads that it takes, at best."""
+
+    def once() -> float:
+        began = time.process_time()
+        for _ in range(times):
+            act()
+        return time.process_time() - began
+
+    return min(once() for _ in range(9)) / times * 1e6
+
+
+def parts(folder: Path) -> list[tuple[str, str, float]]:
+    """What each costs, and how often it does."""
+    figures, loss = WorkerFigures(SystemClock()), torch.ones((), requires_grad=True) * 1
+    waiting = ProfilerRange("fleet.wait")
+
+    def count_a_step() -> None:
+        for span in (figures.pull, figures.push):
+            with span, waiting:
+                pass
+        figures.saw(loss)
+        figures.report(1000, None, {})
+
+    def read() -> dict[str, float]:
+        return figures.read(steps=1, queue=0, sent_bytes=1, received_bytes=1)
+
+    record, scalars = Record(folder, "worker 0"), Scalars(str(folder), "worker 0")
+    with contextlib.closing(record), contextlib.closing(scalars):
+        page = Page("worker 0", "worker", read, Knobs(observing=ObservingKnobs(metrics_port=0)))
+
+        def look() -> bytes:
+            with urllib.request.urlopen(page.url) as answer:
+                return answer.read()
+
+        with contextlib.closing(page):
+            return [
+                ("counting", "step", processor_us(count_a_step, 10_000)),
+                ("reading the figures", "second", processor_us(read, 1000)),
+                ("recording them", "second", processor_us(lambda: record.write(time.time(), "worker", read()), 300)),
+                ("TensorBoard", "second", processor_us(lambda: scalars.write(time.time(), "worker", read()), 100)),
+                ("Prometheus, both sides", "look", processor_us(look, 100)),
+            ]
 
 
 def main() -> None:
@@ -35,9 +95,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
-    (kind,) = (each for each in KINDS if each.name == "3x32")
+    (kind,) = (known for known in KINDS if known.name == "3x32")
 
     with tempfile.TemporaryDirectory() as folder:
+        each = parts(Path(folder))
+        print_table("Processor time of a part", ["part", "each", "us"], each)
         recorded = {"FLEET_RECORD_DIR": f"{folder}/records"}
         ways = {
             "nobody looks": {},
@@ -67,7 +129,7 @@ def main() -> None:
             }
         )
     print_table(f"3x32, medians of {rounds} rounds", list(rows[0]), [list(row.values()) for row in rows])
-    write_json(options.json, rounds=rounds, quick=options.quick, rows=rows)
+    write_json(options.json, rounds=rounds, quick=options.quick, parts=each, rows=rows)
 
 
 if __name__ == "__main__":

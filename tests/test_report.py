@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
+import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -199,23 +200,31 @@ document.documentElement.dataset.found = JSON.stringify({
 """
 
 
+def looked_at(html: Path, scheme: str) -> tuple[dict[str, Any], bytes]:
+    """What the probe has found on a page in a Chromium, and a picture of it. There is no word in the console."""
+    probed, picture = html.with_name("probed.html"), html.with_name("picture.png")
+    probed.write_text(html.read_text().replace("</body>", f"{PROBE}</body>"))
+    command = [
+        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+        *(f"--user-data-dir={html.with_name(f'profile-{scheme}')}", "--window-size=1000,2600"),
+        *("--enable-logging=stderr", "--dump-dom", f"--screenshot={picture}"),
+        *(["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
+    ]
+    done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=90)
+    assert [line for line in done.stderr.splitlines() if ":CONSOLE" in line] == []
+    found = re.search('data-found="([^"]*)"', done.stdout)
+    assert found is not None, done.stderr
+    return json.loads(unescape(found[1])), picture.read_bytes()
+
+
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_the_page(tmp_path: Path, scheme: str) -> None:
     recorded(tmp_path)
     assert cli.main(["report", str(tmp_path)]) == 0
-    probed = tmp_path / "probed.html"
-    probed.write_text((tmp_path / "report.html").read_text().replace("</body>", f"{PROBE}</body>"))
-    command = [
-        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,2600", "--dump-dom"),
-        *(["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
-    ]
-    done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=90, env={**os.environ})
-    found = re.search('data-found="([^"]*)"', done.stdout)
-    assert found is not None, done.stderr
-    told = json.loads(found[1].replace("&quot;", '"'))
+    told, _ = looked_at(tmp_path / "report.html", scheme)
     assert re.fullmatch(r"(9|10) s: worker 0 640, worker 1 640", told["pointed"])
     assert int(told["moved"].split()[0]) == int(told["pointed"].split()[0]) + 1
     assert told["drawn"] == 7 * 2 + 1, "both workers in every chart, and the bytes of the server"
@@ -224,3 +233,20 @@ def test_a_browser_shows_the_page(tmp_path: Path, scheme: str) -> None:
     dark = sum(map(int, re.findall(r"\d+", told["ground"])[:3])) < 200
     assert dark is (scheme == "dark")
     assert told["ground"] != told["text"]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_a_browser_shows_a_job_that_was_run(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "train.py"
+    job = [sys.executable, "-m", "fleet.launch", "--server_num", "1", "--worker_num", "2", str(script), "brief"]
+    subprocess.run(job, cwd=tmp_path, check=True, timeout=90, capture_output=True)
+    html = tmp_path / "logs" / "report.html"
+    assert cli.main(["report", str(html.parent)]) == 0
+    assert "2 workers and 1 server, mode sync: " in Reader(html.read_text()).text
+    told, picture = looked_at(html, "light")
+    names = [set(chart["curves"]) for chart in Reader(html.read_text()).charts()]
+    assert {"worker 0", "worker 1", "server 0"} in names
+    assert told["drawn"] == sum(map(len, names)), "every process has a curve in every chart it is in"
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 50_000, "an empty page of this size takes 13 kB"

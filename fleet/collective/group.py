@@ -245,7 +245,7 @@ class Group:
         if self._adopted or not dist.is_initialized():
             return
         for group in (self.everyone, *self._made):
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and hasattr(group, "abort"):  # which older ones of torch do not have
                 group.abort()
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         dist.destroy_process_group()

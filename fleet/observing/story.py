@@ -108,6 +108,9 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
     def shares(of: Callable[[View, View, int], float | None]) -> dict[str, Curve]:
         return {name: [of(before, now, int(name.rpartition(" ")[2])) for before, now in pictures] for name in workers}
 
+    def while_training(of: Callable[[Row], float | None]) -> dict[str, Curve]:
+        return curves(lambda row: None if row.steps_a_second is None else of(row), workers)
+
     examples = curves(lambda row: row.examples_a_second, workers)
     has_examples = any(value for curve in examples.values() for value in curve)
     charts = [
@@ -117,12 +120,12 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
             "How much each worker trained on.",
             examples if has_examples else curves(lambda row: row.steps_a_second, workers),
         ),
-        Chart("Loss", "", "The last loss that each worker told of.", curves(lambda row: row.loss, workers)),
+        Chart("Loss", "", "The last loss that each worker told of.", while_training(lambda row: row.loss)),
         Chart(
             "Staleness",
             "updates",
             "How many updates the values had had, in the mean, since a worker read what its gradient was computed on.",
-            curves(lambda row: row.staleness, workers),
+            while_training(lambda row: row.staleness),
         ),
         Chart(
             "Time in exchanges",
