@@ -187,7 +187,7 @@ class Target:
         replies: list[Frame] = []
         try:
             self.handle(frame, replies.append)
-            job = self._service._job
+            job = self._service.floor.job
             until(lambda: job is None or job.errand is None or job.errand.is_done)
             for reply in replies:
                 read_frame(pb.Reply, reply.pieces())
