@@ -90,7 +90,8 @@ def main() -> None:
         for scheme in ("light", "dark"):
             subprocess.run(
                 [
-                    *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+                    *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+                    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
                     *("--window-size=960,1180", "--hide-scrollbars", f"--user-data-dir={folder}/profile"),
                     *(["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
                     *(f"--screenshot={FIGURES / f'report-{scheme}.png'}", (logs / "report.html").as_uri()),

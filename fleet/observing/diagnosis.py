@@ -263,7 +263,8 @@ def _starved(case: _Case) -> Iterator[str]:
 def _waits_unseen(case: _Case) -> Iterator[str]:
     times = {index: spent for index, spent in case.times.items() if spent.waits_unseen}
     if times:
-        own, cpu = median(each.own for each in times.values()), median(each.cpu for each in times.values())
+        own = median(spent.own for spent in times.values())
+        cpu = median(spent.cpu for spent in times.values())
         yield (
             f"Of the time of {_named(list(times), case)}, {own:.0%} is spent in the script's own code, with "
             f"{cpu:.0%} of a processor: it waits for something that Fleet does not see, such as its data or a device."
