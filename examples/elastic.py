@@ -48,7 +48,7 @@ def main() -> None:
         optimizer.minimize(loss_of(model, step))
         if (step + 1) % EVERY == 0:
             fleet.save_persistables(str(options.checkpoint))
-    total = sum(float(value.sum()) for value in model.parameters())
+    total = sum(value.sum().item() for value in model.parameters())
     fleet.stop_worker()
     print(
         f"worker {fleet.worker_index()} of {fleet.worker_num()} began at step {begun}; parameters add up to {total:.6f}"

@@ -5,7 +5,8 @@
 
 Users come and go, so a model that is not trained on grows old. Every 100 steps the trainer saves what has changed since
 the last time, a delta, and the serving process picks it up and scores the clicks of that time: it is right in more than
-93 of 100. Of the clicks at the end the first checkpoint would tell no more than 80.
+93 of 100. Of the clicks at the end the first checkpoint would tell no more than 80. It loads a checkpoint with all that
+it goes on from, which ``full_every=4`` keeps to three deltas and a whole one.
 """
 
 from __future__ import annotations
@@ -93,4 +94,6 @@ def right(model: ClickModel, step: int, draw: torch.Generator) -> float:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in (["train"], ["serve"]):
+        raise SystemExit(f"usage: {sys.argv[0]} train|serve")
     {"train": train, "serve": serve}[sys.argv[1]]()

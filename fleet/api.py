@@ -98,9 +98,9 @@ class Fleet:
         if assignment.collective:
             self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
         elif assignment.is_server and self._network is None:
-            from fleet.ps.server.lean import do_without_compiler
+            from fleet.ps.server.lean import be_lean
 
-            do_without_compiler()
+            be_lean()
 
     def is_worker(self) -> bool:
         """Whether this process trains. One that runs alone does; its server is a part of it.

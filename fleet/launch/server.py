@@ -6,7 +6,7 @@ from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.ps.backend import real_network
-from fleet.ps.server.lean import do_without_compiler
+from fleet.ps.server.lean import be_lean
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
 
@@ -14,7 +14,7 @@ from fleet.ps.server.runtime import ServerRuntime
 def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
     """Serve until the job is over; the exit code."""
     knobs = Knobs.read(PROCESS_ENVIRONMENT)
-    do_without_compiler()
+    be_lean()
     restore = None if model_dir is None else restore_from(model_dir)
     ServerRuntime(endpoint, real_network(knobs), knobs, SystemClock(), restore=restore).run()
     return 0

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 import fleet
-from fleet.ps.server.lean import do_without_compiler
+from fleet.ps.server.lean import be_lean
 
 
 def main(end: Path) -> None:
     fleet.init()
     if fleet.is_worker():  # servers do so by themselves
-        do_without_compiler()
+        be_lean()
     weight = torch.nn.Parameter(torch.zeros(4))
     strategy = fleet.StrategyFactory.create_half_async_strategy(elastic=True)
     optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)

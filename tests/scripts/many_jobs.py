@@ -7,14 +7,14 @@ import sys
 import torch
 
 import fleet
-from fleet.ps.server.lean import do_without_compiler
+from fleet.ps.server.lean import be_lean
 
 
 def main(jobs: int) -> None:
     for job in range(jobs):
         fleet.init()
         if fleet.is_worker():  # servers do so by themselves
-            do_without_compiler()
+            be_lean()
         weight = torch.nn.Parameter(torch.full((1 + job % 3,), float(job)))
         table = fleet.nn.Embedding(None, 1 + job % 2, initializer=f"constant({job})")
         optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0))

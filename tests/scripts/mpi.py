@@ -70,10 +70,10 @@ def main(variant: str, who: int) -> None:
         raise ValueError("no data here")
     import torch  # here, so that the ranks that never come so far need not wait for it
 
-    from fleet.ps.server.lean import do_without_compiler
+    from fleet.ps.server.lean import be_lean
 
     if fleet.is_worker():  # servers do so by themselves
-        do_without_compiler()
+        be_lean()
 
     weight = torch.nn.Parameter(torch.zeros(4))
     table = fleet.nn.Embedding(None, 2, initializer="zeros")

@@ -9,13 +9,13 @@ import time
 import torch
 
 import fleet
-from fleet.ps.server.lean import do_without_compiler
+from fleet.ps.server.lean import be_lean
 
 
 def main(variant: str) -> None:
     fleet.init()
     if fleet.is_worker():  # servers do so by themselves
-        do_without_compiler()
+        be_lean()
     weight = torch.nn.Parameter(torch.zeros(4))
     table = fleet.nn.Embedding(None, 2, initializer="zeros")
     optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight, *table.parameters()], lr=1.0))

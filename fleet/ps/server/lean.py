@@ -1,13 +1,19 @@
-"""A process that only serves does without torch's compiler, whose import takes nearly as long as torch's own.
+"""A process that only serves does without what only takes its time: torch's compiler, and a last search for garbage.
 
-torch imports it with the first optimizer, the user's or the server's, only to have it leave some methods alone: what it
-is handed instead of such a method it remembers with the method, and here that is the method itself. Nothing else about
-them changes, and code that is compiled all the same finds methods that it may look into. The name is torch's own
-affair: a release that does without it goes on as if this were not here, and starts later.
+The compiler's import takes nearly as long as torch's own. torch imports it with the first optimizer, the user's or
+the server's, only to have it leave some methods alone: what it is handed instead of such a method it remembers with
+the method, and here that is the method itself. Nothing else about them changes, and code that is compiled all the
+same finds methods that it may look into. The name is torch's own affair: a release that does without it goes on as if
+this were not here, and starts later.
+
+Python looks through all of torch's objects once more when it ends, which takes half a second, for what the system frees
+at once.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 
 import torch
@@ -15,8 +21,9 @@ import torch
 _LEFT_ALONE = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 
 
-def do_without_compiler() -> None:
+def be_lean() -> None:
     """Once for a process, before its first optimizer. For none that trains: it may compile, or be asked to later."""
+    atexit.register(gc.freeze)
     if "torch._dynamo" in sys.modules:
         return
     for name in _LEFT_ALONE:
