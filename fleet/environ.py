@@ -179,6 +179,23 @@ class Knobs:
     communicator: CommunicatorKnobs = CommunicatorKnobs()
     security: SecurityKnobs = SecurityKnobs()
     observing: ObservingKnobs = ObservingKnobs()
+    #: what all of it was read from, which may hold a token
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def joined(self, settings: Mapping[str, str]) -> Knobs:
+        """With what a strategy says by the names of variables, which have to be unset or say the same."""
+        if not settings:
+            return self
+        for name, value in settings.items():
+            there = self.environ.get(name, "").strip()
+            if there and there != value:
+                raise ConfigurationError(
+                    f"{name} says one thing in the environment and another in the strategy",
+                    expected="the same, or one of them",
+                    got=f"{there!r} and {value!r}",
+                    todo=f"Unset {name}, or leave {name.removeprefix('FLEET_').lower()} out of with_settings().",
+                )
+        return self.read({**self.environ, **settings})
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
@@ -222,6 +239,7 @@ class Knobs:
             communicator=CommunicatorKnobs.read(environ),
             security=security,
             observing=ObservingKnobs.read(environ),
+            environ=dict(environ),
         )
 
 

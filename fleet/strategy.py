@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.transpiler.config import DistributeTranspilerConfig
@@ -34,6 +34,39 @@ class Strategy:
     elastic: bool = False
     #: async and half_async: settings of ``CommunicatorKnobs`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
+    #: What the environment might say as well, by the names of its variables.
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def with_settings(
+        self,
+        *,
+        durable_dir: str | None = None,
+        durable_sync: str | None = None,
+        auth_token_file: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_server_name: str | None = None,
+    ) -> Strategy:
+        """This strategy, and where servers keep what they acknowledge and who is let in. Each is what the variable
+        ``FLEET_…`` of its name is, for the process that runs the script; one that is set as well has to say the same.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_sync_strategy().with_settings(durable_dir="/var/tmp/fleet")
+            >>> strategy.settings
+            (('FLEET_DURABLE_DIR', '/var/tmp/fleet'),)
+        """
+        given = {
+            "durable_dir": durable_dir,
+            "durable_sync": durable_sync,
+            "auth_token_file": auth_token_file,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "tls_ca": tls_ca,
+            "tls_server_name": tls_server_name,
+        }
+        said = {f"FLEET_{name.upper()}": _text(name, value) for name, value in given.items() if value is not None}
+        return replace(self, settings=tuple({**dict(self.settings), **said}.items()))
 
 
 class StrategyFactory:
@@ -239,6 +272,15 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
         elastic=config.elastic,
         wire_dtype=config.wire_dtype,
     )
+
+
+def _text(name: str, value: object) -> str:
+    """What a variable of the environment would hold."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{name} must be a str", got=repr(value))
+    if not value.strip():
+        raise ConfigurationError(f"{name} is empty", todo="Leave it out where there is nothing to say.")
+    return value.strip()
 
 
 def _switch(name: str, value: object) -> bool:

@@ -520,6 +520,27 @@ def test_modes_that_cannot_be_kept_are_refused_at_once(tmp_path: Path, strategy:
     assert refused == ["Unset FLEET_DURABLE_DIR, or choose another strategy."]
 
 
+def test_a_strategy_says_where_it_is_kept(tmp_path: Path) -> None:
+    """For the servers, whose script has it as well; the directory is theirs while the job runs."""
+    strategy = fleet.StrategyFactory.create_sync_strategy().with_settings(
+        durable_dir=str(tmp_path), durable_sync="always"
+    )
+
+    class Stated(Job):
+        def fleet(self, role: Role, index: int) -> Fleet:
+            made = super().fleet(role, index)
+            model = Model()
+            made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+            return made
+
+    def body(made: Fleet, index: int) -> int:
+        made.init_worker()
+        return len(list(tmp_path.glob("server*/journal-*")))
+
+    assert Stated(body, 1, 2).run() == [2]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_job_that_was_stopped_goes_on(tmp_path: Path) -> None:
     """What SIGTERM does: nothing is answered any more, and the next process goes on."""
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, TOKEN, UPLOAD, URGENT
 from fleet.ps.wire.transport import Respond, TransportError
 from fleet.role_maker import Role, UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
+from fleet.strategy import Strategy, StrategyFactory
 
 ROOT = Path(__file__).parent.parent
 SECRET = "correct-horse-battery-staple"
@@ -129,9 +131,9 @@ torch.manual_seed(3)
 TEMPLATE = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 1))
 
 
-def train(fleet: Fleet, index: int) -> list[torch.Tensor]:
+def train(fleet: Fleet, index: int, strategy: Strategy | None = None) -> list[torch.Tensor]:
     model = copy.deepcopy(TEMPLATE)
-    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), model=model)
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), strategy, model=model)
     fleet.init_worker()
     for step in range(4):
         ids = (torch.arange(6).reshape(3, 2) * (index + 2) + step) % 20
@@ -168,6 +170,59 @@ def test_a_job_ends_where_it_ends_unprotected(
     got = Secured(train, *_kinds(files)[kind], free_endpoints(2)).run()
     for ours, theirs in zip(got, unprotected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_strategy_protects_as_the_environment_does(
+    files: Files, tmp_path: Path, unprotected: list[list[torch.Tensor]], free_endpoints: Callable[[int], list[str]]
+) -> None:
+    def stated(environ: Environ) -> Strategy:
+        told = {name.removeprefix("FLEET_").lower(): value for name, value in environ.items()}
+        return StrategyFactory.create_sync_strategy().with_settings(auth_token_file=str(token), **told)
+
+    class Stated(Secured):
+        def fleet(self, role: Role, index: int) -> Fleet:
+            made = super().fleet(role, index)
+            if role is Role.SERVER:
+                model = copy.deepcopy(TEMPLATE)
+                made.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), stated(server), model=model)
+            return made
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        values = train(fleet, index, stated(worker))
+        for environ in (worker, {"FLEET_AUTH_TOKEN": SECRET}):  # without the one, or the other
+            with pytest.raises((AuthenticationError, TransportError)):
+                asked(Endpoint.parse(endpoints[0]), environ)
+        return values
+
+    token = tmp_path / "token"
+    token.write_text(SECRET)
+    server, worker = ({**files.issued(name), **files.trusting()} for name in ("127.0.0.1", "worker"))
+    endpoints = free_endpoints(2)
+    got = Stated(body, {}, {}, endpoints).run()
+    for ours, theirs in zip(got, unprotected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_strategy_that_contradicts_the_environment(files: Files, endpoint: Endpoint) -> None:
+    fleet = Fleet(environ=files.trusting())
+    fleet.init(UserDefinedRoleMaker(0, Role.WORKER, 1, [str(endpoint)]))
+    model, sync = torch.nn.Linear(1, 1), StrategyFactory.create_sync_strategy()
+
+    def optimized(strategy: Strategy) -> None:
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+
+    both = r"FLEET_TLS_CA says one thing in the environment and another in the strategy; .*ours\.pem.*theirs\.pem"
+    with pytest.raises(ConfigurationError, match=both):
+        optimized(sync.with_settings(tls_ca=files.ca["theirs"]))
+    with pytest.raises(ConfigurationError, match="FLEET_TLS_CERT is set and FLEET_TLS_KEY is not"):
+        optimized(sync.with_settings(tls_cert="cert.pem"))
+    with pytest.raises(ConfigurationError, match=r"FLEET_TLS_CERT.*no such file"):
+        optimized(sync.with_settings(tls_cert="no such file", tls_key="nor this"))
+    with pytest.raises(TypeError, match="durable_dir must be a str"):
+        sync.with_settings(durable_dir=Path("kept"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="tls_ca is empty"):
+        sync.with_settings(tls_ca=" ")
+    optimized(sync.with_settings(tls_ca=files.ca["ours"]))
 
 
 def test_a_worker_that_is_turned_away_does_not_wait(
@@ -292,6 +347,23 @@ def test_no_text_shows_the_token() -> None:
     knobs = Knobs.read({"FLEET_AUTH_TOKEN": SECRET})
     shown = [knobs, knobs.security, security_module.Security.of(knobs.security)]
     assert [SECRET in text for each in shown for text in (repr(each), str(each))] == [False] * 6
+
+
+def test_no_log_shows_the_token(
+    free_endpoints: Callable[[int], list[str]],
+    endpoint: Endpoint,
+    listen: Callable[[Environ], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However much is logged, by whomever."""
+    caplog.set_level(logging.DEBUG)
+    token = {"FLEET_AUTH_TOKEN": SECRET}
+    Secured(train, token, token, free_endpoints(1)).run()
+    listen(token)
+    with pytest.raises(AuthenticationError) as caught:
+        asked(endpoint, {"FLEET_AUTH_TOKEN": SECRET[:-1]})
+    assert {"fleet", "fleet.server", "fleet.wire"} <= {record.name for record in caplog.records}
+    assert SECRET[:-1] not in caplog.text + "".join(traceback.format_exception(caught.value))
 
 
 def test_fleetrun_hands_the_token_on_and_shows_it_nowhere(tmp_path: Path) -> None:

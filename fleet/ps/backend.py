@@ -53,7 +53,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
-        self._network = network or (LoopbackNetwork() if assignment.embedded else real_network(knobs))
+        self._given_network = LoopbackNetwork() if network is None and assignment.embedded else network
+        self._network = self._given_network or real_network(knobs)
         self._restore: Restore | None = None
         self._server_prepared = False
         self._embedded: threading.Thread | None = None
@@ -64,12 +65,16 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
     ) -> DistributedOptimizer:
         self._refuse_second_optimizer()
-        self._parts = (optimizers, model, as_strategy(given))
+        strategy = as_strategy(given)
+        knobs = self._knobs.joined(dict(strategy.settings))
+        network = self._network if knobs is self._knobs else self._given_network or real_network(knobs)
+        self._parts = (optimizers, model, strategy)
         try:
             described = self._describe()
         except BaseException:
             self._parts = None
             raise
+        self._knobs, self._network = knobs, network
         if self._assignment.is_server:
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
