@@ -72,7 +72,9 @@ class Strategy:
 
 
 class StrategyFactory:
-    """Makes strategies by name, as the source system's factory does.
+    """Makes strategies by name, as the source system's factory does. ``with_settings(durable_dir=…)`` of one is the
+    same strategy that also says what the environment would: where servers keep what they acknowledge, and the paths of
+    certificates and of the token.
 
     Examples:
         >>> geo = fleet.StrategyFactory.create_geo_strategy(update_frequency=20)
