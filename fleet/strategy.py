@@ -23,6 +23,8 @@ class Strategy:
     check_finite: bool = False
     #: What gradients travel in, a name in ``WIRE_DTYPES``; None is the element type of their parameter.
     wire_dtype: str | None = None
+    #: sync: whether the job ends when a worker is given up on, instead of going on without it.
+    needs_all_workers: bool = False
     #: ssp: how many steps a worker may be ahead of the slowest.
     staleness: int = 0
     #: geo: after how many steps a worker tells the others how far it has come.
@@ -70,7 +72,9 @@ class Strategy:
 
 
 class StrategyFactory:
-    """Makes strategies by name, as the source system's factory does.
+    """Makes strategies by name, as the source system's factory does. ``with_settings(durable_dir=…)`` of one is the
+    same strategy that also says what the environment would: where servers keep what they acknowledge, and the paths of
+    certificates and of the token.
 
     Examples:
         >>> geo = fleet.StrategyFactory.create_geo_strategy(update_frequency=20)
@@ -79,16 +83,23 @@ class StrategyFactory:
     """
 
     @staticmethod
-    def create_sync_strategy(*, check_finite: bool = False, wire_dtype: str | None = None) -> Strategy:
+    def create_sync_strategy(
+        *, check_finite: bool = False, wire_dtype: str | None = None, needs_all_workers: bool = False
+    ) -> Strategy:
         """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite;
-        ``wire_dtype`` has gradients travel as "bf16", "fp16" or "int8".
+        ``wire_dtype`` has gradients travel as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job ends when a
+        worker is given up on; without, the others go on.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
             >>> strategy.mode, strategy.check_finite
             ('sync', True)
         """
-        return Strategy(check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype))
+        return Strategy(
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            needs_all_workers=_switch("needs_all_workers", needs_all_workers),
+        )
 
     @staticmethod
     def create_async_strategy(

@@ -359,6 +359,12 @@ def test_an_exception_in_one_workers_loop_ends_the_job_at_once() -> None:
         assert "ValueError: a bad batch" in str(job.errors[name])
 
 
+def vanish(fleet_: Fleet) -> None:
+    """As if the machine was gone: no goodbye, no pulse."""
+    for client in fleet_._chosen._worker.floor.lines.clients:
+        client.close()
+
+
 def test_a_worker_that_falls_silent_is_given_up_on() -> None:
     """The others go on without it, as the mean over those that are left."""
     silent = threading.Event()
@@ -368,10 +374,7 @@ def test_a_worker_that_falls_silent_is_given_up_on() -> None:
         optimizer = join(fleet_, model)
         step(optimizer)
         if index == 1:
-            for (
-                client
-            ) in fleet_._chosen._worker.floor.lines.clients:  # as if the machine was gone: no goodbye, no pulse
-                client.close()
+            vanish(fleet_)
             silent.set()
             return None
         assert silent.wait(30)
@@ -382,6 +385,26 @@ def test_a_worker_that_falls_silent_is_given_up_on() -> None:
     job.join(job.start())
     assert job.results[0] is not None
     assert "server 0" not in job.errors
+
+
+def test_a_worker_that_falls_silent_ends_a_job_that_needs_it() -> None:
+    silent = threading.Event()
+
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_, strategy=StrategyFactory.create_sync_strategy(needs_all_workers=True))
+        step(optimizer)
+        if index == 1:
+            vanish(fleet_)
+            silent.set()
+            return
+        assert silent.wait(30)
+        with pytest.raises(JobAbortedError, match=r"worker 1 fell silent, and the job needs all workers.*got none for"):
+            step(optimizer)
+
+    job = Job(body, 2, environ=SOON)
+    job.join(job.start())
+    assert "worker 0" not in job.errors, job.errors["worker 0"]
+    assert "worker 1 fell silent" in str(job.errors["server 0"])
 
 
 def test_a_table_that_has_no_memory_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:

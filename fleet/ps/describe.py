@@ -164,6 +164,7 @@ def describe(
         dc_adaptive=strategy.dc_adaptive,
         elastic=strategy.elastic,
         wire_dtype=strategy.wire_dtype,
+        needs_all_workers=strategy.needs_all_workers,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))

@@ -128,6 +128,7 @@ class PlanSettings:
     dc_adaptive: bool = False
     elastic: bool = False
     wire_dtype: str | None = None
+    needs_all_workers: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fleet.errors import DeadlineError, FleetError, JobAbortedError
-from fleet.ps.consistency.membership import NeverCame
+from fleet.ps.consistency.membership import Lost, NeverCame
 from fleet.ps.server.floor import Floor
 from fleet.ps.server.keeping import Keeping
 from fleet.ps.server.waiting import Arrival, Outbox
@@ -45,6 +45,8 @@ class Leaving:
         for effect in effects:
             if isinstance(effect, NeverCame):
                 floor.fail(self._never_came(effect), outbox)
+            elif floor.running().plan.spec.settings.needs_all_workers:
+                floor.fail(self._was_needed(effect), outbox)
             else:
                 told = "%s: worker %d was silent for %.1f s and is given up on; the others go on without it"
                 _log.warning(told, floor.endpoint, effect.worker, effect.silent_s)
@@ -69,6 +71,15 @@ class Leaving:
         floor.answer(job.hall.leave(worker), worker, outbox)
         if floor.roll.is_finished and not floor.ending.over:
             floor.ending.end()
+
+    def _was_needed(self, effect: Lost) -> FleetError:
+        return JobAbortedError(
+            f"worker {effect.worker} fell silent, and the job needs all workers",
+            where=str(self._floor.endpoint),
+            expected=f"a sign of life every {self._floor.knobs.beat_s:g} s",
+            got=f"none for {effect.silent_s:.1f} s",
+            todo="See what that worker says last in its log, and start the job again, from its last checkpoint.",
+        )
 
     def _nobody_came(self) -> FleetError:
         return DeadlineError(
