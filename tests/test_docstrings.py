@@ -24,6 +24,7 @@ import fleet.errors
 from fleet.launch import cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
+from fleet.strategy import Strategy
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
@@ -36,7 +37,10 @@ RUNNER_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def public() -> dict[str, Any]:
     """Every name that has to be documented; modules have pages of their own."""
-    found: dict[str, Any] = {"fleet.optimizer.DistributedOptimizer": DistributedOptimizer}
+    found: dict[str, Any] = {
+        "fleet.optimizer.DistributedOptimizer": DistributedOptimizer,
+        "fleet.strategy.Strategy.with_settings": Strategy.with_settings,
+    }
     for module in MODULES:
         loaded = importlib.import_module(module)
         found |= {f"{module}.{name}": getattr(loaded, name) for name in loaded.__all__}
