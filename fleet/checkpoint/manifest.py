@@ -198,8 +198,8 @@ class Checkpoint:
         return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
     def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """What the pieces of a kind are, and their tensors, each read and verified; the next ones are read
-        meanwhile."""
+        """What the pieces of a kind are, and their tensors, each read and verified, and to be used before the next
+        piece is asked for; the next ones are read meanwhile."""
         files = deque(self.files(kind))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="fleet-checkpoint") as reader:
             ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
@@ -209,9 +209,11 @@ class Checkpoint:
                     ahead.append((piece.about, reader.submit(self._read, place, piece)))
                     if len(ahead) <= _READERS:
                         continue
-                about, tensors = ahead.popleft()
-                yield about, tensors.result()
-                del tensors  # before the next one takes its place
+                about, coming = ahead.popleft()
+                tensors = coming.result()
+                yield about, tensors
+                tensors.clear()  # before the next one takes its place: a loop over these holds the list until then
+                del coming
 
     def _read(self, place: Place, piece: PieceFile) -> list[torch.Tensor]:
         try:
