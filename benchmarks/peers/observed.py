@@ -1,4 +1,4 @@
-"""``ours.py`` that shows its figures in every other span of time only, and there ten times as often as usual. The worker
+"""``ours.py`` that shows its figures in every other span of time only, and there ten times as often as usual. Its worker
 writes down how each span went: a line of JSON in the file that ``SPANS`` names."""
 
 from __future__ import annotations
