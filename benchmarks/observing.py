@@ -1,30 +1,28 @@
 """What it costs that a job shows its figures.
 
-    python benchmarks/observing.py [--quick] [--rounds 9] [--against FOLDER] [--json figures.json]
+    python benchmarks/observing.py [--quick] [--json figures.json]
 
-The click model of ``ctr.py``, one server and one worker, in alternating rounds: nobody looks; figures are recorded, as
-under ``fleetrun``; figures are recorded, go to TensorBoard, and can be had by Prometheus. ``--against`` is a checkout
-of another version of the package, to compare with. The ratios within a round are what counts; those of processor time
-suffer less from what else a machine does.
-
-What jobs of seconds cannot tell apart from noise is measured by itself first: the processor time of what counting adds
-to a step, and of what one second's showing takes a worker.
+First the parts: the processor time of what counting adds to a step, and of what showing figures once takes a worker.
+Then the click model of ``ctr.py``, one server and one worker. Whole jobs differ by more than all of it from one to the
+next, so both ways take turns inside a job (``peers/observed.py``), and where figures are shown it is ten times as often
+as ever: a tenth of what is found is the cost. Each span of time is compared with the mean of its two neighbours.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from ctr import KINDS
-from measuring import Cost, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
+from measuring import end_like_an_exit, print_table, progress, run_job, write_json
 
 from fleet.clock import SystemClock
 from fleet.environ import Knobs, ObservingKnobs
@@ -34,11 +32,7 @@ from fleet.observing.tensorboard import Scalars
 from fleet.observing.worker import ProfilerRange, WorkerFigures
 
 MODES = ("sync", "async")
-
-
-def cpu(cost: Cost) -> float:
-    """Microseconds of all processes for an example."""
-    return (cost.worker_cpu_s + cost.server_cpu_s) / cost.examples * 1e6
+STEPS, FEW_STEPS = 14_000, 3_000
 
 
 def processor_us(act: Callable[[], object], times: int) -> float:
@@ -86,50 +80,49 @@ def parts(folder: Path) -> list[tuple[str, str, float]]:
             ]
 
 
+def against_neighbours(spans: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """What each span with figures shown took, over the mean of those before and after it, without."""
+    around = zip(spans, spans[1:], spans[2:], strict=False)
+    return [2 * span[name] / (before[name] + after[name]) for before, span, after in around if span["shown"]]
+
+
 def main() -> None:
     end_like_an_exit()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of one mode, a quarter of the steps")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--against", type=Path, help="a checkout of another version")
+    parser.add_argument("--quick", action="store_true", help="a short job of one mode")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
     (kind,) = (known for known in KINDS if known.name == "3x32")
 
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         each = parts(Path(folder))
         print_table("Processor time of a part", ["part", "each", "us"], each)
-        recorded = {"FLEET_RECORD_DIR": f"{folder}/records"}
-        ways = {
-            "nobody looks": {},
-            "recorded": recorded,
-            "all of it": {**recorded, "FLEET_METRICS_PORT": "0", "FLEET_TENSORBOARD_DIR": f"{folder}/tensorboard"},
-        }
-        if options.against is not None:
-            ways["the other version"] = {"PYTHONPATH": str(options.against.resolve())}
-        modes = MODES[:1] if options.quick else MODES
-        costs: dict[tuple[str, str], list[Cost]] = {(mode, way): [] for mode in modes for way in ways}
-        turns = [(mode, way) for _ in range(rounds) for mode in modes for way in ways]
-        for mode, way in progress(turns):
-            cost = run_job("ours", kind.work(mode, options.quick), servers=1, workers=1, environment=ways[way])
-            costs[mode, way].append(cost)
-    rows = []
-    for (mode, way), found in costs.items():
-        plain = costs[mode, "nobody looks"]
-        rows.append(
-            {
-                "mode": mode,
-                "figures": way,
-                "examples/s": statistics.median(cost.rate for cost in found),
-                "ratio": median_ratio([cost.rate for cost in found], [cost.rate for cost in plain]),
-                "CPU us/example": statistics.median(map(cpu, found)),
-                "CPU ratio": median_ratio(list(map(cpu, found)), list(map(cpu, plain))),
-                "others, cores": max(cost.foreign for cost in found),
-            }
-        )
-    print_table(f"3x32, medians of {rounds} rounds", list(rows[0]), [list(row.values()) for row in rows])
-    write_json(options.json, rounds=rounds, quick=options.quick, parts=each, rows=rows)
+        for mode in progress(MODES[:1] if options.quick else MODES):
+            file = Path(folder) / f"{mode}.jsonl"
+            work = {**kind.work(mode, quick=False), "steps": FEW_STEPS if options.quick else STEPS}
+            environment = {"FLEET_RECORD_DIR": f"{folder}/records", "SPANS": str(file)}
+            cost = run_job("observed", work, servers=1, workers=1, environment=environment)
+            spans = [json.loads(line) for line in file.read_text().splitlines()]
+            ratios = {name: against_neighbours(spans, name) for name in ("seconds", "cpu_s")}
+            rows.append(
+                {
+                    "mode": mode,
+                    "spans": len(ratios["seconds"]),
+                    "time": statistics.median(ratios["seconds"]),
+                    "quarters": " to ".join(f"{quarter:.2f}" for quarter in quarters(ratios["seconds"])),
+                    "worker's CPU": statistics.median(ratios["cpu_s"]),
+                    "others, cores": cost.foreign,
+                }
+            )
+    print_table("Recorded ten times a second over not at all", list(rows[0]), [list(row.values()) for row in rows])
+    write_json(options.json, quick=options.quick, parts=each, rows=rows)
+
+
+def quarters(values: Sequence[float]) -> tuple[float, float]:
+    """Where the middle half of them begins and ends."""
+    first, _, third = statistics.quantiles(values, n=4)
+    return first, third
 
 
 if __name__ == "__main__":

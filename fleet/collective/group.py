@@ -13,6 +13,7 @@ import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -95,8 +96,12 @@ class Group:
         until = self._clock.now() + deadline_s
         address = endpoint.host.strip("[]"), endpoint.port
         if hosts:
+            keep = partial(TCPStore, *address, is_master=True, wait_for_workers=False)
             listening = _bound(endpoint)
-            self._server = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+            try:
+                self._server = keep(master_listen_fd=listening)
+            except NotImplementedError:  # the newer of the two stores that torch 2.5 has takes no socket
+                self._server = keep(master_listen_fd=listening, use_libuv=False)
         while True:
             try:
                 left = timedelta(seconds=max(0.001, until - self._clock.now()))
