@@ -1,5 +1,5 @@
-"""``ours.py`` that shows its figures in every other span of time only, and there ten times as often as usual. Its worker
-writes down how each span went: a line of JSON in the file that ``SPANS`` names."""
+"""``ours.py`` that shows figures in every other span of time only, and there ten times as often as usual; its worker
+writes down how each span went, a line of JSON in the file that ``SPANS`` names."""
 
 from __future__ import annotations
 
