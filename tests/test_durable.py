@@ -665,9 +665,11 @@ def left_behind(tmp_path: Path, **environ: str) -> None:
 
     def copied(made: Fleet, index: int, step: int) -> None:
         if step == 0:
+            until(lambda: not job.hosts[0].is_writing)
             shutil.copytree(tmp_path / "first", tmp_path / "left")
 
-    DyingJob(body, tmp_path / "first", workers=1, servers=1, environ={**ENVIRON, **environ}).run()
+    job = DyingJob(body, tmp_path / "first", workers=1, servers=1, environ={**ENVIRON, **environ})
+    job.run()
 
 
 def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:
