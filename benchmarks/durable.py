@@ -90,6 +90,8 @@ def killed(rows: int, folder: Path, journal_bytes: int) -> Path:
     worker.init_worker()
     for start in range(0, rows, BATCH):
         optimizer.minimize(table(torch.arange(start, min(rows, start + BATCH))).square().sum())
+    while any(thread.name.startswith("fleet-snapshot") for thread in threading.enumerate()):
+        time.sleep(0.05)
     shutil.copytree(folder / "kept", copy)
     worker.stop_worker()
     serving.join()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PATIENT, Body, Job
+from harness import PATIENT, Body, Job, until
 
 from fleet.checkpoint.places import Directory
 from fleet.clock import SystemClock
@@ -24,8 +24,9 @@ from fleet.environ import Knobs
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.loading import restore_from
-from fleet.ps.server.remembering import NOTED
+from fleet.ps.server.remembering import NOTED, Shot
 from fleet.ps.server.service import Service
+from fleet.ps.server.snapshots import Snapshots
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 
@@ -70,7 +71,7 @@ class Host:
     def __init__(self, job: DyingJob, index: int) -> None:
         self.job = job
         self.index = index
-        self.kills = 0
+        self.kills = self.kills_amid_snapshots = 0
         #: what the next snapshots die of
         self.crash: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._one_at_a_time = threading.RLock()
@@ -84,6 +85,7 @@ class Host:
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
         self.service = Service(endpoint, knobs, SystemClock(), restore=restore, durable=self.durable)
+        self._watch_snapshots(self.service)
         self._listener = self.job.network.listen(endpoint, self._handler(self.service))
 
     def serve(self) -> None:
@@ -109,13 +111,61 @@ class Host:
             for thread in threading.enumerate():
                 if job is not None and job.errand is not None and thread.name == f"fleet-{job.errand.name}":
                     thread.join()
-            self.durable.take = lambda *_, **__: None  # type: ignore[method-assign]
+            self._abandon_snapshots()
             for journal in self.durable._journals:
                 journal.close()
             os.close(self.durable._lock)
             self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
             self._start()
         listener.close()
+
+    @property
+    def snapshots(self) -> Snapshots:
+        snapshots = self.service._keeping._snapshots
+        assert snapshots is not None
+        return snapshots
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a snapshot is being written."""
+        return self.snapshots._writer is not None and self.snapshots._writer.is_alive()
+
+    def _watch_snapshots(self, service: Service) -> None:
+        """Have what writes snapshots die as ``crash`` says, and the server with it; and not begin to write before so
+        many requests have come as the job's ``held`` says."""
+        snapshots = self.snapshots
+        take, write = snapshots._take_behind, snapshots._write
+
+        def dying() -> None:
+            try:
+                with self.crash:
+                    take()
+            except Killed:
+                while not self._one_at_a_time.acquire(timeout=0.01):
+                    if snapshots._closed:  # it is being killed, and waits for this thread
+                        return
+                try:
+                    if service is self.service:
+                        self.kill()
+                finally:
+                    self._one_at_a_time.release()
+
+        def held_up(shot: Shot, *given: Any, behind: bool) -> None:
+            until_then = self._requests + self.job.held * behind
+            until(lambda: self._requests >= until_then or snapshots._closed or service.ended.is_set())
+            write(shot, *given, behind=behind)
+
+        snapshots._take_behind, snapshots._write = dying, held_up  # type: ignore[method-assign]
+
+    def _abandon_snapshots(self) -> None:
+        """Whoever writes one goes no further, and removes nothing."""
+        snapshots = self.snapshots
+        self.kills_amid_snapshots += self.is_writing
+        snapshots.take_now = lambda *_: None  # type: ignore[method-assign]
+        self.durable.discard = lambda *_: None  # type: ignore[method-assign]
+        if snapshots._writer is threading.current_thread():
+            snapshots._writer = None
+        snapshots.close()
 
     def stop_and_start(self) -> None:
         """End the server as SIGTERM does, and start it again."""
@@ -145,7 +195,7 @@ class Host:
                 try:
                     if moment == BEFORE:
                         raise Killed
-                    with noted_down() if moment == NOTED_DOWN else self.crash:
+                    with noted_down() if moment == NOTED_DOWN else contextlib.nullcontext():
                         service.handle(frame, answer)
                     if moment is not None:
                         raise Killed
@@ -179,7 +229,9 @@ class Crashes:
 
     def __enter__(self) -> Crashes:
         self._patch = pytest.MonkeyPatch()
-        for owner, name in ((Directory, "create"), (Directory, "publish"), (Durable, "_journal"), (Durable, "_clean")):
+        moments = [(Directory, "create"), (Directory, "publish")]
+        moments += [(Durable, "_journal"), (Durable, "adopt"), (Durable, "clean")]
+        for owner, name in moments:
             self._patch.setattr(owner, name, self._dying(getattr(owner, name)))
         return self
 
@@ -214,12 +266,14 @@ class DyingJob(Job):
         servers: int = 2,
         plan: Plan = lambda *_: None,
         journal_bytes: int = 2000,
+        held: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(body, workers, servers, **{"environ": ENVIRON, **options})
         self.directory = directory
         self.plan = plan
         self.journal_bytes = journal_bytes
+        self.held = held
         self.hosts = [Host(self, index) for index in range(servers)]
 
     def serve(self, index: int) -> None:

@@ -107,6 +107,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/server/roll.py": "lock",
         "ps/server/runtime.py": "lifetime",
         "ps/server/shares.py": "writer",
+        "ps/server/snapshots.py": "writer",
         "ps/wire/direct_client.py": "lock",
         "ps/wire/direct_server.py": "connections",
         "ps/wire/grpc_client.py": "readers",

@@ -15,17 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from dying import ENVIRON, MOMENTS, Crashes, DyingJob, at, every
+from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, Job, run_job
+from harness import PATIENT, Job, run_job, until
+from patience import PATIENCE_S
 
 import fleet.nn
 from fleet import Fleet
+from fleet.checkpoint.places import Directory
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, UnsupportedError
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
-from fleet.ps.server.remembering import Memory
+from fleet.ps.server.shares import write_pieces
 from fleet.ps.worker import client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -296,44 +298,118 @@ def test_a_job_that_began_with_a_checkpoint(tmp_path: Path, kind: str, moment: s
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("piece", range(1, 9))
 def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: bool) -> None:
-    struck = []
+    crash = Crashes(piece, after=after)
 
     def disturb(made: Fleet, index: int, step: int) -> None:
-        if index == 0 and step == 1:
-            job.hosts[0].crash = Crashes(piece, after=after)
-        if index == 0 and step == 4:
-            struck.append(job.hosts[0].crash.struck)
+        (host,) = job.hosts
+        if index == 0 and step >= 1:
+            until(lambda: not host.is_writing)
+            host.crash = crash  # of those that are begun from now on
 
     body = trains("adam", steps=6)
     job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
     same(job.run(), run_job(body, 2, 1))
-    assert struck == [True]
+    assert crash.struck
     assert job.kills == 1
 
 
-def test_no_room_for_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The journal goes on, and the next snapshot has what that one would have had."""
     full = threading.Event()
-    create = Memory.take
+    create = Directory.create
 
-    def take(memory: Any, *given: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if full.is_set():
-                patch.setattr("fleet.checkpoint.places.Directory.publish", no_room)
-            create(memory, *given)
-
-    def no_room(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def in_little_room(self: Directory, *given: Any) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        create(self, *given)
 
     def disturb(made: Fleet, index: int, step: int) -> None:
-        if index == 0:
-            (full.set if step in (1, 2) else full.clear)()
-            if step == 4:
-                job.hosts[0].kill()
+        (host,) = job.hosts
+        if index != 0:
+            return
+        until(lambda: not host.is_writing)
+        if step == 1:
+            full.set()
+            seen.append(kept(host))
+        if step == 3:
+            seen.append(kept(host))
+            full.clear()
+        if step == 5:
+            seen.append(kept(host))
+            host.kill()
 
-    monkeypatch.setattr(Memory, "take", take)
-    job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1000)
+    def kept(host: Host) -> set[str]:
+        return {path.name for path in host.durable.directory.glob("snapshot-*")}
+
+    seen: list[set[str]] = []
+    monkeypatch.setattr(Directory, "create", in_little_room)
+    job = DyingJob(trains("adam", steps=7, between=disturb), tmp_path, servers=1, journal_bytes=1000)
+    same(job.run(), run_job(trains("adam", steps=7), 2, 1))
+    assert "no snapshot could be taken, and the journal grows: OSError(28, 'No space left" in caplog.text
+    assert seen[0] == seen[1] != seen[2]
+
+
+@pytest.mark.parametrize("nth", [3, 4])
+def test_killed_at_every_request_while_a_snapshot_is_written(tmp_path: Path, nth: int) -> None:
+    """Each is of a moment three requests ago, and what these have changed was set aside."""
+    body = trains("adam", steps=5, between=gathers)
+    job = DyingJob(body, tmp_path, plan=every(nth, 1), journal_bytes=1, held=2)
+    same(job.run(), run_job(body, 2, 2))
+    assert sum(host.kills_amid_snapshots for host in job.hosts) > 5
+
+
+@pytest.mark.parametrize("mode", FREE)
+def test_every_push_once_while_a_snapshot_is_written(tmp_path: Path, mode: str) -> None:
+    job = DyingJob(counts(FREE[mode], torch.optim.SGD), tmp_path, plan=every(5, 2), journal_bytes=1, held=3)
+    total = sum(step + index + 1 for step in range(12) for index in range(2))
+    for result in job.run():
+        for value in result.values():
+            assert torch.equal(value, torch.full_like(value, -0.125 * total))
+    assert sum(host.kills_amid_snapshots for host in job.hosts) > 2
+
+
+@pytest.mark.parametrize("then", ["goes on", "is killed", "is stopped"])
+@pytest.mark.parametrize("where", ["before its first piece", "before it is whole"])
+def test_requests_are_answered_while_a_snapshot_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, then: str
+) -> None:
+    """However long that takes: it goes on when three more steps have been trained."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waiting(act: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*given: Any, **named: Any) -> Any:
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+            return act(*given, **named)
+
+        return wait
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        (host,) = job.hosts
+        if index == 0 and step == 1:
+            assert begun.wait(PATIENCE_S)
+        if index == 0 and step == 4:
+            assert not list(host.durable.directory.glob("snapshot-*/state.json"))
+            threads.append(host.snapshots._writer)
+            snapshots, end = host.snapshots, host.kill if then == "is killed" else host.stop_and_start
+            if then == "goes on":
+                go_on.set()
+                until(lambda: list(host.durable.directory.glob("snapshot-*/state.json")))
+                end = host.kill
+            else:
+                threading.Thread(target=lambda: (until(lambda: snapshots._closed), go_on.set())).start()
+            end()
+
+    threads: list[Any] = []
+    if where == "before its first piece":
+        monkeypatch.setattr("fleet.ps.server.snapshots.write_pieces", waiting(write_pieces))
+    else:
+        monkeypatch.setattr(Durable, "publish", waiting(Durable.publish))
+    job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
     same(job.run(), run_job(trains("adam", steps=6), 2, 1))
+    assert not threads[0].is_alive()
 
 
 def test_no_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +538,8 @@ def test_only_the_newest_journal_may_end_in_the_midst(tmp_path: Path) -> None:
 
 def test_a_snapshot_that_is_damaged(tmp_path: Path) -> None:
     kept = durable(tmp_path)
-    kept.take({"clocks": {2: 1, 10: 1}}, [], [], on_top=False)
+    draft = kept.begin({"clocks": {2: 1, 10: 1}}, [], on_top=False, behind=False)
+    kept.adopt(draft, kept.publish(draft))
     kept.close()
     kept = durable(tmp_path)
     assert kept.snapshot is not None
@@ -588,9 +665,11 @@ def left_behind(tmp_path: Path, **environ: str) -> None:
 
     def copied(made: Fleet, index: int, step: int) -> None:
         if step == 0:
+            until(lambda: not job.hosts[0].is_writing)
             shutil.copytree(tmp_path / "first", tmp_path / "left")
 
-    DyingJob(body, tmp_path / "first", workers=1, servers=1, environ={**ENVIRON, **environ}).run()
+    job = DyingJob(body, tmp_path / "first", workers=1, servers=1, environ={**ENVIRON, **environ})
+    job.run()
 
 
 def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:

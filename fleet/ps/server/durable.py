@@ -6,8 +6,8 @@ does over what the journal has since, and is where it was. Workers, whose reques
 twice.
 
 A snapshot has the rows that changed since the one before it, and names that one's files as well, until they are more
-than a whole one. A new journal begins with it, and the older one goes when it is complete; until then the older
-snapshot and both journals lead to the same state.
+than a whole one. A new journal begins with it, and the older ones go when it is complete, however long it is written;
+until then the older snapshot and all journals since lead to the same state.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from fleet.checksum import crc32
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError
 from fleet.ps.server.journal import Journal
-from fleet.ps.table.shard import Piece
 
 #: When the journal is synced: before anybody hears of a record, from time to time, or when the system pleases.
 ALWAYS, INTERVAL, NEVER = "always", "interval", "os"
@@ -60,6 +60,19 @@ class Snapshot:
     files: tuple[PieceFile, ...]
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A snapshot that is being written."""
+
+    number: int
+    state: dict[str, Any]
+    #: those of the snapshot before it, on top of which ``pieces`` come
+    before: tuple[PieceFile, ...]
+    pieces: PieceWriter
+    #: what happens after it
+    journal: Journal
+
+
 class Durable:
     def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
         self.directory = Path(root).resolve() / f"{endpoint.host.replace(':', '_')}_{endpoint.port}"
@@ -81,6 +94,9 @@ class Durable:
         self._number = self._newest_snapshot()
         self.snapshot: Snapshot | None = self._read_state(self._number) if self._number else None
         self._journals = [self._journal(number) for number in self._journal_numbers()]
+        for number in self._numbers(_SNAPSHOT):
+            if number > self._number:  # whoever wrote it was killed
+                shutil.rmtree(self._path(_SNAPSHOT, number), ignore_errors=True)
 
     # ---------------------------------------------------------------- what is there
 
@@ -138,44 +154,63 @@ class Durable:
     def secure(self) -> None:
         """Have on the disk what has been recorded by now, if anything that somebody hears of is to be there."""
         if self._sync == ALWAYS:
-            self._journals[-1].sync()  # the one before it was synced before this one was there
+            self.sync()
 
     def sync_if_due(self, now: float) -> None:
         if self._sync == INTERVAL and now - self._synced_at >= SYNC_S:
             self._synced_at = now
-            self._journals[-1].sync()
+            self.sync()
 
-    def take(
+    def sync(self) -> None:
+        """Have on the disk all that has been recorded by now."""
+        self._journals[-1].sync()  # the one before it was synced before this one was there
+
+    def begin(
         self,
         state: dict[str, Any],
-        pieces: Iterable[Piece],
         carried: Iterable[tuple[Kind, list[bytes | memoryview]]],
         *,
         on_top: bool,
-    ) -> None:
-        """A snapshot of this moment. ``carried`` are the records that belong to what is not finished yet. With
-        ``on_top`` the pieces come after those of the snapshot before."""
+        behind: bool,
+    ) -> Draft:
+        """A snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at once.
+        ``carried`` are the records that belong to what is not finished yet. With ``on_top`` the pieces come after those
+        of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
         # Should this one fail, the next is due when as much again has come.
         self._due_at = self._most + sum(journal.bytes for journal in self._journals)
-        self._journals[-1].sync()  # what comes into the next one must not outlive what came before it
+        self.sync()  # what comes into the next one must not outlive what came before it
         self._journals.append(self._journal(number))
         for kind, buffers in carried:
             self.record(kind, buffers)
         folder = self._path(_SNAPSHOT, number)
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        before = [file for file in self._files() if on_top and TABLE in file.about]
-        with PieceWriter(Directory(folder), folder.name, "piece") as writer:
-            for piece in pieces:
-                writer.add(piece.about, piece.tensors)
-        snapshot = Snapshot(state, (*before, *writer.files))
-        content = json.dumps({"state": state, "files": [asdict(file) for file in snapshot.files]}).encode()
-        self._journals[-1].sync()
+        before = tuple(file for file in self._files() if on_top and TABLE in file.about)
+        pieces = PieceWriter(Directory(folder), folder.name, "piece", behind=behind)
+        return Draft(number, deepcopy(state), before, pieces, self._journals[-1])
+
+    def publish(self, draft: Draft) -> Snapshot:
+        """All pieces are written: from now on this is the snapshot to start from."""
+        snapshot = Snapshot(draft.state, (*draft.before, *draft.pieces.files))
+        content = json.dumps({"state": snapshot.state, "files": [asdict(file) for file in snapshot.files]}).encode()
+        draft.journal.sync()
         sync_directory(self.directory)
-        Directory(folder).publish(_STATE, _crc32(content) + b"\n" + content)
-        self.snapshot, self._number, self._due_at = snapshot, number, self._most
-        self._clean()
+        Directory(self._path(_SNAPSHOT, draft.number)).publish(_STATE, _crc32(content) + b"\n" + content)
+        return snapshot
+
+    def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
+        """The next one may come on top of this one; what came before it is not needed any more."""
+        self.snapshot, self._number, self._due_at = snapshot, draft.number, self._most
+        first = self._journals.index(draft.journal)
+        for journal in self._journals[:first]:
+            journal.close()
+        del self._journals[:first]
+
+    def discard(self, draft: Draft) -> None:
+        """It has come to nothing, and the journals go on."""
+        folder = self._path(_SNAPSHOT, draft.number)
+        (folder / _STATE).unlink(missing_ok=True)  # first, lest half of it be taken for a whole one
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _files(self) -> tuple[PieceFile, ...]:
         return () if self.snapshot is None else self.snapshot.files
@@ -185,19 +220,17 @@ class Durable:
         """How large the rows in the last snapshot are, those that come in it twice counted twice."""
         return sum(file.bytes for file in self._files() if TABLE in file.about)
 
-    def _clean(self) -> None:
-        for journal in self._journals[:-1]:
-            journal.close()
-        del self._journals[:-1]
+    def clean(self) -> None:
+        """Remove what the last snapshot has made superfluous."""
+        last, used = self._number, {Path(file.file).parts[0] for file in self._files()}
         for number in self._numbers(_JOURNAL):
-            if number < self._number:
+            if number < last:
                 self._path(_JOURNAL, number).unlink(missing_ok=True)
-        used = {Path(file.file).parts[0] for file in self._files()} | {self._path(_SNAPSHOT, self._number).name}
         for number in self._numbers(_SNAPSHOT):
             path = self._path(_SNAPSHOT, number)
-            if path.name not in used:
+            if number < last and path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
-            elif number != self._number:
+            elif number < last:
                 (path / _STATE).unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- the end

@@ -1,6 +1,6 @@
 """What is acknowledged is kept: the journal and the snapshots of a durable server, around its requests.
 
-Requests that change anything are noted before they are carried out, and snapshots taken between two of them; a server
+Requests that change anything are noted before they are carried out, and snapshots begun between two of them; a server
 that starts again does over what it finds. Without FLEET_DURABLE_DIR there is nothing to do.
 """
 
@@ -14,6 +14,7 @@ from fleet.errors import ConfigurationError, FleetError
 from fleet.ps.server.floor import Floor
 from fleet.ps.server.job import new_job
 from fleet.ps.server.remembering import Memory, outcome_of
+from fleet.ps.server.snapshots import Snapshots
 from fleet.ps.server.waiting import Outbox
 from fleet.ps.table.before import Before
 from fleet.ps.wire.frame import Frame
@@ -26,6 +27,7 @@ class Keeping:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
         self._memory = floor.memory
+        self._snapshots = None if floor.memory is None else Snapshots(floor, floor.memory)
 
     def note(self, kind: str, frame: Frame, outbox: Outbox) -> None:
         """Have a request that changes anything in the journal, before it does."""
@@ -36,28 +38,22 @@ class Keeping:
 
     def take(self, outbox: Outbox) -> None:
         """Take a snapshot of what the journal says nothing of: where the job's values came from."""
-        self._keep(self._take, outbox)
+        if self._snapshots is not None:
+            self._keep(self._snapshots.take_now, outbox)
 
-    def take_if_due(self) -> None:
-        """Take a snapshot if it is time for one, and everything is there that one is made of."""
-        memory, job = self._memory, self._floor.job
-        if memory is None or job is None:
+    def begin_if_due(self) -> None:
+        """Let go of what is finished, and have a snapshot taken if it is time for one."""
+        if self._memory is None or self._snapshots is None or self._floor.job is None:
             return
-        memory.settle(job)  # at once, as what is held on to is memory for the next request
-        if self._floor.ending.over or not job.is_whole or not memory.is_due(job):
-            return
-        try:
-            self._take(memory)
-        except OSError as error:  # the journal goes on
-            _log.warning("%s: no snapshot could be taken, and the journal grows: %s", self._floor.endpoint, error)
+        self._memory.settle(self._floor.job)  # at once, as what is held on to is memory for the next request
+        self._snapshots.begin_if_due()
 
     def close(self) -> None:
         """After the last request: keep what has to be kept."""
+        if self._snapshots is not None:
+            self._snapshots.close()
         if self._memory is not None:
             self._memory.end(over=self._floor.ending.over)
-
-    def _take(self, memory: Memory) -> None:
-        memory.take(self._floor.running(), self._floor.roll.told())
 
     def _keep(self, act: Callable[[Memory], None], outbox: Outbox) -> None:
         if self._memory is None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fleet.errors import FleetError, UnsupportedError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.membership import Told
-from fleet.ps.server.durable import Durable, Kind
+from fleet.ps.server.durable import Draft, Durable, Kind, Snapshot
 from fleet.ps.server.job import Job
 from fleet.ps.server.loading import fill_own
 from fleet.ps.table.before import Before
-from fleet.ps.table.shard import FIRST, Piece, Shard
+from fleet.ps.table.shard import FIRST, Piece, Shard, is_of_rows
+from fleet.ps.table.standing import Standing
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
@@ -24,6 +26,23 @@ from fleet.transpiler.specs import JobSpec
 NOTED = frozenset(
     ("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "bye", "abort")
 )
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A snapshot as it is begun: what its pieces are made of, while the job goes on."""
+
+    draft: Draft
+    shard: Shard
+    #: the epoch that began with it
+    epoch: int
+    #: all parameters, and where the rows begin, if there are tables
+    parameters: list[Piece]
+    rows: str
+    standing: Standing
+
+    def export(self, cursor: str) -> Piece:
+        return self.shard.export(cursor, standing=self.standing)
 
 
 class Memory:
@@ -129,8 +148,12 @@ class Memory:
         """Not under the server's lock either."""
         self._durable.sync_if_due(now)
 
-    def take(self, job: Job, members: Sequence[Told]) -> None:
-        """A snapshot of a job whose parameters all are there."""
+    def sync(self) -> None:
+        """Nor is this."""
+        self._durable.sync()
+
+    def begin(self, job: Job, members: Sequence[Told], *, behind: bool) -> Shot:
+        """A snapshot of a job whose parameters all are there, as they are now."""
         shard = job.shard
         assert shard is not None
         self.settle(job)
@@ -161,14 +184,33 @@ class Memory:
         }
         (before, since), whole = self._kept, sum(table.nbytes for table in shard.tables)
         on_top = before is shard and self._durable.table_bytes < 2 * whole
-        kept = shard, shard.history.next_epoch()
+        epoch = shard.history.next_epoch()
         carried = [
             *((Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.hall.outcomes()),
             *((Kind.BEFORE, _told(before).buffers()) for before in [job.before] if before is not None),
             *((Kind.REQUEST, frame.buffers()) for frame in self._open.values()),
         ]
-        self._durable.take(state, _pieces(shard, since if on_top else 0), carried, on_top=on_top)
-        self._kept = kept
+        parameters, rows = _parameters(shard)
+        draft = self._durable.begin(state, carried, on_top=on_top, behind=behind)
+        standing = shard.stand(since if on_top else 0, draft.pieces.add)
+        return Shot(draft, shard, epoch, parameters, rows, standing)
+
+    def publish(self, shot: Shot) -> Snapshot:
+        """All of it is written. Not under the server's lock."""
+        return self._durable.publish(shot.draft)
+
+    def adopt(self, shot: Shot, snapshot: Snapshot) -> None:
+        """It is the last one now."""
+        self._durable.adopt(shot.draft, snapshot)
+        self._kept = shot.shard, shot.epoch
+
+    def clean(self) -> None:
+        """Remove what is superfluous since. Not under the server's lock."""
+        self._durable.clean()
+
+    def discard(self, shot: Shot) -> None:
+        """It has come to nothing. Not under the server's lock."""
+        self._durable.discard(shot.draft)
 
     def _steps_pending(self, worker: int) -> int:
         return sum(
@@ -187,12 +229,13 @@ def _is_open(job: Job, kind: str, worker: int, number: int) -> bool:
     return (worker, number) in job.pushed if kind == "push" else job.hall.is_open(number)
 
 
-def _pieces(shard: Shard, since: int) -> Iterator[Piece]:
-    cursor = FIRST
-    while cursor:
-        piece = shard.export(cursor, since)
-        yield piece
-        cursor = piece.next_cursor
+def _parameters(shard: Shard) -> tuple[list[Piece], str]:
+    """Copies of all parameters, and the cursor at which the rows begin."""
+    pieces, cursor = [], FIRST
+    while cursor and not is_of_rows(cursor):
+        pieces.append(shard.export(cursor))
+        cursor = pieces[-1].next_cursor
+    return pieces, cursor
 
 
 def _numbered(number: int, reply: Frame) -> list[bytes | memoryview]:

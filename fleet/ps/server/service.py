@@ -106,7 +106,7 @@ class Service:
                     self._keeping.note(kind, frame, outbox)
                 self._handlers[kind](Arrival(frame, respond, outbox))
                 self._meeting.refuse_standstill(outbox)
-                self._keeping.take_if_due()
+                self._keeping.begin_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             floor.send(outbox, secure=kind in NOTED)

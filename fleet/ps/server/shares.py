@@ -102,16 +102,22 @@ def write_share(folder: str, proof: str, server: int, export: Export, clock: Clo
         if name.startswith(f"{prefix}-"):  # by this server, before it was killed
             place.remove(name)
     with PieceWriter(place, PurePosixPath(folder).name, prefix, behind=behind) as pieces:
-        cursor = FIRST
-        while cursor:
-            began = clock.now()
-            piece = export(cursor, pieces.add)
-            took = clock.now() - began
-            pieces.add(piece.about, piece.tensors)
-            if behind and is_of_rows(cursor):  # parameters may hold the job up
-                clock.sleep(_REST * took)
-            cursor = piece.next_cursor
+        write_pieces(pieces, FIRST, lambda cursor: export(cursor, pieces.add), clock, behind=behind)
     return Frame(pb.Reply(granted=True, about=_told(pieces.files)))
+
+
+def write_pieces(
+    pieces: PieceWriter, cursor: str, export: Callable[[str], Piece], clock: Clock, *, behind: bool
+) -> None:
+    """Write what ``export`` has from a cursor on; ``behind`` the training with a rest after each piece."""
+    while cursor:
+        began = clock.now()
+        piece = export(cursor)
+        took = clock.now() - began
+        pieces.add(piece.about, piece.tensors)
+        if behind and is_of_rows(cursor):  # parameters may hold the job up
+            clock.sleep(_REST * took)
+        cursor = piece.next_cursor
 
 
 def _told(files: list[PieceFile]) -> str:

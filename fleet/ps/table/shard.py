@@ -284,7 +284,7 @@ class Shard:
     ) -> Piece:
         """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
         the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``standing`` there
-        still; of the blocks the values alone if their state is not wanted."""
+        still, without tables that came later; of the blocks the values alone if their state is not wanted."""
         found = _CURSOR.fullmatch(cursor)
         if found and found["kind"] == "dense":
             return self._export_dense(int(found["first"]), int(found["second"]), dense_state)
@@ -306,14 +306,14 @@ class Shard:
             tensors += copies
             left -= sum(tensor.nbytes for tensor in copies)
             position, start = (position, stop) if stop < slots[position].block.numel else (position + 1, 0)
-        following = f"dense:{position}:{start}" if position < len(slots) else self._table_cursor(0, 0)
+        following = f"dense:{position}:{start}" if position < len(slots) else _cursor(0, 0, len(self.tables))
         named = dict(zip(names(about), tensors, strict=True))
         return Piece({"dense": about, "seed": self._seed}, named, following)
 
     def _export_rows(self, index: int, start: int, since: int, standing: Standing | None) -> Piece:
         table = self.tables[index]
         until, step = None, self._step_to_keep(table)
-        if standing is not None and index < len(standing.steps):
+        if standing is not None:
             standing.check()
             since, until, step = standing.since, standing.until, standing.steps[index]
         most = max(1, PIECE_BYTES // max(1, table.nbytes // max(1, len(table))))
@@ -324,7 +324,8 @@ class Shard:
             slots = np.arange(start, stop)
             if until is not None:
                 slots = table.of_epochs(slots, since, until)
-        following = self._table_cursor(index, stop) if stop < len(table) else self._table_cursor(index + 1, 0)
+        tables = len(self.tables if standing is None else standing.steps)
+        following = _cursor(index, stop, tables) if stop < len(table) else _cursor(index + 1, 0, tables)
         piece = Piece(*described(table, step, *table.rows_at(slots)), following)
         if standing is not None and not following:
             standing.end()
@@ -334,8 +335,10 @@ class Shard:
         """The step count goes with the rows' optimizer state; where workers have that, it starts afresh."""
         return table.step if self.changes is None else 0
 
-    def _table_cursor(self, index: int, row: int) -> str:
-        return f"table:{index}:{row}" if index < len(self.tables) else ""
+
+def _cursor(index: int, row: int, tables: int) -> str:
+    """Where the rows of one of so many tables go on."""
+    return f"table:{index}:{row}" if index < tables else ""
 
 
 def _is_plain(value: object) -> bool:

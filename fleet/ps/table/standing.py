@@ -1,8 +1,9 @@
-"""The tables of a shard as they were at one moment, for a checkpoint that is written while they change.
+"""The tables of a shard as they were at one moment, for a checkpoint or a snapshot that is written while they change.
 
 The moment is the beginning of an epoch (history.py), and rows remember the one they were changed in last. So those that
 have not changed since are read as they are, in their order, and the others were set aside before they changed first.
-No more than a little of that is kept in memory: whoever changes more rows waits until it has been handed on.
+No more than a little of that is kept in memory: whoever changes more rows waits until it has been handed on. Several
+moments may be standing at once.
 
 Not thread-safe: the caller holds the server's lock.
 """
@@ -47,13 +48,15 @@ class Standing:
         self._hand_on = hand_on
         self._aside: list[list[tuple[Ids, dict[str, Array]]]] = [[] for _ in tables]
         self._held = 0
-        for index, table in enumerate(tables):
-            table.tell_before_changes(partial(self._set_aside, index))
+        self._told = [partial(self._set_aside, index) for index in range(len(tables))]
+        for table, told in zip(tables, self._told, strict=True):
+            table.tell_before_changes(told)
 
     def end(self) -> None:
         """All rows have been read or set aside: hand on what is left."""
         self.leave()
         self._hand_all_on()
+        self.check()
 
     def check(self) -> None:
         """Raise what kept rows from being handed on."""
@@ -62,8 +65,8 @@ class Standing:
 
     def leave(self) -> None:
         """Keep nothing any more."""
-        for table in self._tables:
-            table.tell_before_changes(None)
+        for table, told in zip(self._tables, self._told, strict=True):
+            table.tell_no_more(told)
 
     def _set_aside(self, index: int, slots: Ids) -> None:
         table = self._tables[index]

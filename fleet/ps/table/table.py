@@ -43,7 +43,7 @@ class Table:
         self._store: Store = MemoryStore() if store is None else store
         self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
         self._epoch = 0
-        self._before_change: Callable[[Ids], None] | None = None
+        self._told: tuple[Callable[[Ids], None], ...] = ()
 
     def __len__(self) -> int:
         return len(self._store)
@@ -134,13 +134,17 @@ class Table:
         self._epoch = epoch
         self._store.ensure_column(_CHANGED, 1, epoch, np.uint32)
 
-    def tell_before_changes(self, told: Callable[[Ids], None] | None) -> None:
-        """From now on give ``told`` the slots of rows that are about to change; None: nobody."""
-        self._before_change = told
+    def tell_before_changes(self, told: Callable[[Ids], None]) -> None:
+        """From now on give ``told`` the slots of rows that are about to change."""
+        self._told += (told,)
+
+    def tell_no_more(self, told: Callable[[Ids], None]) -> None:
+        """As before ``tell_before_changes``; whoever is not told may be named as well."""
+        self._told = tuple(each for each in self._told if each is not told)
 
     def _tell(self, slots: Ids) -> None:
-        if self._before_change is not None:
-            self._before_change(slots)
+        for told in self._told:
+            told(slots)
 
     def _mark(self, slots: Ids) -> None:
         if self._epoch:
