@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.errors import IdentityError, PlaceTakenError
+from fleet.errors import IdentityError, PlaceTakenError, StillBusyError
 from fleet.ps.consistency.membership import Lost, Membership, NeverCame, Standing
 
 SILENCE_S = 10.0
@@ -115,6 +115,20 @@ def test_what_is_told_of_members_makes_the_same_members() -> None:
     assert again.told() == made.told()
     assert again.heard(0, 100, BORN + 2)
     assert again.standing(1) is Standing.LEFT
+
+
+def test_a_server_that_starts_again_first_waits_who_shows_that_it_is_there() -> None:
+    again = members()
+    again.resume(joined().told(), BORN + 1)
+    again.surmise(BORN + 2)
+    with pytest.raises(StillBusyError, match="started again and does not know yet whether worker 0 still is") as caught:
+        again.hello(0, 8, "b:2", BORN + 2.5)
+    assert caught.value.got == "a second one at b:2"
+    assert again.heard(1, 101, BORN + 3)
+    with pytest.raises(PlaceTakenError, match="already a worker 1"):
+        again.hello(1, 8, "b:2", BORN + 3.5)
+    assert again.hello(0, 8, "b:2", BORN + 2 + QUIET_S + 0.1) is Standing.LIVE
+    assert again.heard(0, 8, BORN + 2 + QUIET_S + 0.2)
 
 
 # --- An elastic job ---------------------------------------------------------------------------------------------------

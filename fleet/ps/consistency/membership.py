@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fleet.errors import IdentityError, PlaceTakenError
+from fleet.errors import FleetError, IdentityError, PlaceTakenError, StillBusyError
 
 
 class Standing(enum.Enum):
@@ -30,6 +30,8 @@ class Member:
     label: str = ""
     last_heard: float = 0.0
     refusal: str = ""
+    #: It came to an earlier process of this server, and has not been heard by this one.
+    surmised: bool = False
 
 
 #: Of a worker: its index, how it stands, its incarnation and its label.
@@ -90,7 +92,7 @@ class Membership:
                 todo="Start every process with the same number of workers.",
             )
         if member.standing is Standing.LIVE and member.incarnation == incarnation:
-            member.last_heard = now
+            member.last_heard, member.surmised = now, False
             return None
         is_silent = member.standing is Standing.LIVE and (surely or now - member.last_heard > self._quiet_s)
         if member.standing is not Standing.EXPECTED and not is_silent and not self._is_free(member, incarnation):
@@ -124,7 +126,7 @@ class Membership:
         member = self._members.get(worker)
         if member is None or member.incarnation != incarnation or member.standing is not Standing.LIVE:
             return False
-        member.last_heard = now
+        member.last_heard, member.surmised = now, False
         return True
 
     def told(self) -> list[Told]:
@@ -134,6 +136,11 @@ class Membership:
         """Be what another one was that told this; everybody is heard of now."""
         for worker, standing, incarnation, label in told:
             self._members[worker] = Member(Standing(standing), incarnation, label, now)
+
+    def surmise(self, now: float) -> None:
+        """Who is here is known from an earlier process, and from now on it shows who of them still is."""
+        for member in self._members.values():
+            member.last_heard, member.surmised = now, member.standing is Standing.LIVE
 
     def leave(self, worker: int) -> None:
         self._members[worker].standing = Standing.LEFT
@@ -186,7 +193,14 @@ class Membership:
     def _select(self, wanted: Callable[[Member], bool]) -> tuple[int, ...]:
         return tuple(worker for worker, member in self._members.items() if wanted(member))
 
-    def _taken(self, worker: int, member: Member, label: str, now: float) -> IdentityError:
+    def _taken(self, worker: int, member: Member, label: str, now: float) -> FleetError:
+        if member.surmised:
+            return StillBusyError(
+                f"this server was started again and does not know yet whether worker {worker} still is",
+                where=f"{member.label}, not heard in {now - member.last_heard:.1f} s",
+                got=f"a second one at {label}",
+                todo=f"Wait: after {self._quiet_s:g} s of silence its place is free.",
+            )
         if member.standing is Standing.LIVE:
             return PlaceTakenError(
                 f"there is already a worker {worker}",

@@ -87,6 +87,7 @@ def resume(floor: Floor, ask: Callable[[Frame], None], lose: Callable[[int], Non
     job = floor.job
     if job is None:
         return
+    floor.roll.surmise()
     floor.ending.tell_again()
     if floor.knobs.job_id not in ("", job.job_id):
         raise ConfigurationError(

@@ -133,6 +133,12 @@ class Roll:
             self._members = self._new_members(settings)
             self._members.resume(told, self._clock.now())
 
+    def surmise(self) -> None:
+        """Nobody has been heard by this process yet, whatever it has done over."""
+        with self._lock:
+            if self._members is not None:
+                self._members.surmise(self._clock.now())
+
     @property
     def _begun(self) -> Membership:
         assert self._members is not None, "nobody asks for members before there is one"
