@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -18,6 +19,13 @@ GRACE_S = 5.0
 
 # A shell that starts something in the background has it ignore Ctrl-C, and whatever that starts does so too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of one machine would ask for a device each, and few machines have so many: all but the tests for devices
+    train on the CPU, and so do the processes that they start."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
