@@ -5,7 +5,8 @@
 
 The work is that of CTR-DNN: 26 slots of one id each, Zipf-distributed over a million, rows of 10 numbers, 13 numbers
 beside, three layers of 32 (which leaves communication the say) or of 400 (computing), batches of 1000. Every process
-has one thread for computing. Which ids are clicked is learnable, and a system whose loss does not fall has no figure.
+has one thread for computing; where CUDA is, there are works whose workers compute there. Which ids are clicked is
+learnable, and a system whose loss does not fall has no figure.
 
 Systems take turns, ``--rounds`` times, and what counts is the median of the ratios within a round, as absolute speed
 differs from hour to hour. Peers are found as virtual environments in ``--peers`` (or $BENCHMARK_PEERS), one folder
@@ -24,6 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from figures import draw_bars
 from measuring import Cost, JobFailed, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
 
@@ -41,6 +43,7 @@ class Kind:
     workers: int = 1
     batch: int = 1000
     warmup: int = 20
+    device: str = "cpu"
 
     def work(self, mode: str, quick: bool) -> dict[str, Any]:
         return {
@@ -51,6 +54,7 @@ class Kind:
             "tables": self.tables,
             "steps": self.steps // 4 if quick else self.steps,
             "warmup": self.warmup,
+            "device": self.device,
         }
 
 
@@ -61,6 +65,8 @@ KINDS = (
     Kind("3x400, 2+2", 400, 160, servers=2, workers=2),
     Kind("3x32, adam", 32, 600, optimizer="adam"),
     Kind("3x32, 26 tables", 32, 400, tables=26),
+    Kind("3x400, GPU", 400, 400, device="cuda"),
+    Kind("3x4096, GPU", 4096, 100, device="cuda", batch=8192),
 )
 
 
@@ -68,8 +74,12 @@ def anything(_: Kind) -> bool:
     return True
 
 
+def on_the_cpu(kind: Kind) -> bool:
+    return kind.device == "cpu"
+
+
 def sgd_on_one_table(kind: Kind) -> bool:
-    return (kind.optimizer, kind.tables) == ("sgd", 1)
+    return on_the_cpu(kind) and (kind.optimizer, kind.tables) == ("sgd", 1)
 
 
 def tables_of_their_own(kind: Kind) -> bool:
@@ -114,10 +124,11 @@ RPC = tuple(
     for mode in ("sync", "async", "async+prefetch")
 )
 PADDLE18 = tuple(
-    System(f"paddle 1.8.5 {mode}", "paddle18", mode, "paddle18") for mode in ("sync", "async", "half-async", "geo")
+    System(f"paddle 1.8.5 {mode}", "paddle18", mode, "paddle18", on_the_cpu)
+    for mode in ("sync", "async", "half-async", "geo")
 )
 OTHERS = (
-    System("paddle 2.6.2 async", "paddle26", "async", "paddle26"),
+    System("paddle 2.6.2 async", "paddle26", "async", "paddle26", on_the_cpu),
     System("tensorflow async", "tensorflow_ps", "async", "tensorflow", sgd_alone),
     System("torchrec sync", "torchrec_rows", "sync", "torchrec", sgd_on_one_table, has_servers=False),
 )
@@ -218,7 +229,9 @@ def main() -> None:
         elif wanted:
             there[system] = python
     kinds = [
-        kind for kind, wanted in zip(KINDS, chosen([each.name for each in KINDS], options.works), strict=True) if wanted
+        kind
+        for kind, wanted in zip(KINDS, chosen([each.name for each in KINDS], options.works), strict=True)
+        if wanted and (on_the_cpu(kind) or torch.cuda.is_available())
     ]
 
     results: dict[str, Any] = {}

@@ -59,8 +59,11 @@ class ClickModel(torch.nn.Module):
         super().__init__()
         self.rows = rows
         self.top = top(work)
+        self.device = work.device
+        self.to(work.device)
 
     def loss(self, ids: torch.Tensor, numbers: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
+        ids, numbers, clicked = (each.to(self.device) for each in (ids, numbers, clicked))
         scores = self.top(torch.cat([self.rows(ids), numbers], 1))
         return torch.nn.functional.cross_entropy(scores, clicked)
 

@@ -26,7 +26,8 @@ ROW_RANGE = 1.0
 class Work:
     """``model`` is "ctr": ids of 26 slots and 13 numbers, three layers of ``width`` and a choice of two; or "dense":
     four layers of ``width``. ``servers`` has their addresses; ``meeting`` one for each worker and one more, for systems
-    that need any. ``alike``: all workers have the same data, so that a table is as large for many as for one."""
+    that need any. ``alike``: all workers have the same data, so that a table is as large for many as for one.
+    ``device`` is where workers compute; batches lie in the host's memory."""
 
     role: str
     index: int
@@ -44,6 +45,7 @@ class Work:
     vocabulary: int = 1000001
     dim: int = 10
     alike: bool = False
+    device: str = "cpu"
 
     @property
     def rate(self):
