@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fleet import Fleet
 from fleet.checkpoint.places import Directory
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, UnsupportedError
+from fleet.ps.server import loading
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.shares import write_pieces
@@ -290,6 +291,48 @@ def test_a_job_that_began_with_a_checkpoint(tmp_path: Path, kind: str, moment: s
     job = DyingJob(body, tmp_path / "durable", plan=at(kind, moment, times=2), model_dir=str(tmp_path / "first"))
     same(job.run(), expected)
     assert job.kills
+
+
+def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what the
+    journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
+    restored, read_in, go_on = loading._restore_dense, Durable.records, threading.Event()
+    servers = []
+
+    def held_up(*given: Any) -> None:
+        assert go_on.wait(PATIENCE_S)
+        restored(*given)
+
+    def slowly(durable: Durable) -> Iterator[Any]:
+        servers.append(durable)
+        for record in read_in(durable):
+            yield record
+            if len(servers) == 3:
+                go_on.set()
+                for thread in threading.enumerate():
+                    if thread.name.startswith("fleet-restore"):
+                        thread.join(PATIENCE_S)
+
+    def first(made: Fleet, index: int) -> Any:
+        result = trains("adam")(made, index)
+        made.save_persistables(dirname=str(tmp_path / "first"))
+        return result
+
+    def plan(server: int, kind: str, number: int) -> str | None:
+        return {1: "answered", 2: "answered", 6: "before"}.get(number)
+
+    run_job(first, 2, 1)
+    expected = run_job(trains("adam"), 2, 1, model_dir=str(tmp_path / "first"))
+    monkeypatch.setattr(loading, "_restore_dense", held_up)
+    monkeypatch.setattr(Durable, "records", slowly)
+    folder = tmp_path / "durable"
+    job = DyingJob(
+        trains("adam"), folder, servers=1, plan=plan, model_dir=str(tmp_path / "first"), journal_bytes=1 << 30
+    )
+    same(job.run(), expected)
+    assert job.kills == 3
 
 
 # ---------------------------------------------------------------- what is on the disk
