@@ -303,8 +303,8 @@ def test_a_job_that_began_with_a_checkpoint(tmp_path: Path, kind: str, moment: s
 def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what the
-    journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
+    """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what
+    the journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
     restored, read_in, go_on = loading._restore_dense, Durable.records, threading.Event()
     servers = []
 
