@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from fleet import Fleet
 from fleet.checkpoint.places import Directory
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, UnsupportedError
+from fleet.ps.server import loading
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.shares import write_pieces
@@ -215,7 +216,12 @@ def test_every_push_once(tmp_path: Path, mode: str) -> None:
     assert job.kills > 5
 
 
-def counts(strategy: Any, optimizer: type[torch.optim.Optimizer], steps: int = 12) -> Callable[[Fleet, int], Any]:
+def counts(
+    strategy: Any,
+    optimizer: type[torch.optim.Optimizer],
+    steps: int = 12,
+    between: Callable[[Fleet, int, int], None] | None = None,
+) -> Callable[[Fleet, int], Any]:
     """Gradients that do not depend on what was read, and whose sums are exact."""
 
     def body(made: Fleet, index: int) -> Any:
@@ -228,6 +234,8 @@ def counts(strategy: Any, optimizer: type[torch.optim.Optimizer], steps: int = 1
         for step in range(steps):
             looked_up = model["rows"](torch.arange(9)).sum() + sum(each.sum() for each in model["line"].parameters())
             wrapped.minimize(looked_up * float(step + index + 1))
+            if between is not None:
+                between(made, index, step)
         made.barrier_worker()
         return state(made, model)
 
@@ -290,6 +298,48 @@ def test_a_job_that_began_with_a_checkpoint(tmp_path: Path, kind: str, moment: s
     job = DyingJob(body, tmp_path / "durable", plan=at(kind, moment, times=2), model_dir=str(tmp_path / "first"))
     same(job.run(), expected)
     assert job.kills
+
+
+def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what
+    the journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
+    restored, read_in, go_on = loading._restore_dense, Durable.records, threading.Event()
+    servers = []
+
+    def held_up(*given: Any) -> None:
+        assert go_on.wait(PATIENCE_S)
+        restored(*given)
+
+    def slowly(durable: Durable) -> Iterator[Any]:
+        servers.append(durable)
+        for record in read_in(durable):
+            yield record
+            if len(servers) == 3:
+                go_on.set()
+                for thread in threading.enumerate():
+                    if thread.name.startswith("fleet-restore"):
+                        thread.join(PATIENCE_S)
+
+    def first(made: Fleet, index: int) -> Any:
+        result = trains("adam")(made, index)
+        made.save_persistables(dirname=str(tmp_path / "first"))
+        return result
+
+    def plan(server: int, kind: str, number: int) -> str | None:
+        return {1: "answered", 2: "answered", 6: "before"}.get(number)
+
+    run_job(first, 2, 1)
+    expected = run_job(trains("adam"), 2, 1, model_dir=str(tmp_path / "first"))
+    monkeypatch.setattr(loading, "_restore_dense", held_up)
+    monkeypatch.setattr(Durable, "records", slowly)
+    folder = tmp_path / "durable"
+    job = DyingJob(
+        trains("adam"), folder, servers=1, plan=plan, model_dir=str(tmp_path / "first"), journal_bytes=1 << 30
+    )
+    same(job.run(), expected)
+    assert job.kills == 3
 
 
 # ---------------------------------------------------------------- what is on the disk
@@ -410,6 +460,52 @@ def test_requests_are_answered_while_a_snapshot_is_written(
     job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
     same(job.run(), run_job(trains("adam", steps=6), 2, 1))
     assert not threads[0].is_alive()
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_checkpoint_is_saved_while_a_snapshot_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, mode: str
+) -> None:
+    """Of another moment than the snapshot's, whose last piece comes after the checkpoint: both are right, and the
+    training, which changes rows that both have to keep as they were, ends where it would have ended."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held_up(*given: Any, **named: Any) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        write_pieces(*given, **named)
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step == 0 and mode == "delta":
+            made.save_persistables(dirname=folder)
+        if step == 2 and isinstance(job, DyingJob):
+            assert begun.wait(PATIENCE_S)
+        if step == 4:
+            made.barrier_worker()
+            made.save_persistables(dirname=folder, mode=mode)
+        if step == 6 and index == 0 and isinstance(job, DyingJob):
+            (host,) = job.hosts
+            assert not list(host.durable.directory.glob("snapshot-*/state.json"))
+            go_on.set()
+            until(lambda: list(host.durable.directory.glob("snapshot-*/state.json")))
+            host.kill()
+
+    if strategy == "sync":
+        body, again = trains("adam", steps=8, between=disturb), trains("adam", steps=0)
+    else:
+        body = counts(FREE[strategy], torch.optim.SGD, steps=8, between=disturb)
+        again = counts(FREE[strategy], torch.optim.SGD, steps=0)
+    folder = str(tmp_path / "undisturbed")
+    job = Job(body, 2, 1)
+    expected = job.run()
+    monkeypatch.setattr("fleet.ps.server.snapshots.write_pieces", held_up)
+    folder = str(tmp_path / "disturbed")
+    job = DyingJob(body, tmp_path / "durable", servers=1, journal_bytes=1)
+    same(job.run(), expected)
+    assert job.kills == 1
+    saved, meant = (run_job(again, 1, 1, model_dir=str(tmp_path / name)) for name in ("disturbed", "undisturbed"))
+    same(saved, meant)
 
 
 def test_no_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""Two machines, as network namespaces, and between them a network that can be made to swallow everything in silence."""
+"""Two machines, as network namespaces, and between them a network that can be made to swallow everything in silence, or
+to lose, delay, repeat, damage and mix up what it carries."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -12,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import run_job
 from patience import PROCESSES_S
+from scripts import exact
 
-TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
+SCRIPTS = Path(__file__).parent / "scripts"
 
 SERVER, WORKER = "10.213.0.1", "10.213.0.2"
 ENDPOINT = f"{SERVER}:6174"
@@ -62,24 +66,40 @@ class Machines:
         for port in ("port0", "port1"):
             ip("-n", self._names[0], "link", "set", port, "master", "bridge")
 
-    def server(self) -> subprocess.Popen[str]:
-        return self._start(1, TRAINING_ROLE="PSERVER", PADDLE_CURRENT_ENDPOINT=ENDPOINT)
+    def treat_badly(self, **faults: float) -> subprocess.Popen[str]:
+        """Have a bad switch instead of the bridge, with faults as it knows them."""
+        bridge, *machines = self._names
+        for name in machines:
+            code, _, err = ended(self._run(name, "plain_frames.py", "net"))
+            assert code == 0, err
+        for port in ("port0", "port1"):
+            ip("-n", bridge, "link", "set", port, "nomaster")
+        switch = self._run(bridge, "bad_switch.py", "port0", "port1", json.dumps(faults))
+        line(switch, "forwards")
+        return switch
 
-    def worker(self, variant: str) -> subprocess.Popen[str]:
-        return self._start(2, variant, TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID="0")
+    def server(self, *script: str, workers: int = 1) -> subprocess.Popen[str]:
+        return self._start(1, script, workers, TRAINING_ROLE="PSERVER", PADDLE_CURRENT_ENDPOINT=ENDPOINT)
 
-    def _start(self, machine: int, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    def worker(self, *script: str, index: int = 0, workers: int = 1) -> subprocess.Popen[str]:
+        return self._start(2, script, workers, TRAINING_ROLE="TRAINER", PADDLE_TRAINER_ID=str(index))
+
+    def _start(self, machine: int, script: tuple[str, ...], workers: int, **variables: str) -> subprocess.Popen[str]:
+        return self._run(
+            self._names[machine],
+            *script,
+            OMP_NUM_THREADS="1",
+            PADDLE_PSERVERS_IP_PORT_LIST=ENDPOINT,
+            PADDLE_TRAINERS_NUM=str(workers),
+            FLAGS_rpc_deadline=str(int(1000 * self.deadline_s)),
+            FLEET_BEAT="0.2",
+            **variables,
+        )
+
+    def _run(self, namespace: str, script: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._names[machine], sys.executable, TRAIN, *arguments],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PADDLE_PSERVERS_IP_PORT_LIST": ENDPOINT,
-                "PADDLE_TRAINERS_NUM": "1",
-                "FLAGS_rpc_deadline": str(int(1000 * self.deadline_s)),
-                "FLEET_BEAT": "0.2",
-                **variables,
-            },
+            ["ip", "netns", "exec", namespace, sys.executable, str(SCRIPTS / script), *arguments],
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -115,7 +135,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.mark.slow
 def test_a_network_that_swallows_everything(machines: Machines) -> None:
     """A job outlives it for less than the deadline; for longer, both ends say whom they miss."""
-    server, worker = machines.server(), machines.worker("again")
+    server, worker = machines.server("train.py"), machines.worker("train.py", "again")
     line(worker, "step 3")
     machines.cut()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -135,16 +155,35 @@ def test_a_network_that_swallows_everything(machines: Machines) -> None:
 def test_a_connection_of_which_only_one_end_is_left(machines: Machines) -> None:
     """A worker's machine dies without a word: the server still holds its connections when the next worker comes."""
     machines.deadline_s = 60.0
-    server, worker = machines.server(), machines.worker("again")
+    server, worker = machines.server("train.py"), machines.worker("train.py", "again")
     line(worker, "step 3")
     machines.cut()
     worker.send_signal(signal.SIGKILL)
     worker.wait()
     machines.heal()
-    worker = machines.worker("again")
+    worker = machines.worker("train.py", "again")
     code, out, err = ended(worker)
     assert code == 0, err
     assert out.endswith(f"weight {-sum(range(1, 41))}.0 row -14.0\n")
     code, _, err = ended(server)
     assert code == 0, err
     assert "worker 0 has started again" in err
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_network_that_loses_delays_repeats_and_damages(machines: Machines, mode: str) -> None:
+    """What arrives nevertheless is what was sent, once: to the bit what there is on a network without faults."""
+    machines.deadline_s = PROCESSES_S
+    expected = run_job(lambda made, index: exact.train(made, mode), 2, 1)
+    switch = machines.treat_badly(loss=0.01, duplicate=0.01, corrupt=0.01, delay_s=0.02)
+    server = machines.server("exact.py", mode, workers=2)
+    workers = [machines.worker("exact.py", mode, index=index, workers=2) for index in range(2)]
+    for worker, digest in zip(workers, expected, strict=True):
+        assert ended(worker) == (0, f"{digest}\n", "")
+    code, _, err = ended(server)
+    assert code == 0, err
+    switch.terminate()
+    told = json.loads(ended(switch)[1])
+    assert told["frames"] > 1000, told
+    assert all(told[what] > 0 for what in ("lost", "duplicate", "corrupt", "overtaken")), told

@@ -33,6 +33,8 @@ class Filling:
         self._keeping = keeping
         self._replacing = replacing
         self.restore = restore
+        #: whoever is to read it, as long as it may not begin
+        self._reader: threading.Thread | None = None
 
     # ---------------------------------------------------------------- room for them
 
@@ -50,7 +52,8 @@ class Filling:
 
     def begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
-        version that its manifest names, and pulls wait as they wait for initial values."""
+        version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
+        its journal has begins after that: a snapshot follows, which has to have all of it."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
         job.steps_before = restore.version
         job.last = (restore.id, restore.url)
@@ -67,13 +70,23 @@ class Filling:
                     self._cannot_set_up(error, outbox)
             else:
                 with floor.lock:
+                    if floor.ending.over or floor.ending.suspended:
+                        return
                     job.shard, job.initialized = shard, True
                     with contextlib.suppress(JobAbortedError):  # everybody is told
                         self._keeping.take(outbox)
                         floor.release_early(outbox)
             floor.send(outbox)
 
-        threading.Thread(target=load, name=f"fleet-restore-{self._floor.endpoint}", daemon=True).start()
+        self._reader = threading.Thread(target=load, name=f"fleet-restore-{self._floor.endpoint}", daemon=True)
+        if self._floor.memory is None or not self._floor.memory.replaying:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Everything was done over that had to be."""
+        if self._reader is not None:
+            self._reader.start()
+            self._reader = None
 
     def _cannot_set_up(self, error: Exception, outbox: Outbox) -> FleetError:
         """Without its shard this server is of no use to anybody: the job cannot run."""

@@ -81,6 +81,7 @@ class Service:
             "abort": leaving.abort,
         }
         resume(floor, lambda frame: self.handle(frame, lambda _: None), lambda worker: leaving.lose(worker, []))
+        filling.go_on()
 
     def handle(self, frame: Frame, respond: Respond) -> None:
         request, floor = frame.message, self.floor

@@ -1,0 +1,87 @@
+"""A switch with two ports that treats what it forwards badly: ``bad_switch.py PORT PORT FAULTS``, faults as JSON.
+
+It runs in a network namespace, on veth cables that are plugged into no bridge, and takes whole Ethernet frames from one
+and gives them to the other, as packet sockets do; that needs root and no module of the kernel's. Faults are shares of
+the frames, and ``delay_s``, which each frame has a random part of, so that many overtake others. When it is told to
+end it prints how many frames it treated how.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+_ALL, _OUTGOING, _IPV4 = 3, 4, b"\x08\x00"
+_MOST = 1 << 16
+#: Addresses and the type of what follows; a flipped bit behind them is found by a checksum of IP or TCP.
+_ETHERNET = 14
+
+
+class Switch:
+    def __init__(self, ports: list[str], loss: float, duplicate: float, corrupt: float, delay_s: float) -> None:
+        self._sockets = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL)) for _ in ports]
+        for each, port in zip(self._sockets, ports, strict=True):
+            each.bind((port, _ALL))
+        self._loss, self._duplicate, self._corrupt, self._delay_s = loss, duplicate, corrupt, delay_s
+        self._random = random.Random(1)
+        self._numbers = itertools.count()
+        #: when a frame leaves, its number, to which socket
+        self._under_way: list[tuple[float, int, int, bytes]] = []
+        self._newest = [-1, -1]
+        self.told: Counter[str] = Counter()
+
+    def run(self) -> None:
+        while True:
+            rest = self._under_way[0][0] - time.monotonic() if self._under_way else 1.0
+            for each in select.select(self._sockets, [], [], max(0.0, rest))[0]:
+                self._take(each)
+            while self._under_way and self._under_way[0][0] <= time.monotonic():
+                self._give(*heapq.heappop(self._under_way)[1:])
+
+    def _take(self, came: Any) -> None:
+        frame, address = came.recvfrom(_MOST)
+        if address[2] == _OUTGOING:  # what this switch has sent itself
+            return
+        self.told["frames"] += 1
+        if self._strikes("lost", self._loss):
+            return
+        if frame[12:_ETHERNET] == _IPV4 and self._strikes("corrupt", self._corrupt):
+            at = self._random.randrange(_ETHERNET, len(frame))
+            frame = frame[:at] + bytes([frame[at] ^ 1 << self._random.randrange(8)]) + frame[at + 1 :]
+        for _ in range(1 + self._strikes("duplicate", self._duplicate)):
+            leaves = time.monotonic() + self._delay_s * self._random.random()
+            heapq.heappush(self._under_way, (leaves, next(self._numbers), 1 - self._sockets.index(came), frame))
+
+    def _strikes(self, what: str, share: float) -> bool:
+        strikes = self._random.random() < share
+        self.told[what] += strikes
+        return strikes
+
+    def _give(self, number: int, to: int, frame: bytes) -> None:
+        self.told["overtaken"] += number < self._newest[to]
+        self._newest[to] = max(self._newest[to], number)
+        self._sockets[to].send(frame)
+
+
+def main() -> None:
+    first, second, faults = sys.argv[1:]
+    switch = Switch([first, second], **json.loads(faults))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print("forwards", flush=True)
+    try:
+        switch.run()
+    finally:
+        print(json.dumps(switch.told))
+
+
+if __name__ == "__main__":
+    main()
