@@ -213,13 +213,14 @@ class StillBusyError(FleetError, RuntimeError):
     """A server has not finished an earlier job yet. A worker that waits for its servers asks again.
 
     Examples:
-        >>> fleet.stop_worker()
-        >>> fleet.init()
-        >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1))
-        >>> try:
-        ...     fleet.init_worker()
-        ... except fleet.errors.StillBusyError:
-        ...     print("an earlier job still had the servers after FLEET_STARTUP_DEADLINE")
+        >>> serve(worker_num=2)
+        >>> first, second = join(0, worker_num=2), join(1, worker_num=2)
+        >>> first.stop_worker()
+        >>> join(0, worker_num=2, FLEET_STARTUP_DEADLINE="0.2")  # one of the next job, which waits no longer
+        Traceback (most recent call last):
+            ...
+        fleet.errors.StillBusyError: this server has not finished an earlier job yet; at ...; the earlier one has left...
+        >>> second.stop_worker()
     """
 
 
@@ -227,10 +228,16 @@ class ServerLostError(FleetError, ConnectionError):
     """A server answers but no longer knows the job: it was restarted without its state.
 
     Examples:
-        >>> try:
-        ...     optimizer.minimize(loss())
-        ... except fleet.errors.ServerLostError:
-        ...     print("start the job again, from its last checkpoint")
+        >>> serve(FLAGS_rpc_deadline="300")
+        >>> worker = join(FLEET_BEAT="60")  # its heart beats too rarely
+        >>> second_job().join()  # so its server gives it up, and ends
+        >>> serve()
+        >>> worker.barrier_worker()
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ServerLostError: this server does not know the worker's job: it was restarted and has lost its ...
+        >>> worker.stop_worker()
+        >>> join().stop_worker()
     """
 
 
@@ -308,9 +315,11 @@ class DataError(FleetError, ValueError):
 class MissedError(CheckpointError):
     """A server that was started again has gone on from the step that was to be saved: another checkpoint is due.
 
+    Only what is written behind the training can miss its step, and ``fleet.Checkpoints``, which does that, sees to it:
+    it logs this error, and saves the next step instead.
+
     Examples:
-        >>> try:
-        ...     fleet.save_persistables("ckpt")
-        ... except fleet.errors.MissedError:
-        ...     fleet.save_persistables("ckpt")
+        >>> with fleet.Checkpoints("ckpt", every_steps=1) as checkpoints:
+        ...     optimizer.minimize(loss())
+        ...     checkpoints.after_step()  # a server that is killed now raises nothing here
     """

@@ -1,0 +1,236 @@
+"""The pages of docs/ as a reader uses them: what stands in their blocks of Python runs when it is pasted, and whatever
+variable, extra, option or name of the package they mention is there.
+
+What other files run is left to them: docs/guide.md (test_guide.py), doors.md (test_doors.py), deploying/
+(test_deploying.py), reference/ (test_docstrings.py) and data.md (test_data_arrow.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fleet
+from fleet import environ
+from fleet.launch import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))])
+} | {f"{folder}/README.md": (ROOT / folder / "README.md").read_text() for folder in ("examples", "benchmarks")}
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_is_python(page: str) -> None:
+    for index, code in enumerate(blocks(page, "python")):
+        compile(code, f"{page}, block {index}", "exec")
+
+
+# ---------------------------------------------------------------- pasted into a script
+
+CHECKPOINTS = "docs/checkpoints.md"
+
+#: A script of a reader's before its job is there, and what makes a job of it.
+SCRIPT = """
+import torch
+import fleet
+fleet.init()
+torch.manual_seed(0)
+def Net():
+    return torch.nn.Sequential(torch.nn.Embedding(100, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randint(0, 100, (16, 2)), torch.rand(16, 1)
+loss_fn = torch.nn.functional.mse_loss
+"""
+JOB = f"""{SCRIPT}
+optimizer = fleet.distributed_optimizer(optimizer, model=model)
+fleet.init_worker()
+loss = loss_fn(model(x), y)
+"""
+#: What a reader's script has by then, before each block of Python of a page.
+BEFORE: dict[str, Sequence[str]] = {
+    CHECKPOINTS: [
+        f"{JOB}\noptimizer.minimize(loss)",
+        "fleet.stop_worker(); fleet.init()",
+        JOB.replace("fleet.init()", ""),
+        "fleet.stop_worker()",
+        "",
+    ],
+    "docs/embeddings.md": [
+        SCRIPT,
+        "",
+        "users, items = x, x",
+        """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.score, self.clicks, self.group = Score(), Clicks(slots=2), group
+
+    def forward(self, batch):
+        rows = self.group({"user": batch.users, "item": batch.items})
+        scores = self.score(batch.users) + self.clicks(batch.ids, {"id": batch.users})
+        return scores.mean() + rows["user"].mean() + rows["item"].mean()
+
+model = Net()
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+fleet.init_worker()
+""",
+        """
+from types import SimpleNamespace
+loader = [SimpleNamespace(ids=x, users=x[:, 0], items=x[:, 1])] * 3
+table = model.score.user
+loss = lambda model, batch: model(batch)
+""",
+    ],
+    "docs/metrics.md": [
+        f"{JOB}\ntensor, predictions, labels = torch.rand(3), torch.rand(9), torch.arange(9) % 2",
+        "batches = [(x, torch.arange(16).reshape(-1, 1) % 2)] * 2",
+    ],
+    "docs/modes/asynchronous.md": [SCRIPT],
+    "docs/modes/dc-asgd.md": [SCRIPT],
+    "docs/modes/geo.md": [SCRIPT],
+    "docs/modes/half-asynchronous.md": [SCRIPT],
+    "docs/modes/index.md": [""],
+    "docs/modes/staleness.md": [SCRIPT],
+    "docs/observing.md": [JOB],
+    "docs/security.md": ["import fleet"],
+    "docs/serving.md": [f"{JOB}\nbatch = x", "batch = x", ""],
+    "docs/synchronous.md": [f"{JOB}\nloss.backward()"],
+}
+
+
+#: Run elsewhere, or by nobody: a job without servers, which one process of the tests should not be.
+ELSEWHERE = ("docs/guide.md", "docs/doors.md", "docs/data.md", "docs/reference/", "README.md", "docs/collective.md")
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Of a script in an empty folder, whose job is ended with it."""
+    monkeypatch.chdir(tmp_path)
+    given: dict[str, Any] = {}
+    yield given
+    with contextlib.suppress(fleet.errors.NotInitializedError):
+        fleet.stop_worker()
+
+
+def test_every_block_of_python_is_run_by_somebody() -> None:
+    assert {page for page in PAGES if blocks(page, "python") and not page.startswith(ELSEWHERE)} == set(BEFORE)
+
+
+@pytest.mark.parametrize("page", [page for page in BEFORE if page != CHECKPOINTS])
+def test_python_of_a_page_runs(page: str, names: dict[str, Any]) -> None:
+    paste(page, names)
+
+
+def paste(page: str, names: dict[str, Any]) -> None:
+    found = blocks(page, "python")
+    assert len(BEFORE[page]) == len(found)
+    for index, (before, code) in enumerate(zip(BEFORE[page], found, strict=True)):
+        exec(before, names)
+        exec(compile(code, f"{page}, block {index}", "exec"), names)
+
+
+def printed(text: str) -> list[str]:
+    """Its lines without what differs from run to run: times, ids, folders, digits beyond the first."""
+    text = re.sub(r"[0-9a-f]{16}|/\S*/(?=ckpt)|\d{4}-\d\d-\d\d [\d:+]+|in [\d.]+ s", "…", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_what_the_page_shows_of_checkpoints(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those that its script, alone, has written."""
+    paste(CHECKPOINTS, names)
+    for block in re.findall(r"^```\n(\$ .*?)^```", PAGES[CHECKPOINTS], re.DOTALL | re.MULTILINE):
+        for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, expected = shown.partition("\n")
+            cli.main(command.split()[1:])
+            wanted, said = printed(expected), printed(capsys.readouterr().out)
+            assert [line for line in wanted if line != "…" and line not in said] == []
+            assert len(said) == len(wanted) or "…" in wanted
+
+
+# ---------------------------------------------------------------- what is mentioned is there
+
+
+def test_every_variable_is_known_and_on_its_page() -> None:
+    mentioned = {
+        name for page in PAGES.values() for name in re.findall(r"\b(?:FLEET|FLAGS)_\w*[A-Za-z]\b(?!_|\*)", page)
+    }
+    known = environ._KNOWN
+    assert mentioned - known - {"FLAGS_communicator", "FLAGS_rpc", "FLEET_TLS"} == set()
+    assert [name for name in known if f"`{name}`" not in PAGES["docs/environment.md"]] == []
+
+
+def test_every_extra_is_there() -> None:
+    declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
+    for page, text in PAGES.items():
+        asked = re.findall(r"(?:torch-fleet|'\.)\[([\w,]+)\]", text) + re.findall(
+            r"extra `(?:torch-fleet\[)?(\w+)", text
+        )
+        assert {name for each in asked for name in each.split(",")} <= extras, page
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    ranges = {"fleet.push", "fleet.pull", "fleet.meet", "fleet.wait"}  # in a profile
+    others = ranges | {"fleet.startup_program", "fleet.main_program"}  # of which a page says that they are not there
+    missing = set()
+    for page, text in PAGES.items():
+        text = re.sub(r"^```text\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)  # what the original had
+        if page.startswith("docs/migrating/"):  # the other systems' names stand on the left
+            text = "\n".join(line.rstrip(" |").rpartition("|")[2] for line in text.splitlines())
+        for name in re.findall(r"(?<![\w./])fleet(?:\.[A-Za-z_]\w*)+(?![\w/])", text):
+            if name not in others and not name.endswith((".md", ".proto")) and not there(name):
+                missing.add(f"{page}: {name}")
+        factory = fleet.StrategyFactory
+        missing |= {
+            f"{page}: {made}" for made in re.findall(r"\bcreate_\w+_strategy", text) if not hasattr(factory, made)
+        }
+    assert missing == set()
+
+
+def there(name: str) -> bool:
+    first, *rest = name.split(".")
+    found: Any = importlib.import_module(first)
+    for depth, part in enumerate(rest, 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(name.split(".")[:depth]))
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def test_every_option_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of commands of the package, and of scripts of the repository, wherever they are written."""
+    asked: dict[str, set[str]] = {}
+    for text in (text for page, text in PAGES.items() if not page.startswith("docs/migrating/")):
+        for command, arguments in re.findall(
+            r"(fleetrun|fleet (?:server|top|doctor|report|env|checkpoint \w+)|(?:examples|benchmarks)/\w+\.py)\b"
+            r"([^`\n|]*)",
+            re.sub(r"\\\n", " ", text),
+        ):
+            asked.setdefault(command, set()).update(
+                re.findall(r"(?<!\S)--\w[\w-]*", arguments.partition("examples/")[0])
+            )
+    for command, options in asked.items():
+        if command.endswith(".py"):
+            told = (ROOT / command).read_text()
+        else:
+            with contextlib.suppress(SystemExit):
+                cli.main(["run" if command == "fleetrun" else command.split()[1], *command.split()[2:], "--help"])
+            told = capsys.readouterr().out
+        assert [option for option in options - {"--help"} if option not in told] == [], command
+    assert {"fleetrun", "fleet checkpoint export", "examples/flight_delays.py"} <= set(asked)
