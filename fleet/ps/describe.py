@@ -40,7 +40,7 @@ class Description:
                 "a param group was taken away from a running job",
                 todo="Leave it, with lr=0 or requires_grad=False for its parameters.",
             )
-        return any(id(param) not in things for group in present for param in group["params"])
+        return not all(things.issuperset(map(id, group["params"])) for group in present)
 
     @cached_property
     def _known(self) -> tuple[set[int], set[int]]:

@@ -20,6 +20,12 @@ class Slot:
     block: Block
     dtype: str
     start: int
+    is_whole: bool = False  #: all of its parameter
+
+    @property
+    def part(self) -> slice | None:
+        """Its range in the parameter; None for all of it."""
+        return None if self.is_whole else slice(self.block.offset, self.block.offset + self.block.numel)
 
     @property
     def stop(self) -> int:
@@ -32,16 +38,17 @@ class DenseLayout:
     sizes: dict[str, int]
 
     @cached_property
-    def cuts(self) -> dict[str, list[tuple[int, int, int, int]]]:
-        """For each element type, its blocks in their order: position, parameter, begin and end in that."""
+    def cuts(self) -> dict[str, list[tuple[int, int, slice | None]]]:
+        """For each element type, its blocks in their order: position, parameter, and range in that, None for all."""
         return {
-            dtype: [
-                (slot.position, slot.block.param, slot.block.offset, slot.block.offset + slot.block.numel)
-                for slot in self.slots
-                if slot.dtype == dtype
-            ]
+            dtype: [(slot.position, slot.block.param, slot.part) for slot in self.slots if slot.dtype == dtype]
             for dtype in self.sizes
         }
+
+    @cached_property
+    def params(self) -> list[int]:
+        """Of every block, in their order, the parameter."""
+        return [slot.block.param for slot in self.slots]
 
     @property
     def dtypes(self) -> list[str]:
@@ -60,6 +67,8 @@ class DenseLayout:
 
     def sizes_of(self, present: bytes) -> dict[str, int]:
         """For each element type, how long the blocks marked in ``present`` are together."""
+        if all(present):
+            return self.sizes
         sizes: dict[str, int] = {}
         for slot in self.slots:
             if present[slot.position]:
@@ -74,8 +83,8 @@ def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None 
     for position, block in enumerate(plan.by_server[server]):
         if present is not None and not present[position]:
             continue
-        dtype = plan.param_of(block).dtype
-        start = sizes.get(dtype, 0)
-        slots.append(Slot(position, block, dtype, start))
+        param = plan.param_of(block)
+        dtype, start = param.dtype, sizes.get(param.dtype, 0)
+        slots.append(Slot(position, block, dtype, start, block.numel == param.numel))
         sizes[dtype] = start + block.numel
     return DenseLayout(tuple(slots), dict(sorted(sizes.items())))

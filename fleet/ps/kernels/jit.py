@@ -1,11 +1,11 @@
 """Plain Python loops over numpy arrays, compiled by numba when they are first called; the only file that imports it.
 
 Importing numba takes half a second and compiling a function a few tenths, so neither happens before a function is
-called: a process that touches no sparse table pays for nothing. Compiled code runs without the GIL and is kept on
-disk; numba picks the user's cache directory when the package's own is read-only.
+called: a process without sparse tables and hundreds of dense parameters pays for nothing. Compiled code runs without
+the GIL and is kept on disk; numba picks the user's cache directory when the package's own is read-only.
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
-file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``).
+file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``).
 """
 
 from __future__ import annotations
@@ -168,9 +168,31 @@ def _prefetch(_context: Any, rows: Any, _number: Any) -> Any:
     return types.void(rows, types.int64), emit
 
 
+def _copy_bytes(_context: Any, rows: Any, _number: Any, source: Any, _start: Any, _size: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    copied: Any = cgutils.raw_memcpy
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number, given, start, size = args[1:]
+        address, _ = _located(context, builder, rows, args[0], number)
+        data = context.make_array(source)(context, builder, given).data
+        copied(builder, address, builder.gep(data, [start]), size, ir.IntType(64)(1))
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64, source, types.int64, types.int64), emit
+
+
 @_code(_row)
 def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
     """One row, to read and to write in place. Nobody checks whether there is one."""
+
+
+@_code(_copy_bytes)
+def copy_bytes(rows: Rows, number: Any, source: Array, start: Any, size: Any) -> None:
+    """So many bytes of ``source``, which is of bytes, into the beginning of a row. Nobody checks whether they fit."""
 
 
 @_code(_prefetch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class DenseShard:
         if divisor > 1:
             for tensor in total.values():
                 tensor.div_(divisor)
-        for dtype, runs in self._receivers(present).items():
+        receivers = self._receivers(present)
+        for dtype, runs in receivers.items():
             pieces = torch.split_with_sizes(total[dtype], [run.stop - run.start for run in runs])
             for run, piece in zip(runs, pieces, strict=True):
                 run.param.grad = piece.view(run.param.shape)
@@ -143,7 +145,8 @@ class DenseShard:
             for optimizer in self._optimizers.values():
                 # Around it torch wraps what autograd, profilers and its compiler need, and imports the latter.
                 inspect.unwrap(type(optimizer).step)(optimizer)
-                optimizer.zero_grad()
+        for run in chain.from_iterable(receivers.values()):
+            run.param.grad = None
 
     def add(self, change: Gradient) -> None:
         """Add changes, laid out as gradients are, to the values."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
+from fleet.errors import ProtocolError
 from fleet.ps import memory
+from fleet.ps.kernels.scatter import LARGEST, Scattered
 from fleet.ps.layout import DenseLayout
+
+#: From so many small blocks on they are written by compiled code: to load it takes what it gains in a thousand steps.
+MANY = 256
 
 #: By element type.
 Flat = Mapping[str, torch.Tensor]
@@ -15,18 +21,18 @@ Flat = Mapping[str, torch.Tensor]
 
 def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, Flat]:
     """Which blocks of a server are there, and these end to end. ``tensors`` has a flat one, or None, a parameter."""
-    present = bytearray(len(layout.slots))
+    present = bytes([tensors[param] is not None for param in layout.params])
+    sizes = layout.sizes_of(present)
     packed: dict[str, torch.Tensor] = {}
     for dtype, cuts in layout.cuts.items():
-        pieces = []
-        for position, param, start, stop in cuts:
-            tensor = tensors[param]
-            if tensor is not None:
-                present[position] = 1
-                pieces.append(tensor if stop - start == tensor.numel() else tensor[start:stop])
+        pieces = [
+            tensor if part is None else tensor[part]
+            for _, param, part in cuts
+            if (tensor := tensors[param]) is not None
+        ]
         if pieces:
-            packed[dtype] = _joined(pieces)
-    return bytes(present), packed
+            packed[dtype] = _joined(pieces, sizes[dtype])
+    return present, packed
 
 
 def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
@@ -38,12 +44,15 @@ def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
         if bool(piece.any()):
             present[slot.position] = 1
             pieces.setdefault(slot.dtype, []).append(piece)
-    return bytes(present), flat if all(present) else {dtype: _joined(pieces[dtype]) for dtype in sorted(pieces)}
+    marks = bytes(present)
+    if all(marks):
+        return marks, flat
+    return marks, {dtype: _joined(pieces[dtype], size) for dtype, size in layout.sizes_of(marks).items()}
 
 
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    out = memory.take_flat(sum(piece.numel() for piece in pieces), pieces[0].dtype)
-    return torch.cat(list(pieces), out=out)
+@torch.no_grad()
+def _joined(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
+    return torch.cat(pieces, out=memory.take_flat(size, pieces[0].dtype))
 
 
 class ParameterWriter:
@@ -55,20 +64,23 @@ class ParameterWriter:
     def __init__(self, params: Sequence[torch.Tensor], layouts: Sequence[DenseLayout]) -> None:
         self._params = params
         self._layouts = layouts
-        self._memory: list[tuple[int, tuple[int, ...]]] | None = None
-        #: for each server and element type, where its blocks go, and how long they are
-        self._places: list[dict[str, tuple[list[torch.Tensor], list[int]]]] = []
+        self._memory: tuple[list[int], list[object]] | None = None
+        #: for each server and element type, where its blocks go
+        self._places: list[dict[str, _Places]] = []
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
     def write(self, flats: Sequence[Flat]) -> None:
-        memory_now = [(param.data_ptr(), param.stride()) for param in self._params]
+        memory_now: tuple[list[int], list[object]] = (
+            [param.data_ptr() for param in self._params],
+            [param.is_contiguous() or param.stride() for param in self._params],
+        )
         if memory_now != self._memory:
             self._memory = memory_now
             self._look_up()
         for places, flat in zip(self._places, flats, strict=True):
-            for dtype, (targets, sizes) in places.items():
-                torch._foreach_copy_(targets, torch.split_with_sizes(flat[dtype], sizes))
+            for dtype, each in places.items():
+                each.write(flat[dtype])
         for param, detour in self._detours:
             param.copy_(detour)
 
@@ -79,9 +91,39 @@ class ParameterWriter:
         dense = [data.contiguous() for data in detached]
         self._detours = [pair for pair in zip(detached, dense, strict=True) if not pair[0].is_contiguous()]
         flat = [data.view(-1) for data in dense]
+        self._places = [
+            {
+                dtype: _Places([flat[param][part or ...] for _, param, part in cuts])
+                for dtype, cuts in layout.cuts.items()
+            }
+            for layout in self._layouts
+        ]
 
-        def places(cuts: Sequence[tuple[int, int, int, int]]) -> tuple[list[torch.Tensor], list[int]]:
-            targets = [flat[param][start:stop] for _, param, start, stop in cuts]
-            return targets, [target.numel() for target in targets]
 
-        self._places = [{dtype: places(cuts) for dtype, cuts in layout.cuts.items()} for layout in self._layouts]
+class _Places:
+    """Where the blocks of a flat tensor go, one after the other."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        stops = list(accumulate(target.numel() for target in targets))
+        placed = list(zip([0, *stops], stops, targets, strict=False))
+        small = [each for each in placed if _is_small(each[2])]
+        if len(small) < MANY:
+            small, large = [], placed
+        else:
+            large = [each for each in placed if not _is_small(each[2])]
+        self._form = targets[0].dtype, (stops[-1],)
+        self._small = Scattered([(start * target.itemsize, target) for start, _, target in small])
+        self._ranges = [slice(start, stop) for start, stop, _ in large]
+        self._large = [target for _, _, target in large]
+
+    def write(self, flat: torch.Tensor) -> None:
+        if (flat.dtype, flat.shape) != self._form:  # compiled code would read on behind its end
+            got = flat.dtype, tuple(flat.shape)
+            raise ProtocolError("a server's dense values do not fit", expected=self._form, got=got)
+        self._small.fill(flat)
+        if self._large:
+            torch._foreach_copy_(self._large, [flat[each] for each in self._ranges])
+
+
+def _is_small(target: torch.Tensor) -> bool:
+    return target.is_cpu and target.nbytes <= LARGEST

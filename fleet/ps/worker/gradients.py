@@ -18,25 +18,30 @@ class UserGradients:
         self._floor = floor
         self.check_finite = floor.strategy.check_finite or floor.knobs.check_finite
 
+    @torch.no_grad()
     def dense(self) -> list[torch.Tensor | None]:
         """The flat gradient of every parameter, on the CPU."""
-        flat: list[torch.Tensor | None] = []
-        check_finite = self.check_finite
-        for index, param in enumerate(self._floor.trained.description.params):
-            grad = param.grad
-            if grad is None:
-                flat.append(None)
-                continue
-            if grad.is_sparse:
-                raise UnsupportedError(
-                    f"the gradient of {self._name(index)} is sparse",
-                    todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
-                )
-            if check_finite and not bool(torch.isfinite(grad).all()):
-                raise self._not_finite(f"the gradient of {self._name(index)}")
-            is_flat = grad.dim() == 1 and grad.is_cpu and not grad.requires_grad
-            flat.append(grad if is_flat else grad.detach().reshape(-1).to("cpu"))
+        grads = [param.grad for param in self._floor.trained.description.params]
+        # With many small parameters each look at a gradient counts.
+        flat = [
+            grad
+            if grad is None or (grad.dim() == 1 and grad.is_cpu and not grad.is_sparse)
+            else self._flat(place, grad)
+            for place, grad in enumerate(grads)
+        ]
+        if self.check_finite:
+            for index, grad in enumerate(flat):
+                if grad is not None and not bool(torch.isfinite(grad).all()):
+                    raise self._not_finite(f"the gradient of {self._name(index)}")
         return flat
+
+    def _flat(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if grad.is_sparse:
+            raise UnsupportedError(
+                f"the gradient of {self._name(index)} is sparse",
+                todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
+            )
+        return grad.reshape(-1).to("cpu")
 
     def rows(self) -> dict[int, Rows]:
         """For every table that was used, distinct ids and the gradients of their rows."""

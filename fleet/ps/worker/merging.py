@@ -49,6 +49,7 @@ class Gradients:
     steps: int = 1
     ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
 
+    @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
         """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""
         return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
@@ -68,6 +69,7 @@ class GradientMerge:
         self._read = Clocks()
         self._options: Sequence[str] = ()
 
+    @torch.no_grad()
     def add(self, gradients: Gradients) -> Gradients | None:
         """Take one step's gradients; they come back, merged with those before, when it is time to send."""
         if self.steps == 1:

@@ -64,10 +64,10 @@ class Pushing:
         asked = []
         for client, layout in zip(floor.lines.clients, floor.trained.layouts, strict=True):
             cuts = [cut for each in layout.cuts.values() for cut in each if cut[1] == param]
-            part = pb.Part(attempt=attempt, blocks=[position for position, *_ in cuts])
-            tensors = [WireTensor.of(grad[start:stop]) for *_, start, stop in cuts]
+            ahead = pb.Part(attempt=attempt, blocks=[position for position, *_ in cuts])
+            tensors = [WireTensor.of(grad if part is None else grad[part]) for *_, part in cuts]
             if cuts:
-                asked.append(client.start(Frame(client.request(step, part=part), tensors), f"a part of step {step}"))
+                asked.append(client.start(Frame(client.request(step, part=ahead), tensors), f"a part of step {step}"))
         for pending in asked:
             pending.send()
         replies = [pending.result() for pending in asked]

@@ -1,0 +1,83 @@
+"""Values and gradients of many parameters move between the user's tensors and flat ones as torch would move them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_runs import plan_of
+
+from fleet.errors import ProtocolError
+from fleet.ps.layout import DenseLayout, dense_layout
+from fleet.ps.worker import dense
+from fleet.ps.worker.dense import Flat, ParameterWriter, pack
+
+#: Small ones, cut between servers and whole; one without elements before a large one; one without dimensions.
+SHAPES = [(3,), (5, 7), (), (0,), (100, 100), (64,), (0, 2), (17, 1)]
+DTYPES = ("float32", "bfloat16", "float64", "float16")
+
+
+def made() -> tuple[list[torch.nn.Parameter], list[DenseLayout]]:
+    shapes = SHAPES * len(DTYPES) + SHAPES[:3]
+    plan = plan_of(lambda params: torch.optim.SGD(params, lr=0.1), shapes, DTYPES, servers=2)
+    params = [
+        torch.nn.Parameter(torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in plan.spec.params
+    ]
+    params[1].data = torch.zeros(7, 5, dtype=params[1].dtype).t()  # not as its rows lie
+    return params, [dense_layout(plan, server) for server in range(2)]
+
+
+def packed(layouts: list[DenseLayout], values: list[torch.Tensor]) -> list[Flat]:
+    return [pack(layout, [value.reshape(-1) for value in values])[1] for layout in layouts]
+
+
+@pytest.fixture(params=[1, 1 << 20], ids=["compiled", "by torch"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "MANY", request.param)
+
+
+@pytest.mark.usefixtures("many")
+def test_values_arrive_in_place_and_count_as_a_change() -> None:
+    params, layouts = made()
+    writer = ParameterWriter(params, layouts)
+    for turn in range(3):
+        if turn == 2:
+            params[0].data = torch.zeros_like(params[0])  # other memory, that has to be found
+        values = [torch.randn(param.shape).to(param.dtype) for param in params]
+        before = [(param.data_ptr(), param._version) for param in params]
+        writer.write(packed(layouts, values))
+        for param, value, (address, version) in zip(params, values, before, strict=True):
+            assert torch.equal(param, value)
+            assert param.data_ptr() == address
+            assert param._version > version or not param.numel()
+
+
+@pytest.mark.usefixtures("many")
+def test_a_graph_of_values_that_are_gone_is_an_error_as_in_torch() -> None:
+    params, layouts = made()
+    writer = ParameterWriter(params, layouts)
+    values = packed(layouts, [torch.ones_like(param) for param in params])
+    writer.write(values)
+    loss = (params[0] ** 2).sum()
+    writer.write(values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("wrong", [lambda flat: flat[:-1], lambda flat: flat.double(), lambda flat: flat[:, None]])
+def test_values_of_another_form_are_refused(wrong) -> None:  # type: ignore[no-untyped-def]
+    params, layouts = made()
+    values = packed(layouts, [torch.ones_like(param) for param in params])
+    values[1] = {**values[1], "float32": wrong(values[1]["float32"])}
+    with pytest.raises(ProtocolError, match="a server's dense values do not fit"):
+        ParameterWriter(params, layouts).write(values)
+
+
+def test_gradients_that_have_a_graph_travel_without_it() -> None:
+    params, layouts = made()
+    grads = [torch.randn(param.numel()).to(param.dtype).requires_grad_() for param in params]
+    for layout, flat in zip(layouts, packed(layouts, grads), strict=True):  # type: ignore[arg-type]
+        assert not any(tensor.requires_grad for tensor in flat.values())
+        for slot in layout.slots:
+            expected = grads[slot.block.param][slot.block.offset : slot.block.offset + slot.block.numel]
+            assert torch.equal(flat[slot.dtype][slot.start : slot.stop], expected)
