@@ -188,7 +188,7 @@ class Host:
                     return  # its line breaks
                 kind = frame.message.WhichOneof("kind")
                 moment = None
-                if kind in NOTED or kind in ("load", "save"):
+                if kind in self.job.counted:
                     self._requests += 1
                     moment = self.job.plan(self.index, kind, self._requests)
                 self._muted = moment == CARRIED_OUT
@@ -267,6 +267,7 @@ class DyingJob(Job):
         plan: Plan = lambda *_: None,
         journal_bytes: int = 2000,
         held: int = 0,
+        reading: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(body, workers, servers, **{"environ": ENVIRON, **options})
@@ -274,6 +275,7 @@ class DyingJob(Job):
         self.plan = plan
         self.journal_bytes = journal_bytes
         self.held = held
+        self.counted = {*NOTED, "load", "save", *(["pull"] if reading else [])}
         self.hosts = [Host(self, index) for index in range(servers)]
 
     def serve(self, index: int) -> None:

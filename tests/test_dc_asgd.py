@@ -176,3 +176,28 @@ def test_its_numbers_are_checked(make: object, arguments: dict[str, object], kin
     assert callable(make)
     with pytest.raises(kind, match=words):
         make(**arguments)
+
+
+def test_what_is_kept_is_recalled_whole_or_in_part() -> None:
+    """A server that goes on is told all of it; one that was killed while it wrote that down, some of what it has."""
+    random = np.random.default_rng(0)
+    compensation, layout = Compensation(0.5, True), flat_layout(9)
+    for worker in range(2):
+        compensation.handed_dense(worker, {"float32": torch.randn(9)})
+        compensation.handed_rows(worker, 3, np.array([7, -2, 7, 5 + worker]), random.random((4, 2), np.float32))
+        compensation.dense(worker, layout, layout, {"float32": torch.randn(9)}, {"float32": torch.randn(9)})
+        rows = [random.random((3, 2), np.float32) for _ in range(2)]
+        compensation.rows(worker, 3, np.array([5, 6, 7]), rows[0], rows[1])
+
+    def told(by: Compensation) -> list[tuple[str, list[list[float]]]]:
+        return [(str(about), [each.tolist() for each in tensors]) for about, tensors in by.kept()]
+
+    expected, parts = told(compensation), list(compensation.kept())
+    assert len(parts) == 6
+    after = Compensation(0.5, True)
+    for about, tensors in parts:
+        values = [torch.as_tensor(each).clone() for each in tensors]
+        after.recall(about, values)
+        compensation.recall(about, values)
+        assert told(compensation) == expected
+    assert told(after) == expected

@@ -24,10 +24,11 @@ import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint.places import Directory
 from fleet.cluster import Endpoint
-from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, UnsupportedError
+from fleet.errors import CheckpointError, ConfigurationError, DeadlineError
 from fleet.ps.server import loading
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.journal import Journal
+from fleet.ps.server.remembering import Memory
 from fleet.ps.server.shares import write_pieces
 from fleet.ps.worker import client
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -240,6 +241,62 @@ def counts(
         return state(made, model)
 
     return body
+
+
+# ---------------------------------------------------------------- modes that remember what each worker was given
+
+REMEMBERING = {
+    "geo": fleet.StrategyFactory.create_geo_strategy(2),
+    "dc-asgd": fleet.StrategyFactory.create_half_async_strategy(dc_asgd_lambda=2.0),
+    "dc-asgd, adaptive": fleet.StrategyFactory.create_half_async_strategy(dc_asgd_lambda=0.5, dc_asgd_adaptive=True),
+}
+
+
+def in_turns(strategy: Any, steps: int = 6) -> Callable[[Fleet, int], Any]:
+    """Two workers, of which each trains on what it read before the other one's turn."""
+    turns = threading.Condition()
+    taken = [0]
+
+    def body(made: Fleet, index: int) -> Any:
+        model = Model()
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), strategy, model=model)
+        made.init_worker()
+        draw = torch.Generator().manual_seed(index)
+        loss = None
+        for step in range(steps + 1):
+            with turns:
+                assert turns.wait_for(lambda turn=2 * step + index: taken[0] == turn, PATIENCE_S)
+            if loss is not None:
+                wrapped.minimize(loss)
+            loss = (model(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean()
+            with turns:
+                taken[0] += 1
+                turns.notify_all()
+        made.barrier_worker()
+        return state(made, model)
+
+    return body
+
+
+@pytest.mark.parametrize("journal_bytes", [1, 4000, 1 << 30])
+@pytest.mark.parametrize("mode", REMEMBERING)
+def test_what_workers_were_given_is_remembered(tmp_path: Path, mode: str, journal_bytes: int) -> None:
+    """It decides what they are told of others' changes, and what becomes of their gradients."""
+    job = DyingJob(
+        in_turns(REMEMBERING[mode]), tmp_path, plan=every(3, 1), reading=True, journal_bytes=journal_bytes, held=1
+    )
+    same(job.run(), run_job(in_turns(REMEMBERING[mode]), 2, 2))
+    assert job.kills > 5
+
+
+def test_no_room_for_what_a_worker_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step == 1:
+            monkeypatch.setattr(Memory, "hand_out", no_room)
+
+    job = DyingJob(trains("momentum", strategy=REMEMBERING["geo"], between=disturb), tmp_path, workers=1, servers=1)
+    with pytest.raises(AssertionError, match=r"server0:1 cannot keep what it does; got .Errno 28. No space left"):
+        job.run()
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -508,15 +565,16 @@ def test_a_checkpoint_is_saved_while_a_snapshot_is_written(
     same(saved, meant)
 
 
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_no_room_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be kept is not acknowledged: the job ends, and says so."""
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 1:
             monkeypatch.setattr(Journal, "_write", no_room)
-
-    def no_room(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     job = DyingJob(trains("adam", between=disturb), tmp_path, workers=1, servers=1)
     with pytest.raises(AssertionError, match=r"server0:1 cannot keep what it does; got .Errno 28. No space left"):
@@ -668,29 +726,6 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"FLEET_DURABLE_DIR cannot be used; at .*file"):
         durable(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "what"),
-    [
-        (fleet.StrategyFactory.create_geo_strategy(2), "GEO"),
-        (fleet.StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5), "delay compensation"),
-    ],
-    ids=["geo", "dc-asgd"],
-)
-def test_modes_that_cannot_be_kept_are_refused_at_once(tmp_path: Path, strategy: Any, what: str) -> None:
-    refused = []
-
-    def body(made: Fleet, index: int) -> None:
-        model = torch.nn.Linear(2, 2)
-        made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
-        with pytest.raises(UnsupportedError, match=f"FLEET_DURABLE_DIR cannot keep what {what} remembers") as caught:
-            made.init_worker()
-        refused.append(caught.value.todo)
-
-    job = DyingJob(body, tmp_path, workers=1, servers=1, environ={**ENVIRON, "FLEET_STARTUP_DEADLINE": "0.5"})
-    job.join(job.start())
-    assert refused == ["Unset FLEET_DURABLE_DIR, or choose another strategy."]
 
 
 def test_a_strategy_says_where_it_is_kept(tmp_path: Path) -> None:

@@ -629,3 +629,25 @@ def test_an_impossible_frequency_is_refused(given: int) -> None:
 def test_a_frequency_of_the_wrong_type_is_refused(given: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="update_frequency must be an int"):
         geo(given)
+
+
+def test_what_is_kept_is_recalled_whole_or_in_part() -> None:
+    """A server that goes on is told all of it; one that was killed while it wrote that down, some of what it has."""
+    changes = Changes()
+    for worker in range(2):
+        changes.hold(worker, 4, np.array([3, 1, 5]))
+    changes.mark(1, 4, np.array([5, 1]))
+    changes.take(0, 1)
+    changes.mark(1, 4, np.array([3]))
+
+    def told(by: Changes) -> list[tuple[str, list[list[int]]]]:
+        return [(str(about), [each.tolist() for each in ids]) for about, ids in by.kept()]
+
+    expected, parts = told(changes), list(changes.kept())
+    assert expected[1][1] == [[1, 3, 5], [3], [5, 1]]
+    after = Changes()
+    for about, ids in parts:
+        after.recall(about, [torch.from_numpy(each) for each in ids])
+        changes.recall(about, [torch.from_numpy(each) for each in ids])
+        assert told(changes) == expected
+    assert told(after) == expected

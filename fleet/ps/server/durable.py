@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,10 @@ class Kind(bytes, enum.Enum):
     REQUEST = b"Q"
     #: a gathering's number, and what came of it, as a reply
     OUTCOME = b"O"
+    #: a request whose answer, made now, gives a worker what is remembered of it
+    HANDED = b"H"
+    #: a part of what is remembered of what workers were given
+    GIVEN = b"G"
     #: a worker that was given up on
     LOST = b"L"
     #: what the last round has changed, as it was before
@@ -69,8 +72,9 @@ class Draft:
     #: those of the snapshot before it, on top of which ``pieces`` come
     before: tuple[PieceFile, ...]
     pieces: PieceWriter
-    #: what happens after it
+    #: what happens after it, and how long it was when it began
     journal: Journal
+    journal_bytes: int
 
 
 class Durable:
@@ -174,20 +178,21 @@ class Durable:
         behind: bool,
     ) -> Draft:
         """A snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at once.
-        ``carried`` are the records that belong to what is not finished yet. With ``on_top`` the pieces come after those
-        of the snapshot before."""
+        ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
+        in no piece. With ``on_top`` the pieces come after those of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
-        # Should this one fail, the next is due when as much again has come.
-        self._due_at = self._most + sum(journal.bytes for journal in self._journals)
         self.sync()  # what comes into the next one must not outlive what came before it
         self._journals.append(self._journal(number))
         for kind, buffers in carried:
             self.record(kind, buffers)
+        # Should this one fail, the next is due when as much again has come.
+        self._due_at = self._most + sum(journal.bytes for journal in self._journals)
         folder = self._path(_SNAPSHOT, number)
         folder.mkdir()
         before = tuple(file for file in self._files() if on_top and TABLE in file.about)
         pieces = PieceWriter(Directory(folder), folder.name, "piece", behind=behind)
-        return Draft(number, deepcopy(state), before, pieces, self._journals[-1])
+        journal = self._journals[-1]
+        return Draft(number, state, before, pieces, journal, journal.bytes)
 
     def publish(self, draft: Draft) -> Snapshot:
         """All pieces are written: from now on this is the snapshot to start from."""
@@ -200,7 +205,7 @@ class Durable:
 
     def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
         """The next one may come on top of this one; what came before it is not needed any more."""
-        self.snapshot, self._number, self._due_at = snapshot, draft.number, self._most
+        self.snapshot, self._number, self._due_at = snapshot, draft.number, self._most + draft.journal_bytes
         first = self._journals.index(draft.journal)
         for journal in self._journals[:first]:
             journal.close()

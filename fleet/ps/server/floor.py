@@ -110,7 +110,15 @@ class Floor:
         for waiting in [parked.pop(ticket) for ticket in tickets if ticket in parked]:
             self.ledger.released(waiting, by)
             if self.memory is None or not self.memory.replaying:  # else nobody would read it
-                outbox.append((waiting.respond, _answer_of(waiting)))
+                outbox.append((waiting.respond, self._answer_to(waiting, outbox)))
+
+    def _answer_to(self, waiting: Waiting, outbox: Outbox) -> Frame:
+        if self.memory is not None and waiting.handing_out is not None:
+            try:
+                self.memory.hand_out(waiting.handing_out)
+            except OSError as error:
+                return error_reply(self.cannot_keep(error, outbox))
+        return _answer_of(waiting)
 
     def drop_requests(self, worker: int, outbox: Outbox) -> None:
         """Nobody waits for them any more."""

@@ -114,6 +114,11 @@ class Job:
     def mode(self) -> Mode:
         return MODES[self.plan.spec.settings.mode]
 
+    @property
+    def knows_readers(self) -> bool:
+        """Whether it is remembered what each worker was given: reading changes what a server does next."""
+        return self.mode.adds or self.plan.spec.settings.dc_lambda != 0
+
     def all_waiting(self) -> list[Waiting]:
         return [*self.parked.values(), *(waiting for _, waiting in self.early), *self.claims.waiting()]
 

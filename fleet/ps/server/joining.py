@@ -12,7 +12,6 @@ from fleet.ps.server.floor import Floor
 from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.keeping import Keeping
 from fleet.ps.server.reception import Expected, check_cluster, check_same_job, check_share
-from fleet.ps.server.remembering import check_can_be_kept
 from fleet.ps.server.telling import on_one_line
 from fleet.ps.server.waiting import Arrival
 from fleet.ps.wire import fleet_pb2 as pb
@@ -82,8 +81,6 @@ class Joining:
         floor, hello = self._floor, request.hello
         spec = JobSpec.from_json(hello.spec)
         check_cluster(floor.endpoint, self._expected, spec, request.worker, hello)
-        if floor.memory is not None:
-            check_can_be_kept(spec)
         job = floor.job
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from fleet.errors import ConfigurationError, FleetError
 from fleet.ps.server.floor import Floor
 from fleet.ps.server.job import new_job
-from fleet.ps.server.remembering import Memory, outcome_of
 from fleet.ps.server.snapshots import Snapshots
 from fleet.ps.server.waiting import Outbox
-from fleet.ps.table.before import Before
 from fleet.ps.wire.frame import Frame
 from fleet.transpiler.specs import JobSpec
 
@@ -26,46 +24,45 @@ _log = logging.getLogger("fleet.server")
 class Keeping:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
-        self._memory = floor.memory
         self._snapshots = None if floor.memory is None else Snapshots(floor, floor.memory)
 
     def note(self, kind: str, frame: Frame, outbox: Outbox) -> None:
         """Have a request that changes anything in the journal, before it does."""
-        self._keep(lambda memory: memory.note(kind, frame), outbox)
+        self._keep(lambda kept: kept.memory.note(kind, frame), outbox)
 
     def note_lost(self, worker: int, outbox: Outbox) -> None:
-        self._keep(lambda memory: memory.lost(worker), outbox)
+        self._keep(lambda kept: kept.memory.lost(worker), outbox)
 
     def take(self, outbox: Outbox) -> None:
         """Take a snapshot of what the journal says nothing of: where the job's values came from."""
-        if self._snapshots is not None:
-            self._keep(self._snapshots.take_now, outbox)
+        self._keep(lambda kept: kept.take_now(), outbox)
 
     def begin_if_due(self) -> None:
         """Let go of what is finished, and have a snapshot taken if it is time for one."""
-        if self._memory is None or self._snapshots is None or self._floor.job is None:
-            return
-        self._memory.settle(self._floor.job)  # at once, as what is held on to is memory for the next request
-        self._snapshots.begin_if_due()
+        if self._snapshots is not None and self._floor.job is not None:
+            self._snapshots.memory.settle(self._floor.job)  # at once: what is held on to is memory for the next request
+            self._snapshots.begin_if_due()
 
     def close(self) -> None:
         """After the last request: keep what has to be kept."""
         if self._snapshots is not None:
             self._snapshots.close()
-        if self._memory is not None:
-            self._memory.end(over=self._floor.ending.over)
+            self._snapshots.memory.end(over=self._floor.ending.over)
 
-    def _keep(self, act: Callable[[Memory], None], outbox: Outbox) -> None:
-        if self._memory is None:
+    def _keep(self, act: Callable[[Snapshots], None], outbox: Outbox) -> None:
+        if self._snapshots is None:
             return
         try:
-            act(self._memory)
+            act(self._snapshots)
         except OSError as error:
             raise self._floor.cannot_keep(error, outbox) from None
 
 
-def resume(floor: Floor, ask: Callable[[Frame], None], lose: Callable[[int], None]) -> None:
-    """Be where the server was whose memory this one has: ``ask`` it what it was asked, ``lose`` whom it gave up on."""
+def resume(
+    floor: Floor, *, ask: Callable[[Frame], None], hand_out: Callable[[Frame], None], lose: Callable[[int], None]
+) -> None:
+    """Be where the server was whose memory this one has: ``ask`` it what it was asked, ``hand_out`` what its workers
+    were given, ``lose`` whom it gave up on."""
     memory = floor.memory
     if memory is None:
         return
@@ -76,14 +73,14 @@ def resume(floor: Floor, ask: Callable[[Frame], None], lose: Callable[[int], Non
         memory.resume(floor.job, state, floor.clock.now())
         floor.roll.resume(spec.settings, state["members"])
 
-    def ask_again(request: Frame) -> None:
-        with contextlib.suppress(FleetError):  # it was refused then as well
-            ask(request)
+    def again(act: Callable[[Frame], None]) -> Callable[[Frame], None]:
+        def redo(request: Frame) -> None:
+            with contextlib.suppress(FleetError):  # it was refused then as well
+                act(request)
 
-    def recall(before: Before) -> None:
-        floor.running().before = before
+        return redo
 
-    memory.replay(ask_again, lose, lambda number, reply: floor.running().hall.know(number, outcome_of(reply)), recall)
+    memory.replay(floor.running, again(ask), again(hand_out), lose)
     job = floor.job
     if job is None:
         return

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fleet.errors import FleetError, UnsupportedError
-from fleet.ps.consistency import MODES
+from fleet.errors import FleetError
 from fleet.ps.consistency.membership import Told
+from fleet.ps.consistency.staleness import total
 from fleet.ps.server.durable import Draft, Durable, Kind, Snapshot
 from fleet.ps.server.job import Job
 from fleet.ps.server.loading import fill_own
@@ -20,7 +22,6 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.tensors import WireTensor
-from fleet.transpiler.specs import JobSpec
 
 #: Requests that change what a server would do next.
 NOTED = frozenset(
@@ -86,25 +87,22 @@ class Memory:
 
     def replay(
         self,
+        running: Callable[[], Job],
         ask: Callable[[Frame], None],
+        hand_out: Callable[[Frame], None],
         lose: Callable[[int], None],
-        know: Callable[[int, Frame], None],
-        recall: Callable[[Before], None],
     ) -> None:
         """Do over what happened since."""
         self.replaying = True
         try:
             for kind, data in self._durable.records():
                 self.goes_on = True
-                if kind is Kind.REQUEST:
-                    ask(read_frame(pb.Request, [data]))
-                elif kind is Kind.OUTCOME:
-                    reply = read_frame(pb.Reply, [data])
-                    know(reply.message.version, reply)
-                elif kind is Kind.BEFORE:
-                    recall(_before_of(read_frame(pb.Reply, [bytes(data)])))
-                else:
+                if kind is Kind.LOST:
                     lose(int.from_bytes(data, "little"))
+                elif kind in (Kind.REQUEST, Kind.HANDED):
+                    (ask if kind is Kind.REQUEST else hand_out)(read_frame(pb.Request, [data]))
+                else:
+                    _recall(running(), kind, read_frame(pb.Reply, [data], limit=len(data)))
         finally:
             self.replaying = False
         self.goes_on = self.goes_on or self._durable.snapshot is not None
@@ -127,6 +125,10 @@ class Memory:
         """A worker is given up on."""
         if not self.replaying:
             self._durable.record(Kind.LOST, [worker.to_bytes(4, "little")])
+
+    def hand_out(self, told: Frame) -> None:
+        """What is about to be answered, and remembered, says ``told``."""
+        self._durable.record(Kind.HANDED, told.buffers())
 
     def settle(self, job: Job) -> None:
         """Let go of what is finished."""
@@ -169,7 +171,7 @@ class Memory:
             "options": shard.options,
             "clock": shard.dense.clock,
             "table_steps": [table.step for table in shard.tables],
-            "staleness": shard.staleness.counts,
+            "staleness": total([shard.staleness.counts]),
             "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in job.gate.clocks.items()},
             "gone": job.gate.gone,
             "version": job.gate.version,
@@ -190,8 +192,9 @@ class Memory:
             *((Kind.BEFORE, _told(before).buffers()) for before in [job.before] if before is not None),
             *((Kind.REQUEST, frame.buffers()) for frame in self._open.values()),
         ]
+        given = ((Kind.GIVEN, part.buffers()) for part in _given(shard))  # one at a time: they may be large
         parameters, rows = _parameters(shard)
-        draft = self._durable.begin(state, carried, on_top=on_top, behind=behind)
+        draft = self._durable.begin(state, chain(carried, given), on_top=on_top, behind=behind)
         standing = shard.stand(since if on_top else 0, draft.pieces.add)
         return Shot(draft, shard, epoch, parameters, rows, standing)
 
@@ -248,6 +251,22 @@ def _told(before: Before) -> Frame:
     return Frame(pb.Reply(version=before.version, changed=before.rows), [*map(WireTensor.of, before.dense), *rows])
 
 
+def _given(shard: Shard) -> Iterator[Frame]:
+    """What is remembered of what workers were given, in parts."""
+    for about, tensors in [] if shard.readers is None else shard.readers.kept():
+        yield Frame(pb.Reply(about=json.dumps(about)), [*map(WireTensor.of, tensors)])
+
+
+def _recall(job: Job, kind: Kind, frame: Frame) -> None:
+    """What was carried over from the journal before."""
+    if kind is Kind.OUTCOME:
+        job.hall.know(frame.message.version, _outcome_of(frame))
+    elif kind is Kind.BEFORE:
+        job.before = _before_of(frame)
+    elif job.shard is not None and job.shard.readers is not None:
+        job.shard.readers.recall(json.loads(frame.message.about), [tensor.torch() for tensor in frame.tensors])
+
+
 def _before_of(frame: Frame) -> Before:
     told, first = frame.message, len(frame.tensors) - 2 * len(frame.message.changed)
     pairs = [each.numpy() for each in frame.tensors[first:]]
@@ -259,19 +278,7 @@ def _by_worker(raw: dict[str, int]) -> dict[int, int]:
     return {int(worker): number for worker, number in raw.items()}
 
 
-def check_can_be_kept(spec: JobSpec) -> None:
-    """Refuse a job whose servers have more to remember than stands in what they are asked."""
-    settings = spec.settings
-    what = "delay compensation" if settings.dc_lambda else "GEO" if MODES[settings.mode].adds else None
-    if what is not None:
-        raise UnsupportedError(
-            f"a server with FLEET_DURABLE_DIR cannot keep what {what} remembers of each worker",
-            expected="a synchronous, asynchronous or half-asynchronous job, or one of bounded staleness",
-            todo="Unset FLEET_DURABLE_DIR, or choose another strategy.",
-        )
-
-
-def outcome_of(reply: Frame) -> Any:
+def _outcome_of(reply: Frame) -> Any:
     """What came of a gathering, out of the reply that told it."""
     try:
         raise_if_error(reply)

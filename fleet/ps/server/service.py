@@ -80,7 +80,12 @@ class Service:
             "bye": leaving.bye,
             "abort": leaving.abort,
         }
-        resume(floor, lambda frame: self.handle(frame, lambda _: None), lambda worker: leaving.lose(worker, []))
+        resume(
+            floor,
+            ask=lambda frame: self.handle(frame, lambda _: None),
+            hand_out=training.hand_out_again,
+            lose=lambda worker: leaving.lose(worker, []),
+        )
         filling.go_on()
 
     def handle(self, frame: Frame, respond: Respond) -> None:
@@ -110,7 +115,7 @@ class Service:
                 self._keeping.begin_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            floor.send(outbox, secure=kind in NOTED)
+            floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.knows_readers))
 
     def _check_member(self, request: Any, *, parting: bool) -> None:
         self.floor.ending.refuse_if_failed(request.worker)

@@ -27,7 +27,7 @@ class _GivenUpError(Exception):
 class Snapshots:
     def __init__(self, floor: Floor, memory: Memory) -> None:
         self._floor = floor
-        self._memory = memory
+        self.memory = memory
         self._writer: threading.Thread | None = None
         #: the number of the last one, unless it was given up
         self._wanted: int | None = None
@@ -40,10 +40,10 @@ class Snapshots:
             self._writer = threading.Thread(target=self._take_behind, name=name, daemon=True)
             self._writer.start()
 
-    def take_now(self, memory: Memory) -> None:
+    def take_now(self) -> None:
         """Take one before anything else is done."""
         floor = self._floor
-        shot = memory.begin(floor.running(), floor.roll.told(), behind=False)
+        shot = self.memory.begin(floor.running(), floor.roll.told(), behind=False)
         self._wanted = shot.draft.number
         self._write(shot, contextlib.nullcontext(), behind=False)
 
@@ -59,17 +59,17 @@ class Snapshots:
         job, ending = self._floor.job, self._floor.ending
         if self._closed or ending.over or ending.suspended or job is None:
             return False
-        return job.is_whole and self._memory.is_due(job)
+        return job.is_whole and self.memory.is_due(job)
 
     def _take_behind(self) -> None:
-        floor, memory = self._floor, self._memory
+        floor = self._floor
         if floor.sync(Memory.sync) is not None:  # now, lest it take long under the lock
             return
         try:
             with floor.lock:
                 if not self._is_due():
                     return
-                shot = memory.begin(floor.running(), floor.roll.told(), behind=True)
+                shot = self.memory.begin(floor.running(), floor.roll.told(), behind=True)
                 self._wanted = shot.draft.number
             self._write(shot, floor.lock, behind=True)
         except _GivenUpError:
@@ -90,9 +90,9 @@ class Snapshots:
                 for piece in shot.parameters:
                     pieces.add(piece.about, piece.tensors)
                 write_pieces(pieces, shot.rows, export, self._floor.clock, behind=behind)
-            snapshot = self._memory.publish(shot)
+            snapshot = self.memory.publish(shot)
         except Exception:
-            self._memory.discard(shot)
+            self.memory.discard(shot)
             with lock:
                 self._check_wanted(shot)  # else a failure is nobody's concern
             raise
@@ -101,8 +101,8 @@ class Snapshots:
                 shot.standing.leave()
         with lock:
             self._check_wanted(shot)  # else it may stay: it leads to where others do
-            self._memory.adopt(shot, snapshot)
-        self._memory.clean()
+            self.memory.adopt(shot, snapshot)
+        self.memory.clean()
 
     def _check_wanted(self, shot: Shot) -> None:
         if self._wanted != shot.draft.number:

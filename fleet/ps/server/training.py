@@ -43,12 +43,15 @@ class Training:
             raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         worker, step = request.worker, request.step
         quiet = request.push.quiet
-
-        def answer() -> Frame:
-            values = self._values(job, worker, step, not quiet, ())
-            return values if floor.shard().changes is None else self._with_changes(values, worker, step)
-
-        waiting = Waiting(worker, f"push of step {step}", floor.clock.now(), arrival.respond, answer)
+        told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet))) if job.knows_readers else None
+        waiting = Waiting(
+            worker,
+            f"push of step {step}",
+            floor.clock.now(),
+            arrival.respond,
+            lambda: self._values_after(job, worker, step, quiet),
+            handing_out=told,
+        )
         floor.check_patience(waiting)
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
@@ -71,10 +74,7 @@ class Training:
         pull, ids = request.pull, arrival.tensors
         if not (len(pull.tables) == len(pull.training) == len(ids)):
             raise ProtocolError("a pull's tables and ids differ in number")
-        wanted = [
-            (table, tensor.numpy(), training)
-            for table, tensor, training in zip(pull.tables, ids, pull.training, strict=True)
-        ]
+        wanted = _wanted(pull, ids)
         self._check_reply(job, pull, ids)
         waiting = Waiting(
             request.worker,
@@ -84,6 +84,7 @@ class Training:
             lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
             nbytes=arrival.frame.nbytes,
+            handing_out=arrival.frame if job.knows_readers else None,
         )
         floor.check_patience(waiting)
         # While the job grows, workers that are not there yet still need rows to get there.
@@ -91,6 +92,15 @@ class Training:
             floor.park(pull.version, waiting, [], arrival.outbox)
         else:
             job.early.append((pull.version, waiting))
+
+    def hand_out_again(self, told: Frame) -> None:
+        """Remember of a worker what it was given once, with an answer that nobody reads now."""
+        job, request = self._floor.running(), told.message
+        if request.WhichOneof("kind") == "push":
+            self._values_after(job, request.worker, request.step, request.push.quiet)
+        else:
+            pull = request.pull
+            self._values(job, request.worker, pull.version, pull.dense, _wanted(pull, told.tensors))
 
     def _check_reply(self, job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
         """Repeated ids make a large reply of a small request, for which memory would be taken here."""
@@ -139,6 +149,11 @@ class Training:
             return error_reply(error)
         return Frame(reply, tensors)
 
+    def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
+        """The answer to a push."""
+        values = self._values(job, worker, step, not quiet, ())
+        return values if self._floor.shard().changes is None else self._with_changes(values, worker, step)
+
     def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:
         """The answer to a GEO worker's push: also the rows it holds that others have changed; all tables' clocks."""
         shard = self._floor.shard()
@@ -148,3 +163,9 @@ class Training:
             values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
         values.message.table_clocks.extend(table.step for table in shard.tables)
         return values
+
+
+def _wanted(pull: Any, ids: Sequence[WireTensor]) -> list[tuple[int, Any, bool]]:
+    """The tables that a pull asks, each for which rows, and whether to train them."""
+    rows = [tensor.numpy() for tensor in ids]
+    return list(zip(pull.tables, rows, pull.training, strict=True))

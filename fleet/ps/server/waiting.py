@@ -53,3 +53,4 @@ class Waiting:
     gathering: bool = False
     ahead: bool = False  #: the worker does not wait for it yet
     nbytes: int = 0  #: what it keeps in memory until then
+    handing_out: Frame | None = None  #: what says what the answer gives, where that is remembered

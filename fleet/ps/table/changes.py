@@ -6,7 +6,11 @@ told last is kept until the worker's next push. Not thread-safe: the caller hold
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import numpy as np
+import torch
 
 from fleet.ps.kernels.jit import Ids
 from fleet.ps.table.memory import MemoryStore
@@ -32,6 +36,14 @@ class _Held:
         self._told = self._marked.ids(np.arange(len(self._marked)))
         self._marked = MemoryStore()
         return self._told
+
+    def kept(self) -> list[Ids]:
+        return [*(store.ids(np.arange(len(store))) for store in (self._held, self._marked)), self._told]
+
+    def recall(self, held: Ids, marked: Ids, told: Ids) -> None:
+        self._held.insert(held)
+        self._marked.insert(marked)
+        self._told = told
 
 
 class Changes:
@@ -61,3 +73,21 @@ class Changes:
     def forget(self, worker: int) -> None:
         self._held.pop(worker, None)
         self._told_at.pop(worker, None)
+
+    # ---------------------------------------------------------------- for whoever goes on in its place
+
+    def kept(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
+        """All of this, in parts: what they are, and the ids."""
+        for worker, step in self._told_at.items():
+            yield {"worker": worker, "told_at": step}, []
+        for worker, tables in self._held.items():
+            for table, held in tables.items():
+                yield {"worker": worker, "table": table}, held.kept()
+
+    def recall(self, about: Mapping[str, Any], ids: Sequence[torch.Tensor]) -> None:
+        """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
+        if "told_at" in about:
+            self._told_at[about["worker"]] = about["told_at"]
+            return
+        held = self._held.setdefault(about["worker"], {})[about["table"]] = _Held()
+        held.recall(*(each.numpy() for each in ids))

@@ -9,8 +9,9 @@ Not thread-safe: the caller holds the server's lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,31 @@ class Compensation:
 
     def forget_all(self) -> None:
         self._handed.clear()
+
+    # ---------------------------------------------------------------- for whoever goes on in its place
+
+    def kept(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
+        """All of this, in parts: what they are, and the tensors."""
+        for worker, handed in self._handed.items():
+            yield {"worker": worker, "dense": [*handed.dense]}, [*handed.dense.values()]
+            for table, rows in handed.rows.items():
+                yield {"worker": worker, "table": table}, _all_of(rows, WEIGHT)
+        yield {"dense": [*self._dense_squares]}, [*self._dense_squares.values()]
+        for table, squares in self._row_squares.items():
+            yield {"table": table}, _all_of(squares, _SQUARES)
+
+    def recall(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
+        worker = about.get("worker")
+        if "table" in about:
+            rows, name = (self._row_squares, _SQUARES) if worker is None else (self._handed[worker].rows, WEIGHT)
+            rows[about["table"]] = _store_of(name, *(each.numpy() for each in tensors))
+            return
+        dense = dict(zip(about["dense"], tensors, strict=True))
+        if worker is None:
+            self._dense_squares = dense
+        else:
+            self._handed.setdefault(worker, Handed()).dense = dense
 
     # ---------------------------------------------------------------- what was handed out
 
@@ -108,3 +134,19 @@ class Compensation:
         squares: Array = grads.dtype.type(KEPT) * before + grads.dtype.type(1 - KEPT) * grads * grads
         scatter(store.column(_SQUARES), slots, squares)
         return squares
+
+
+def _all_of(store: MemoryStore, name: str) -> list[Array]:
+    """The ids and one column, in order."""
+    column, slots = store.column(name), np.arange(len(store))
+    values = np.empty((slots.size, column.like.shape[1]), column.dtype)
+    gather(column, slots, values)
+    return [store.ids(slots), values]
+
+
+def _store_of(name: str, ids: Ids, values: Array) -> MemoryStore:
+    store = MemoryStore()
+    store.ensure_column(name, values.shape[1], 0.0, values.dtype)
+    slots = store.insert(ids)
+    scatter(store.column(name), slots, values)
+    return store

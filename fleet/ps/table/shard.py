@@ -86,6 +86,11 @@ class Shard:
         self._add_tables()
 
     @property
+    def readers(self) -> Compensation | Changes | None:
+        """What is remembered of what each worker was given."""
+        return self.compensation if self.changes is None else self.changes
+
+    @property
     def seed(self) -> int:
         return self._seed
 
@@ -232,10 +237,8 @@ class Shard:
 
     def forget(self, worker: int) -> None:
         """``worker`` has left, and with it what is kept about what it was given."""
-        if self.compensation is not None:
-            self.compensation.forget(worker)
-        if self.changes is not None:
-            self.changes.forget(worker)
+        if self.readers is not None:
+            self.readers.forget(worker)
 
     def read(self, index: int, ids: Array, training: bool) -> Array:
         if ids.ndim != 1 or ids.dtype != np.int64:
