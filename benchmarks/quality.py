@@ -179,6 +179,8 @@ class Study:
         return train(self._task, self._length, strategy, workers, rate, seed)
 
     def _best_rate(self, strategy: Strategy, workers: int) -> float:
+        if len(self._rates) == 1:
+            return self._rates[0]
         return max(self._rates, key=lambda rate: self._train(strategy, workers, rate, TUNING_SEED).validation)
 
     def one_process(self) -> Row:

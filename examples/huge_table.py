@@ -9,6 +9,7 @@ Rows belong to servers by their id, so each of four servers holds a quarter of t
 
 from __future__ import annotations
 
+import argparse
 import resource
 
 import torch
@@ -27,6 +28,7 @@ def limit_data(more: int) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     fleet.init()
     table = fleet.nn.Embedding(None, DIM, initializer="constant(1.0)")
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), model=table)

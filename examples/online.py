@@ -11,7 +11,7 @@ it goes on from, which ``full_every=4`` keeps to three deltas and a whole one.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
 import torch
@@ -94,6 +94,6 @@ def right(model: ClickModel, step: int, draw: torch.Generator) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["train"], ["serve"]):
-        raise SystemExit(f"usage: {sys.argv[0]} train|serve")
-    {"train": train, "serve": serve}[sys.argv[1]]()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["train", "serve"])
+    {"train": train, "serve": serve}[parser.parse_args().part]()

@@ -9,6 +9,8 @@ accuracy is known. Every worker sees its own part of the stream.
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 import fleet
@@ -40,6 +42,7 @@ def clicks(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     fleet.init()
     model = ClickModel()

@@ -180,9 +180,13 @@ class Checkpoints:
             self._save()
 
     def close(self, within_s: float = 600.0) -> None:
-        """Wait for what is still being written, before ``stop_worker()``. A second time does nothing."""
+        """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
+        has to be done within so many seconds. A second time does nothing."""
         if not self._closed:
             self._finish(within_s)
+            if self._saves and self._schedule.is_due(self._job.steps_taken, self._clock.now()):
+                self._save()
+                self._finish(within_s)
             self._closed = True
 
     def __enter__(self) -> Checkpoints:

@@ -185,6 +185,24 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert Checkpoint.open(tmp_path / "step-00000002").manifest.version == 2
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_becomes_due_while_the_last_one_is_written_is_saved_at_the_end(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = hold(monkeypatch)
+
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, strategy)
+        with Checkpoints(tmp_path, every_steps=2, fleet=job) as checkpoints:
+            for step in range(4):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+            go.set()
+
+    run_job(body, 1, 2)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
 @pytest.mark.parametrize("mode", ["full", "delta"])
 def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

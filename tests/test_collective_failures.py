@@ -33,7 +33,7 @@ def start(free_endpoints: Callable[[int], list[str]]) -> Iterator[Start]:
         environ |= {
             "PADDLE_TRAINER_ENDPOINTS": ",".join(free_endpoints(WORKERS)),
             "FLAGS_rpc_deadline": str(round(DEADLINE_S * 1000)),
-            "FLEET_STARTUP_DEADLINE": "20" if variant == "absent" else "60",
+            "FLEET_STARTUP_DEADLINE": "12" if variant == "absent" else "60",
             "OMP_NUM_THREADS": "1",
         }
         for rank in range(WORKERS):
@@ -110,4 +110,4 @@ def test_a_worker_that_does_not_come(start: Start) -> None:
     assert ended.pop(1)[0] == 0
     for code, _, err in ended.values():
         assert code == 1
-        assert "workers 1 did not come within 20 s" in err
+        assert "workers 1 did not come within 12 s" in err

@@ -18,7 +18,7 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.strategy import Strategy
 
-JOBS = 100
+JOBS = 60
 MANY_JOBS = str(Path(__file__).parent / "scripts" / "many_jobs.py")
 
 

@@ -71,12 +71,17 @@ def clicks() -> Task:
     return Task(*(examples.part(slice(start, start + 10000)) for start in (0, 10000, 20000)))
 
 
+#: What a mode may lose of the AUC. One that loses half of its updates loses more.
+TOLERATED = 0.004
+
+
 @pytest.mark.slow
 def test_every_mode_ends_close_to_one_process() -> None:
-    study = Study(clicks(), Length(batch=32, updates=1200), rates=(0.03,), seeds=(0,))
-    assert study.one_process()["auc"][0] > 0.75, "nothing was learned, so nothing could be lost"
+    study, half = (Study(clicks(), Length(32, updates), rates=(0.03,), seeds=(0,)) for updates in (400, 200))
+    (alone,), (halfway,) = (each.one_process()["auc"] for each in (study, half))
+    assert alone - TOLERATED > max(halfway, 0.75), "training has not come to its end, so that what is lost can be seen"
     (exact,) = study.mode("sync", SYNC, 4)["lost"]
     assert abs(exact) < 1e-4
     for name, strategy in RELAXED.items():
         (lost,) = study.mode(name, strategy, 4)["lost"]
-        assert lost < 0.005, name
+        assert lost < TOLERATED, name
