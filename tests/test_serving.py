@@ -362,7 +362,8 @@ def test_an_example_of_one_sample_is_enough(tmp_path: Path, make: Any, inputs: A
     assert torch.equal(program(*inputs), expected)
     if len(inputs) == 1:
         many = program(torch.cat(inputs * 1000))
-        assert torch.equal(many, expected.expand(1000, *expected.shape[1:]))
+        # Some processors multiply larger matrices in another order.
+        torch.testing.assert_close(many, expected.expand(1000, *expected.shape[1:]))
 
 
 def test_an_id_out_of_range_is_refused_as_ever(tmp_path: Path) -> None:
