@@ -183,8 +183,10 @@ class Checkpoints:
         """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
         has to be done within so many seconds. A second time does nothing."""
         if not self._closed:
+            was_writing = self._is_writing()
             self._finish(within_s)
-            if self._saves and self._schedule.is_due(self._job.steps_taken, self._clock.now()):
+            is_owed = was_writing and self._schedule.is_due(self._job.steps_taken, self._clock.now())
+            if is_owed or self._schedule.missed:
                 self._save()
                 self._finish(within_s)
             self._closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -24,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of one machine would ask for a device each, and few machines have so many: all but the tests for devices
     train on the CPU, and so do the processes that they start."""
-    if config.getoption("markexpr") != "gpu":
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -321,6 +321,34 @@ def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch:
     assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000003", "step-00000004"]
 
 
+def test_what_was_missed_of_the_last_step_is_made_up_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, missed = saving._ask, [MissedError("a server was killed while it wrote its share")]
+
+    def fail_once(*arguments: Any, begin: bool) -> None:
+        if missed and not begin:
+            raise missed.pop()
+        ask(*arguments, begin=begin)
+
+    monkeypatch.setattr(saving, "_ask", fail_once)
+    run_job(lambda job, worker: stepped(job, "sync", 4, tmp_path, every_steps=4), 1, 1)
+    assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000004"]
+
+
+def test_a_job_may_stop_before_what_nothing_is_owed_to_ends(tmp_path: Path) -> None:
+    def body(job: Fleet, worker: int) -> None:
+        model, optimizer = join(job, "async")
+        with Checkpoints(tmp_path, every_steps=2, fleet=job, background=False) as checkpoints:
+            for step in range(3):
+                train(model, optimizer, [step])
+                checkpoints.after_step()
+            job.stop_worker()
+
+    run_job(body, 1, 1)
+    assert names(tmp_path) == ["step-00000002"]
+
+
 @pytest.mark.parametrize("how", ["close", "save"])
 def test_a_failure_behind_the_last_step_is_raised_at_the_end(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

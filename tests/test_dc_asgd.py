@@ -106,7 +106,7 @@ def test_two_workers_in_a_forced_order_follow_the_formula(servers: int, strength
 
 
 def flat_layout(size: int) -> DenseLayout:
-    return DenseLayout((Slot(0, Block(0, 0, 0, size), "float32", 0),), {"float32": size})
+    return DenseLayout((Slot(0, Block(0, 0, 0, size), "float32", 0, is_whole=True),), {"float32": size})
 
 
 def test_dense_gradients_are_compensated_as_numpy_does() -> None:

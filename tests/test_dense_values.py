@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from test_runs import plan_of
+from torch.autograd.graph import increment_version
 
 from fleet.errors import ProtocolError
+from fleet.ps.kernels import scatter
 from fleet.ps.layout import DenseLayout, dense_layout
 from fleet.ps.worker import dense
 from fleet.ps.worker.dense import Flat, ParameterWriter, pack
@@ -49,6 +51,22 @@ def test_values_arrive_in_place_and_count_as_a_change() -> None:
             assert torch.equal(param, value)
             assert param.data_ptr() == address
             assert param._version > version or not param.numel()
+
+
+@pytest.mark.parametrize("refusal", [TypeError, RuntimeError])
+def test_a_torch_that_counts_changes_one_at_a_time(monkeypatch: pytest.MonkeyPatch, refusal: type[Exception]) -> None:
+    def one_at_a_time(tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise refusal("increment_version expects a tensor")
+        increment_version(tensor)
+
+    monkeypatch.setattr(dense, "MANY", 1)
+    monkeypatch.setattr(scatter, "increment_version", one_at_a_time)
+    params, layouts = made()
+    before = [param._version for param in params]
+    ParameterWriter(params, layouts).write(packed(layouts, [torch.ones_like(param) for param in params]))
+    for param, version in zip(params, before, strict=True):
+        assert param._version > version or not param.numel()
 
 
 @pytest.mark.usefixtures("many")

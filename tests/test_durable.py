@@ -26,7 +26,7 @@ from fleet.checkpoint.places import Directory
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError
 from fleet.ps.server import loading
-from fleet.ps.server.durable import Durable
+from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.remembering import Memory
 from fleet.ps.server.shares import write_pieces
@@ -710,6 +710,36 @@ def test_a_snapshot_that_is_damaged(tmp_path: Path) -> None:
 
 def durable(tmp_path: Path, endpoint: str = "server0:1") -> Durable:
     return Durable(str(tmp_path), Endpoint.parse(endpoint), "always")
+
+
+def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
+    """The next one is not due before as much again has come, however early this one has failed."""
+
+    def carried() -> Iterator[tuple[Kind, list[bytes | memoryview]]]:
+        yield Kind.GIVEN, [bytes(100)]
+        raise OSError(errno.ENOSPC, "no room")
+
+    kept = Durable(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
+    kept.record(Kind.REQUEST, [bytes(1000)])
+    assert kept.is_due
+    with pytest.raises(OSError, match="no room"):
+        kept.begin({}, carried(), on_top=False, behind=True)
+    assert not kept.is_due
+    kept.record(Kind.REQUEST, [bytes(1000)])
+    assert kept.is_due
+    kept.close()
+
+
+def test_what_is_carried_along_is_not_written_more_often_than_as_much_has_happened(tmp_path: Path) -> None:
+    kept = Durable(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
+    draft = kept.begin({}, [(Kind.GIVEN, [bytes(5000)])], on_top=False, behind=True)
+    kept.adopt(draft, kept.publish(draft))
+    for _ in range(4):
+        kept.record(Kind.REQUEST, [bytes(1000)])
+        assert not kept.is_due
+    kept.record(Kind.REQUEST, [bytes(1000)])
+    assert kept.is_due
+    kept.close()
 
 
 def test_one_directory_for_all_servers_of_a_host(tmp_path: Path) -> None:

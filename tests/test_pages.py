@@ -143,8 +143,10 @@ def paste(page: str, names: dict[str, Any]) -> None:
 
 
 def printed(text: str) -> list[str]:
-    """Its lines without what differs from run to run: times, ids, folders, digits beyond the first."""
+    """Its lines without what differs from run to run, and from machine to machine: times, ids, folders, and of what was
+    computed all digits but the first two."""
     text = re.sub(r"[0-9a-f]{16}|/\S*/(?=ckpt)|\d{4}-\d\d-\d\d [\d:+]+|in [\d.]+ s", "…", text)
+    text = re.sub(r"\b\d+\.\d+(e-\d+)?", lambda found: f"{float(found[0]):.2g}", text)
     return [" ".join(line.split()) for line in text.splitlines()]
 
 

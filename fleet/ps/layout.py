@@ -20,7 +20,7 @@ class Slot:
     block: Block
     dtype: str
     start: int
-    is_whole: bool = False  #: all of its parameter
+    is_whole: bool  #: all of its parameter
 
     @property
     def part(self) -> slice | None:

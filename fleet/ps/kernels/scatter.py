@@ -33,7 +33,7 @@ class Scattered:
         _copy(self._rows, packed(flat.view(torch.uint8).numpy(), np.uint8), self._starts, self._sizes)
         try:
             increment_version(self._targets)
-        except TypeError:  # older torch takes one at a time
+        except (TypeError, RuntimeError):  # older ones of torch take one at a time, and say so in either way
             for target in self._targets:
                 increment_version(target)
 

@@ -181,12 +181,13 @@ class Durable:
         ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
         in no piece. With ``on_top`` the pieces come after those of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
+        # Should this one fail, however early, the next is due when as much again has come.
+        self._due_at = self._most + sum(journal.bytes for journal in self._journals)
         self.sync()  # what comes into the next one must not outlive what came before it
         self._journals.append(self._journal(number))
         for kind, buffers in carried:
             self.record(kind, buffers)
-        # Should this one fail, the next is due when as much again has come.
-        self._due_at = self._most + sum(journal.bytes for journal in self._journals)
+        self._due_at += self._journals[-1].bytes
         folder = self._path(_SNAPSHOT, number)
         folder.mkdir()
         before = tuple(file for file in self._files() if on_top and TABLE in file.about)
@@ -205,7 +206,9 @@ class Durable:
 
     def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
         """The next one may come on top of this one; what came before it is not needed any more."""
-        self.snapshot, self._number, self._due_at = snapshot, draft.number, self._most + draft.journal_bytes
+        self.snapshot, self._number = snapshot, draft.number
+        # What is carried along is written each time: no more of that than of what has happened.
+        self._due_at = draft.journal_bytes + max(self._most, draft.journal_bytes)
         first = self._journals.index(draft.journal)
         for journal in self._journals[:first]:
             journal.close()

@@ -28,6 +28,11 @@ class Ending:
         #: set when this process may end
         self.ended = threading.Event()
 
+    @property
+    def begun(self) -> bool:
+        """The job is over, or this process stops."""
+        return self.over or self.suspended
+
     def end(self, failure: FleetError | None = None) -> None:
         self.failure, self.over, self._over_at = failure, True, self._clock.now()
 

@@ -67,10 +67,11 @@ class Filling:
                 shard.warm()
             except Exception as error:
                 with floor.lock:
-                    self._cannot_set_up(error, outbox)
+                    if not floor.ending.begun:
+                        self._cannot_set_up(error, outbox)
             else:
                 with floor.lock:
-                    if floor.ending.over or floor.ending.suspended:
+                    if floor.ending.begun:
                         return
                     job.shard, job.initialized = shard, True
                     with contextlib.suppress(JobAbortedError):  # everybody is told

@@ -119,6 +119,10 @@ class Job:
         """Whether it is remembered what each worker was given: reading changes what a server does next."""
         return self.mode.adds or self.plan.spec.settings.dc_lambda != 0
 
+    def remembers(self, *, dense: bool, training: bool) -> bool:
+        """Whether something is remembered of an answer with dense values, or rows that are to be trained."""
+        return self.knows_readers and (training or (dense and not self.mode.adds))
+
     def all_waiting(self) -> list[Waiting]:
         return [*self.parked.values(), *(waiting for _, waiting in self.early), *self.claims.waiting()]
 

@@ -43,14 +43,14 @@ class Training:
             raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         worker, step = request.worker, request.step
         quiet = request.push.quiet
-        told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet))) if job.knows_readers else None
+        told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
             worker,
             f"push of step {step}",
             floor.clock.now(),
             arrival.respond,
             lambda: self._values_after(job, worker, step, quiet),
-            handing_out=told,
+            handing_out=told if job.remembers(dense=not quiet, training=job.mode.adds) else None,
         )
         floor.check_patience(waiting)
         effects: list[Effect] = []
@@ -84,7 +84,7 @@ class Training:
             lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
             nbytes=arrival.frame.nbytes,
-            handing_out=arrival.frame if job.knows_readers else None,
+            handing_out=arrival.frame if job.remembers(dense=pull.dense, training=any(pull.training)) else None,
         )
         floor.check_patience(waiting)
         # While the job grows, workers that are not there yet still need rows to get there.

@@ -279,7 +279,7 @@ class Shard:
 
     def stand(self, since: int, hand_on: HandOn) -> Standing:
         """Have the tables as they are now exported with what this returns, while they change; ``hand_on`` gets those of
-        the rows that will have changed by then, as they are now. For modes whose servers keep the rows' state."""
+        the rows that will have changed by then, as they are now."""
         return Standing(self.tables, since, self.history.epoch, hand_on)
 
     def export(

@@ -113,15 +113,18 @@ class _Places:
             large = [each for each in placed if not _is_small(each[2])]
         self._form = targets[0].dtype, (stops[-1],)
         self._small = Scattered([(start * target.itemsize, target) for start, _, target in small])
-        self._ranges = [slice(start, stop) for start, stop, _ in large]
         self._large = [target for _, _, target in large]
+        self._ranges = [slice(start, stop) for start, stop, _ in large]
+        self._sizes = [target.numel() for target in targets]
 
     def write(self, flat: torch.Tensor) -> None:
         if (flat.dtype, flat.shape) != self._form:  # compiled code would read on behind its end
             got = flat.dtype, tuple(flat.shape)
             raise ProtocolError("a server's dense values do not fit", expected=self._form, got=got)
         self._small.fill(flat)
-        if self._large:
+        if len(self._large) == len(self._sizes):
+            torch._foreach_copy_(self._large, torch.split_with_sizes(flat, self._sizes))
+        elif self._large:
             torch._foreach_copy_(self._large, [flat[each] for each in self._ranges])
 
 
