@@ -377,8 +377,8 @@ def report(measured: list[Figures], rows: int) -> None:
     )
     alone, longest, saving = (1e3 * median(name) for name in ("step alone", "longest alone", "pause"))
     print(
-        f"Synchronous training: a step takes {alone:.0f} ms, the longest of {PAUSE_STEPS} without a save {longest:.0f}, "
-        f"the longest while all is saved {saving:.0f}."
+        f"Synchronous training: a step takes {alone:.0f} ms, the longest of {PAUSE_STEPS} without a save "
+        f"{longest:.0f}, the longest while all is saved {saving:.0f}."
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.checkpoint.assembly import Assembly
@@ -20,6 +21,9 @@ from fleet.ps.server.job import Restore
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
+
+#: Memory for rows is taken when it is needed so much later, by their weights, and looked after so often.
+_AHEAD_BYTES, _PAUSE_S = 64 << 20, 0.002
 
 
 def restore_from(dirname: object) -> Restore:
@@ -88,12 +92,16 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
 @contextlib.contextmanager
 def _touching(tables: Sequence[Table]) -> Iterator[None]:
     """Meanwhile have a thread get from the system the memory that the rows will need, in the order they come in:
-    systems hand it out page by page, which takes as long as all that is done with the rows."""
+    systems hand it out page by page, which takes as long as all that is done with the rows. It keeps a little ahead of
+    them, since nothing is believed of how many come before they have."""
     done = threading.Event()
 
     def touch() -> None:
         for table in tables:
-            for _ in table.touch():
+            for rows in table.touch():
+                while (rows - len(table)) * table.spec.dim * np.dtype(table.spec.dtype).itemsize > _AHEAD_BYTES:
+                    if done.wait(_PAUSE_S):
+                        return
                 if done.is_set():
                     return
 

@@ -26,8 +26,8 @@ _COPIED_BYTES = 4 << 20
 _GROWTH = 1.5
 #: Rows begin where lines of the cache do, if they are as long: to fetch one is to fetch no other.
 _CACHE_LINE = 64
-#: The memory of so many rows is touched at a step.
-_TOUCHED = 1 << 14
+#: About so much memory is touched at a step.
+_TOUCHED_BYTES = 2 << 20
 
 
 class MemoryStore:
@@ -69,13 +69,15 @@ class MemoryStore:
         for column in self._all():
             column.reserve(count)
 
-    def touch(self) -> Iterator[None]:
-        columns, count = list(self._all()), self._reserved
+    def touch(self) -> Iterator[int]:
+        columns, count = (self._keys, *self._columns.values()), self._reserved
+        step = max(1, _TOUCHED_BYTES // sum(column.row_bytes for column in columns))
         self._index.touch()
-        for start in range(0, count, _TOUCHED):
+        for start in range(0, count, step):
+            stop = min(count, start + step)
             for column in columns:
-                column.touch(start, min(count, start + _TOUCHED))
-            yield
+                column.touch(start, stop)
+            yield stop
 
     def ids(self, slots: Ids) -> Ids:
         ids = np.empty((slots.size, 1), np.int64)

@@ -36,9 +36,9 @@ class Store(Protocol):
     def reserve(self, count: int) -> None:
         """Be ready for so many rows in all: nothing need be moved while they come. Only a guess."""
 
-    def touch(self) -> Iterator[None]:
-        """Have the memory that is reserved from the system before somebody waits for it, some of it at each step.
-        On any thread, and while rows come."""
+    def touch(self) -> Iterator[int]:
+        """Have the memory that is reserved from the system before somebody waits for it, some of it at each step, which
+        tells for how many rows it is there. On any thread, and while rows come."""
 
     def ids(self, slots: Ids) -> Ids:
         """The ids at slots."""

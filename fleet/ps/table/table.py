@@ -127,9 +127,9 @@ class Table:
         """About so many rows will be there soon."""
         self._store.reserve(rows)
 
-    def touch(self) -> Iterator[None]:
-        """Have the memory for the rows that are expected before they come, some of it at each step. On any thread, and
-        while rows come."""
+    def touch(self) -> Iterator[int]:
+        """Have the memory for the rows that are expected before they come, some of it at each step, which tells for how
+        many it is there. On any thread, and while rows come."""
         return self._store.touch()
 
     def begin_epoch(self, epoch: int) -> None:
