@@ -13,13 +13,15 @@ rounds of those within one round.
              of the files in the system's cache, and with all of it
     delta    ``save_persistables`` with ``mode="delta"`` after 1 % of the rows have been trained
     train    examples a second while ``Checkpoints`` saves behind the training, beside a window before it
+    pause    the longest step of a synchronous job while ``Checkpoints`` saves, beside its median step without
 
-Three times the size of the checkpoint is needed on the disk of ``--folder``, and in memory.
+Three times the size of the checkpoint is needed on the disk of ``--folder``, and ten times in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -31,9 +33,20 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import cycle, pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from measuring import end_like_an_exit, free_endpoints, median_ratio, print_table, progress, write_json
+from measuring import (
+    DEADLINE_S,
+    JobFailed,
+    end_like_an_exit,
+    free_endpoints,
+    median_ratio,
+    print_table,
+    progress,
+    write_json,
+)
 
 import fleet
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint
@@ -48,7 +61,9 @@ ROWS, QUICK_ROWS = 10_000_000, 200_000
 CHUNK = 100_000
 CHANGED = 100  # one row in so many is trained before a delta
 WARM_STEPS = 20
+PAUSE_STEPS = 100  # without a save, for the median
 PLAIN_BYTES = 16 << 20
+PAGE_BYTES = 4096
 
 Figures = dict[str, float]
 
@@ -77,11 +92,38 @@ def member(role: Role, server: str) -> tuple[Model, torch.optim.Optimizer]:
     return model, torch.optim.Adagrad(model.parameters(), lr=0.01)
 
 
-def serve(server: str) -> None:
+def serve(server: str, model_dir: Path | None = None) -> None:
     model, optimizer = member(Role.SERVER, server)
     fleet.distributed_optimizer(optimizer, fleet.StrategyFactory.create_async_strategy(), model=model)
-    fleet.init_server()
+    fleet.init_server(model_dir)
     fleet.run_server()
+
+
+def batches(rows: int) -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return cycle([numbered(torch.randint(rows, (BATCH, SLOTS), generator=draw)) for _ in range(20)])
+
+
+class Ballast:
+    """Memory that nobody uses until somebody is measured. A virtual machine gives what is free for some seconds back to
+    its host and gets it again page by page: nobody is to pay for that. Loading takes what the system caches of the
+    files, the table, and its index."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._take()
+
+    def _take(self) -> None:
+        self._held: Any = np.empty(self._count, np.uint8)
+        self._held[::PAGE_BYTES] = 0
+
+    @contextlib.contextmanager
+    def let_go(self) -> Iterator[None]:
+        self._held = None
+        try:
+            yield
+        finally:
+            self._take()
 
 
 class Worker:
@@ -93,9 +135,7 @@ class Worker:
         self._optimizer = fleet.distributed_optimizer(self._options, strategy, model=self._model)
         fleet.init_worker()
         self._server, self._rows, self._folder = Path(f"/proc/{server_pid}"), rows, folder
-        draw = torch.Generator().manual_seed(0)
-        drawn = [torch.randint(rows, (BATCH, SLOTS), generator=draw) for _ in range(20)]
-        self._batches = cycle(map(numbered, drawn))
+        self._batches = batches(rows)
         self._touch(1)
         for _ in range(WARM_STEPS):
             self._step()
@@ -165,17 +205,18 @@ class Worker:
             "start": lambda: restore_from(full).fill(self._shard(full), 0),
         }
         self._shard(full).warm()
+        ballast = Ballast(3 * size(full))
         settle()
         figures = {}
         for name, way in ways.items():
             forget([plain, *files(full)])
-            touch_memory(3 * size(full))
-            figures[f"{name}, cold"] = seconds(way)
+            with ballast.let_go():
+                figures[f"{name}, cold"] = seconds(way)
         for name, way in ways.items():
             for file in (plain, *files(full)):
                 read_plainly(file)
-            touch_memory(3 * size(full))
-            figures[f"{name}, warm"] = seconds(way)
+            with ballast.let_go():
+                figures[f"{name}, warm"] = seconds(way)
         return figures
 
     def _shard(self, dirname: Path) -> Shard:
@@ -222,16 +263,10 @@ def read_plainly(file: Path) -> None:
 
 def read_and_keep(file: Path) -> None:
     """What no program can do without that has in memory afterwards what is in a file."""
-    block, at = torch.empty(file.stat().st_size, dtype=torch.uint8).numpy().data, 0
+    block, at = np.empty(file.stat().st_size, np.uint8).data, 0  # with large pages, as numpy asks for them
     with file.open("rb", buffering=0) as data:
         while got := data.readinto(block[at : at + PLAIN_BYTES]):
             at += got
-
-
-def touch_memory(count: int) -> None:
-    """A virtual machine gets memory it has not used lately from its host, page by page: nobody is to pay for that.
-    Loading takes what the system caches of the files, the table, and its index."""
-    torch.ones(count, dtype=torch.uint8)
 
 
 def forget(cached: list[Path]) -> None:
@@ -244,14 +279,59 @@ def forget(cached: list[Path]) -> None:
 
 def measure(rows: int, rounds: int, folder: Path) -> list[Figures]:
     (server,) = free_endpoints(1)
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(server,), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=serve, args=(server,), daemon=True)
     process.start()
     assert process.pid is not None
     worker = Worker(server, process.pid, rows, folder)
     measured = [worker.round() for _ in progress(range(rounds))]
     fleet.stop_worker()
     process.join(60)
-    return measured
+    for job in synchronous(spawn, rows, rounds, folder, pauses := spawn.SimpleQueue()):
+        job.join(DEADLINE_S)
+        if job.exitcode != 0:
+            raise JobFailed(f"a process of the synchronous job ended with {job.exitcode} in {DEADLINE_S:.0f} s")
+    return [{**figures, **pause} for figures, pause in zip(measured, pauses.get(), strict=True)]
+
+
+def synchronous(spawn: Any, rows: int, rounds: int, folder: Path, pauses: Any) -> list[Any]:
+    """A synchronous job that goes on from what the first one has saved."""
+    (server,) = free_endpoints(1)
+    jobs = [
+        spawn.Process(target=serve, args=(server, folder / "full"), daemon=True),
+        spawn.Process(target=pause, args=(server, rows, rounds, folder / "behind", pauses), daemon=True),
+    ]
+    for job in jobs:
+        job.start()
+    return jobs
+
+
+def pause(server: str, rows: int, rounds: int, root: Path, pauses: Any) -> None:
+    model, options = member(Role.WORKER, server)
+    optimizer = fleet.distributed_optimizer(options, fleet.StrategyFactory.create_sync_strategy(), model=model)
+    fleet.init_worker()
+    batch = batches(rows)
+
+    def step() -> float:
+        return seconds(lambda: optimizer.minimize(model.loss(next(batch))))
+
+    measured = []
+    for _ in range(WARM_STEPS):
+        step()
+    for _ in range(rounds):
+        settle()
+        alone = [step() for _ in range(PAUSE_STEPS)]
+        checkpoints = fleet.Checkpoints(root, every_steps=1)
+        step()
+        begun = seconds(checkpoints.after_step)
+        during = [begun + step()]
+        while not any(root.glob(f"*/{MANIFEST}")):
+            during.append(step())
+        checkpoints.close()
+        shutil.rmtree(root)
+        measured.append({"step alone": statistics.median(alone), "longest alone": max(alone), "pause": max(during)})
+    fleet.stop_worker()
+    pauses.put(measured)
 
 
 def report(measured: list[Figures], rows: int) -> None:
@@ -295,18 +375,23 @@ def report(measured: list[Figures], rows: int) -> None:
         f"Training while all is saved, {median('seconds saving'):.1f} s: {median('rate saving'):,.0f} examples "
         f"a second, {median_ratio(column('rate saving'), column('rate alone')):.2f} of what it is otherwise."
     )
+    alone, longest, saving = (1e3 * median(name) for name in ("step alone", "longest alone", "pause"))
+    print(
+        f"Synchronous training: a step takes {alone:.0f} ms, the longest of {PAUSE_STEPS} without a save "
+        f"{longest:.0f}, the longest while all is saved {saving:.0f}."
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"one round of {QUICK_ROWS:,} rows")
     parser.add_argument("--rows", type=int, help=f"of the table, {ROWS:,} unless given")
-    parser.add_argument("--rounds", type=int, help="how often to measure, 5 times unless given")
+    parser.add_argument("--rounds", type=int, help="how often to measure, 3 times unless given")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's for temporary files")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     rows = options.rows or (QUICK_ROWS if options.quick else ROWS)
-    rounds = options.rounds or (1 if options.quick else 5)
+    rounds = options.rounds or (1 if options.quick else 3)
     end_like_an_exit()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measured = measure(rows, rounds, Path(folder))

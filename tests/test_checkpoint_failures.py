@@ -295,10 +295,10 @@ def test_a_manifest_that_cannot_be_read_back_does_not_cost_its_pieces(
         publish(place, name, data)
         broken.append(True)
 
-    def failing(place: Directory, name: str, most: int) -> bytes:
+    def failing(place: Directory, name: str, most: int, *, once: bool = False) -> bytes:
         if broken:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(place, name, most)
+        return read(place, name, most, once=once)
 
     monkeypatch.setattr(Directory, "publish", and_then_nothing_is_read)
     monkeypatch.setattr(Directory, "read", failing)

@@ -246,6 +246,19 @@ def test_a_chain_of_directories_may_be_moved_and_reached_by_links(tmp_path: Path
     assert same(loaded(str(tmp_path / "elsewhere" / "real" / "delta")), expected)
 
 
+@pytest.mark.parametrize("size", [0, 1, 4096, 10_000])
+def test_a_file_that_is_read_once_is_whole(tmp_path: Path, size: int) -> None:
+    content = os.urandom(size)
+    place = Directory(tmp_path)
+    place.create("file", [content])  # which leaves nothing of it in the cache
+    assert bytes(place.read("file", size + 1, once=True)) == content
+    assert bytes(place.read("file", size // 2, once=True)) == content[: size // 2]
+    assert bytes(place.read("file", size + 1)) == content
+    assert bytes(place.read("file", size + 1, once=True)) == content  # from the cache
+    with pytest.raises(FileNotFoundError):
+        place.read("no file", 1, once=True)
+
+
 def test_names_that_are_no_place() -> None:
     for name in ("a\0b", "nobody-knows://this"):
         with pytest.raises(CheckpointError, match="cannot be reached"):

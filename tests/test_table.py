@@ -72,6 +72,26 @@ def test_a_store_is_a_dict(segment_bytes: int, operations: list[tuple[bool, list
     assert (column(store, "a") == 1.5).all()
 
 
+@pytest.mark.parametrize("segment_bytes", SEGMENTS)
+def test_memory_that_is_touched_holds_what_it_held(segment_bytes: int) -> None:
+    store = MemoryStore(segment_bytes)
+    store.ensure_column("a", 2, 1.5, "float32")
+    store.ensure_column("b", 1, 0.0, "uint8")
+    store.insert(np.arange(100))
+    rows.scatter(store.column("a"), np.arange(100), np.arange(200, dtype=np.float32).reshape(100, 2))
+    store.reserve(20_000)
+    touched = store.touch()
+    told = [next(touched)]
+    store.insert(np.arange(30_000))  # while it goes on, and more than were expected
+    told += touched
+    assert told == sorted(set(told))
+    assert told[-1] == 20_000
+    assert store.find(np.arange(30_000)).tolist() == list(range(30_000))
+    assert np.array_equal(column(store, "a")[:100].ravel(), np.arange(200))
+    assert (column(store, "a")[100:] == 1.5).all()
+    assert not column(store, "b", 1, "uint8").any()
+
+
 def test_a_store_that_was_told_how_many_come_takes_no_more_memory_for_its_index_while_they_do() -> None:
     store, part = MemoryStore(), np.arange(100)
     store.insert(part)  # before it is told

@@ -197,16 +197,16 @@ class Checkpoint:
         sources = self.lineage() if kind == TABLE else [self]
         return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
-    def pieces(self, kind: str) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    def pieces(self, kind: str, *, once: bool = False) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """What the pieces of a kind are, and their tensors, each read and verified, and to be used before the next
-        piece is asked for; the next ones are read meanwhile."""
+        piece is asked for; the next ones are read meanwhile. ``once``: nobody else on this machine reads them."""
         files = deque(self.files(kind))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="fleet-checkpoint") as reader:
             ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
             while files or ahead:
                 if files:
                     place, piece = files.popleft()
-                    ahead.append((piece.about, reader.submit(self._read, place, piece)))
+                    ahead.append((piece.about, reader.submit(self._read, place, piece, once)))
                     if len(ahead) <= _READERS:
                         continue
                 about, coming = ahead.popleft()
@@ -215,9 +215,9 @@ class Checkpoint:
                 tensors.clear()  # before the next one takes its place: a loop over these holds the list until then
                 del coming
 
-    def _read(self, place: Place, piece: PieceFile) -> list[torch.Tensor]:
+    def _read(self, place: Place, piece: PieceFile, once: bool) -> list[torch.Tensor]:
         try:
-            return read(place, piece)
+            return read(place, piece, once=once)
         except CheckpointError:
             self._refuse_replaced()
             raise
@@ -257,11 +257,11 @@ def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:
         yield place, manifest
 
 
-def read(place: Place, piece: PieceFile) -> list[torch.Tensor]:
+def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Tensor]:
     """The tensors of a piece, verified."""
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
-        data = place.read(piece.file, piece.bytes + 1)
+        data = place.read(piece.file, piece.bytes + 1, once=once)
     except Exception as error:  # every store has errors of its own
         raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
     return decoded(piece, data, where)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fleet.checkpoint.files import remove, sync_directory
+from fleet.checkpoint.files import read_past_cache, remove, sync_directory
 from fleet.clock import SystemClock
 from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError
 
@@ -52,8 +52,9 @@ class Place(Protocol):
 
     def size(self, name: str) -> int: ...
 
-    def read(self, name: str, most: int) -> memoryview:
-        """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask."""
+    def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
+        """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask.
+        What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
         ...
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
@@ -103,7 +104,9 @@ class Directory:
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
-    def read(self, name: str, most: int) -> memoryview:
+    def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
+        if once and (found := read_past_cache(self.path / name, most)) is not None:
+            return found
         with (self.path / name).open("rb", buffering=0) as file:
             # Not a bytearray: that would be filled with zeros first.
             data, at = np.empty(min(most, os.fstat(file.fileno()).st_size), np.uint8).data, 0
@@ -191,7 +194,8 @@ class Remote:
     def size(self, name: str) -> int:
         return int(self._fs.size(self._at(name)))
 
-    def read(self, name: str, most: int) -> memoryview:
+    def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
+        del once  # this machine keeps nothing of it
         # Not by ``open``: it goes by a size that may be remembered from before somebody else replaced the file, and
         # in memory:// all readers of a file share one position.
         return memoryview(bytearray(self._fs.cat_file(self._at(name), start=0, end=most)))

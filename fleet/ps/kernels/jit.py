@@ -5,7 +5,8 @@ called: a process without sparse tables and hundreds of dense parameters pays fo
 the GIL and is kept on disk; numba picks the user's cache directory when the package's own is read-only.
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
-file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``).
+file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``,
+``touch``).
 """
 
 from __future__ import annotations
@@ -185,6 +186,19 @@ def _copy_bytes(_context: Any, rows: Any, _number: Any, source: Any, _start: Any
     return types.void(rows, types.int64, source, types.int64, types.int64), emit
 
 
+def _touch(_context: Any, rows: Any, _number: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, _ = _located(context, builder, rows, *args)
+        nothing = ir.IntType(8)(0)
+        builder.cmpxchg(address, nothing, nothing, "monotonic", "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64), emit
+
+
 @_code(_row)
 def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
     """One row, to read and to write in place. Nobody checks whether there is one."""
@@ -201,6 +215,14 @@ def prefetch(rows: Rows, number: Any) -> None:
 
     Rows of a large table lie anywhere in memory, and waiting for them is most of the time of every row loop. Only a
     hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
+    """
+
+
+@_code(_touch)
+def touch(rows: Rows, number: Any) -> None:
+    """Write to a row's first byte what is there already, whoever else writes to the row meanwhile.
+
+    A system hands out memory when it is written first, and takes its time: so it can be had before it is needed.
     """
 
 

@@ -16,7 +16,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
+from fleet.ps.kernels.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row, touch
 
 #: Step of the splitmix64 sequence: 2^64 divided by the golden ratio, made odd.
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -172,6 +172,23 @@ def stamp(rows: Rows, slots: Ids, number: int) -> None:
         if k + AHEAD < slots.size:
             prefetch(rows, slots[k + AHEAD])
         row(rows, slots[k])[0] = number
+
+
+#: Systems hand out memory by no less than this.
+_PAGE_BYTES = 4096
+
+
+def touch_pages(array: Array) -> None:
+    """Have the memory of an array that is in one piece from the system, whoever writes to it meanwhile."""
+    if array.size:
+        _touch_pages(array.reshape(-1).view(np.uint8).reshape(-1, 1), _PAGE_BYTES)
+
+
+@compiled
+def _touch_pages(memory: Array, apart: int) -> None:
+    for k in range(0, len(memory), apart):
+        touch(memory, k)
+    touch(memory, len(memory) - 1)
 
 
 # ---------------------------------------------------------------------------------------------- initial values

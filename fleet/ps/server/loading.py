@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.checkpoint.assembly import Assembly
@@ -17,6 +21,9 @@ from fleet.ps.server.job import Restore
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
+
+#: Memory for rows is taken when it is needed so much later, by their weights, and looked after so often.
+_AHEAD_BYTES, _PAUSE_S = 64 << 20, 0.002
 
 
 def restore_from(dirname: object) -> Restore:
@@ -63,19 +70,48 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
 
 def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     tables = {table.spec.name: table for table in shard.tables}
+    servers = shard.plan.spec.settings.server_num
     shard.prepare()
     for name, table in tables.items():
-        table.expect(_rows_saved(checkpoint, name) // shard.plan.spec.settings.server_num)
-    for about, tensors in checkpoint.pieces(TABLE):
-        # A table may have joined the job while a worker saved that did not know of it yet.
-        if about["table"] in tables:
-            _restore_piece(tables[about["table"]], about, [tensor.numpy() for tensor in tensors], shard, server)
+        table.expect(_rows_saved(checkpoint, name) // servers)
+    with _touching(shard.tables):
+        for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
+            # A table may have joined the job while a worker saved that did not know of it yet.
+            if about["table"] in tables:
+                _restore_piece(tables[about["table"]], about, [tensor.numpy() for tensor in tensors], shard, server)
 
 
 def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
     """As many as were saved at first: deltas mostly have the same ones again."""
-    abouts = (piece.about for piece in checkpoint.lineage()[0].manifest.pieces)
-    return sum(int(about["rows"]) for about in abouts if about.get(TABLE) == table)
+    pieces = [piece for piece in checkpoint.lineage()[0].manifest.pieces if piece.about.get(TABLE) == table]
+    # Every save has a folder of its own. A row has at least its id in the file.
+    first = [piece for piece in pieces if PurePosixPath(piece.file).parent == PurePosixPath(pieces[0].file).parent]
+    return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
+
+
+@contextlib.contextmanager
+def _touching(tables: Sequence[Table]) -> Iterator[None]:
+    """Meanwhile have a thread get from the system the memory that the rows will need, in the order they come in:
+    systems hand it out page by page, which takes as long as all that is done with the rows. It keeps a little ahead of
+    them, since nothing is believed of how many come before they have."""
+    done = threading.Event()
+
+    def touch() -> None:
+        for table in tables:
+            for rows in table.touch():
+                while (rows - len(table)) * table.spec.dim * np.dtype(table.spec.dtype).itemsize > _AHEAD_BYTES:
+                    if done.wait(_PAUSE_S):
+                        return
+                if done.is_set():
+                    return
+
+    thread = threading.Thread(target=touch, name="fleet-checkpoint-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _restore_piece(table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int) -> None:

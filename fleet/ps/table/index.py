@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.ps.kernels.jit import Ids, Rows, compiled, prefetch, row
-from fleet.ps.kernels.rows import mix
+from fleet.ps.kernels.rows import mix, touch_pages
 
 Entries = npt.NDArray[np.uint64]
 
@@ -81,6 +81,10 @@ class Index:
             if self._old is not None:  # as many ids come at once as there are places
                 self._move(keys, self._old.size)
             self._old, self._now, self._moved = self._now, np.zeros(size, np.uint64), 0
+
+    def touch(self) -> None:
+        """Have the memory of all places from the system. On any thread, and while ids come."""
+        touch_pages(self._now)
 
     def _move(self, keys: Rows, homes: int) -> None:
         if self._old is not None:

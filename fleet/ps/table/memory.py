@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
 from fleet.ps.kernels.jit import Array, Ids, Segments
-from fleet.ps.kernels.rows import gather, packed_ids
+from fleet.ps.kernels.rows import gather, packed_ids, touch_pages
 from fleet.ps.table.index import Index
 
 _SEGMENT_BYTES = 32 << 20
@@ -26,6 +26,8 @@ _COPIED_BYTES = 4 << 20
 _GROWTH = 1.5
 #: Rows begin where lines of the cache do, if they are as long: to fetch one is to fetch no other.
 _CACHE_LINE = 64
+#: About so much memory is touched at a step.
+_TOUCHED_BYTES = 2 << 20
 
 
 class MemoryStore:
@@ -34,6 +36,7 @@ class MemoryStore:
     def __init__(self, segment_bytes: int = _SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
         self._count = 0
+        self._reserved = 0
         self._keys = _Column(1, 0, np.dtype(np.int64), segment_bytes)
         self._columns: dict[str, _Column] = {}
         self._index = Index()
@@ -61,7 +64,20 @@ class MemoryStore:
         return slots
 
     def reserve(self, count: int) -> None:
+        self._reserved = count
         self._index.reserve(self._keys.rows, count)
+        for column in self._all():
+            column.reserve(count)
+
+    def touch(self) -> Iterator[int]:
+        columns, count = (self._keys, *self._columns.values()), self._reserved
+        step = max(1, _TOUCHED_BYTES // sum(column.row_bytes for column in columns))
+        self._index.touch()
+        for start in range(0, count, step):
+            stop = min(count, start + step)
+            for column in columns:
+                column.touch(start, stop)
+            yield stop
 
     def ids(self, slots: Ids) -> Ids:
         ids = np.empty((slots.size, 1), np.int64)
@@ -102,12 +118,27 @@ class _Column:
 
     def extend(self, start: int, stop: int) -> None:
         """Have rows up to ``stop``, those from ``start`` on as untouched ones are."""
-        if stop > (len(self._segments) - 1 << self._bits) + len(self._segments[-1]):
-            self._grow(stop)
+        self.reserve(stop)
         if self.fill:  # zeros they are
             for number in range(start >> self._bits, len(self._segments)):
                 begin = number << self._bits
                 self._segments[number][max(0, start - begin) : max(0, stop - begin)] = self.fill
+
+    def reserve(self, count: int) -> None:
+        """Have segments for so many rows in all."""
+        if count > self._room:
+            self._grow(count)
+
+    def touch(self, start: int, stop: int) -> None:
+        segments = tuple(self._segments)  # a short one that is replaced meanwhile stays until this is done
+        for number in range(start >> self._bits, min(len(segments), (stop - 1 >> self._bits) + 1)):
+            begin = number << self._bits
+            touch_pages(segments[number][max(0, start - begin) : stop - begin])
+
+    @property
+    def _room(self) -> int:
+        """So many rows have their place in the segments."""
+        return (len(self._segments) - 1 << self._bits) + len(self._segments[-1])
 
     def _grow(self, count: int) -> None:
         first, whole = self._segments[0], 1 << self._bits

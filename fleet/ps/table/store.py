@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy.typing as npt
@@ -34,6 +35,10 @@ class Store(Protocol):
 
     def reserve(self, count: int) -> None:
         """Be ready for so many rows in all: nothing need be moved while they come. Only a guess."""
+
+    def touch(self) -> Iterator[int]:
+        """Have the memory that is reserved from the system before somebody waits for it, some of it at each step, which
+        tells for how many rows it is there. On any thread, and while rows come."""
 
     def ids(self, slots: Ids) -> Ids:
         """The ids at slots."""

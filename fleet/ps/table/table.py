@@ -5,7 +5,7 @@ Not thread-safe: the caller holds a lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +127,11 @@ class Table:
         """About so many rows will be there soon."""
         self._store.reserve(rows)
 
+    def touch(self) -> Iterator[int]:
+        """Have the memory for the rows that are expected before they come, some of it at each step, which tells for how
+        many it is there. On any thread, and while rows come."""
+        return self._store.touch()
+
     def begin_epoch(self, epoch: int) -> None:
         """From now on rows that change, or come, are known to have done so in this epoch; the numbers grow."""
         if not self._epoch:
@@ -179,6 +184,9 @@ class Table:
         """Compile, or load, all that a table of this kind runs, on a table of a few rows that is thrown away."""
         trial = Table(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
         trial.begin_epoch(1)
+        trial.expect(1)
+        for _ in trial.touch():
+            pass
         ids = np.arange(1024)
         rows = trial.read(ids, training=True)
         for start in range(0, ids.size, 64):  # in parts, as look-ups are others while the store grows
