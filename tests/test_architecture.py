@@ -105,6 +105,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/server/floor.py": "lock",
         "ps/server/journal.py": "lock",
         "ps/server/roll.py": "lock",
+        "ps/server/room.py": "memory",
         "ps/server/runtime.py": "lifetime",
         "ps/server/shares.py": "writer",
         "ps/server/snapshots.py": "writer",

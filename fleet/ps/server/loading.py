@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 
 from fleet.checkpoint.assembly import Assembly
@@ -18,12 +15,10 @@ from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
+from fleet.ps.server.room import room_taken
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
-
-#: Memory for rows is taken when it is needed so much later, by their weights, and looked after so often.
-_AHEAD_BYTES, _PAUSE_S = 64 << 20, 0.002
 
 
 def restore_from(dirname: object) -> Restore:
@@ -74,7 +69,7 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
     shard.prepare()
     for name, table in tables.items():
         table.expect(_rows_saved(checkpoint, name) // servers)
-    with _touching(shard.tables):
+    with room_taken(shard.tables):
         for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
             # A table may have joined the job while a worker saved that did not know of it yet.
             if about["table"] in tables:
@@ -87,31 +82,6 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
     # Every save has a folder of its own. A row has at least its id in the file.
     first = [piece for piece in pieces if PurePosixPath(piece.file).parent == PurePosixPath(pieces[0].file).parent]
     return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
-
-
-@contextlib.contextmanager
-def _touching(tables: Sequence[Table]) -> Iterator[None]:
-    """Meanwhile have a thread get from the system the memory that the rows will need, in the order they come in:
-    systems hand it out page by page, which takes as long as all that is done with the rows. It keeps a little ahead of
-    them, since nothing is believed of how many come before they have."""
-    done = threading.Event()
-
-    def touch() -> None:
-        for table in tables:
-            for rows in table.touch():
-                while (rows - len(table)) * table.spec.dim * np.dtype(table.spec.dtype).itemsize > _AHEAD_BYTES:
-                    if done.wait(_PAUSE_S):
-                        return
-                if done.is_set():
-                    return
-
-    thread = threading.Thread(target=touch, name="fleet-checkpoint-memory", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _restore_piece(table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int) -> None:
