@@ -71,15 +71,15 @@ def clicks() -> Task:
     return Task(*(examples.part(slice(start, start + 10000)) for start in (0, 10000, 20000)))
 
 
-#: What a mode may lose of the AUC. One that loses half of its updates loses more.
+#: What a mode may lose of the AUC. One that loses two thirds of its updates loses more.
 TOLERATED = 0.004
 
 
 @pytest.mark.slow
 def test_every_mode_ends_close_to_one_process() -> None:
-    study, half = (Study(clicks(), Length(32, updates), rates=(0.03,), seeds=(0,)) for updates in (400, 200))
-    (alone,), (halfway,) = (each.one_process()["auc"] for each in (study, half))
-    assert alone - TOLERATED > max(halfway, 0.75), "training has not come to its end, so that what is lost can be seen"
+    study, third = (Study(clicks(), Length(32, updates), rates=(0.03,), seeds=(0,)) for updates in (600, 200))
+    (alone,), (on_the_way,) = (each.one_process()["auc"] for each in (study, third))
+    assert alone - TOLERATED > max(on_the_way, 0.75), "nothing that is lost could be seen"
     (exact,) = study.mode("sync", SYNC, 4)["lost"]
     assert abs(exact) < 1e-4
     for name, strategy in RELAXED.items():
