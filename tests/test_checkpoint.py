@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,8 +15,9 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import small_job
 import torch
-from harness import PATIENT, Job, assert_close, run_job, values
+from harness import PATIENT, Job, assert_close, run_job, until, values
 
 import fleet.nn
 from fleet import Fleet
@@ -669,6 +672,34 @@ def rewrite(dirname: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(raw)
     raw["crc32"] = zlib.crc32(json.dumps(raw, sort_keys=True).encode())
     (dirname / "manifest.json").write_text(json.dumps(raw))
+
+
+def test_values_that_were_replaced_are_let_go_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be as large as all others together: nobody waits for a collection of garbage."""
+    made: list[weakref.ref[Shard]] = []
+
+    def remembered(shard: Shard, *arguments: Any) -> None:
+        begin(shard, *arguments)
+        made.append(weakref.ref(shard))
+
+    begin = Shard.__init__
+    monkeypatch.setattr(Shard, "__init__", remembered)
+
+    def body(fleet_: Fleet, worker: int) -> int:
+        model, optimizer = small_job.join(fleet_)
+        small_job.train(model, optimizer, range(2))
+        fleet_.save_persistables(tmp_path / "ckpt")
+        fleet_.load_persistables(tmp_path / "ckpt")
+        small_job.train(model, optimizer, range(2, 4))
+        until(lambda: len([shard for shard in made if shard() is not None]) == 1)
+        return len(made)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_job(body, 1, 1) == [2]
+    finally:
+        gc.enable()
 
 
 def test_a_sound_one_is_loaded(broken: Path) -> None:

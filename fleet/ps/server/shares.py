@@ -36,7 +36,7 @@ class Errand:
         """``what`` it is, errors tell."""
         self.name = name
         self.what = what
-        self._work = work
+        self._work: Callable[[], Frame] | None = work
         self._lock = threading.Lock()
         self._asking: list[Respond] = []
         self._held_up: list[Respond] = []
@@ -74,8 +74,10 @@ class Errand:
             respond(Frame(pb.Reply(granted=True)))
 
     def _run(self) -> None:
+        work, self._work = self._work, None  # it knows this errand, and may hold values as large as all others together
+        assert work is not None, "it is started once"
         try:
-            reply = self._work()
+            reply = work()
         except FleetError as error:
             reply = error_reply(error)
         except Exception as error:
