@@ -30,6 +30,7 @@ from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.remembering import Memory
 from fleet.ps.server.shares import write_pieces
+from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -133,25 +134,37 @@ def test_gradients_in_fewer_bits(tmp_path: Path) -> None:
     assert job.kills > 5
 
 
-def test_parameters_that_come_later(tmp_path: Path) -> None:
-    def body(made: Fleet, index: int) -> Any:
-        model = Model()
-        first = [*model.open.parameters(), *model.head.parameters()]
-        optimizer = torch.optim.Adagrad(first, lr=0.1)
-        wrapped = made.distributed_optimizer(optimizer, model=model)
-        made.init_worker()
-        draw = torch.Generator().manual_seed(index)
-        for step in range(5):
-            if step == 2:
-                wrapped.add_param_group({"params": list(model.known.parameters()), "lr": 0.01})
-            loss = (model(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean()
-            wrapped.minimize(loss)
-        made.barrier_worker()
-        return state(made, model)
+def grows(made: Fleet, index: int) -> Any:
+    """A job to which parameters are added after two steps."""
+    model = Model()
+    first = [*model.open.parameters(), *model.head.parameters()]
+    optimizer = torch.optim.Adagrad(first, lr=0.1)
+    wrapped = made.distributed_optimizer(optimizer, model=model)
+    made.init_worker()
+    draw = torch.Generator().manual_seed(index)
+    for step in range(5):
+        if step == 2:
+            wrapped.add_param_group({"params": list(model.known.parameters()), "lr": 0.01})
+        loss = (model(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean()
+        wrapped.minimize(loss)
+    made.barrier_worker()
+    return state(made, model)
 
-    job = DyingJob(body, tmp_path, plan=every(3, 1))
-    same(job.run(), run_job(body, 2, 2))
+
+@pytest.mark.parametrize("journal_bytes", [1 << 30, 2000, 1], ids=["a journal alone", "snapshots", "all the time"])
+def test_parameters_that_come_later(tmp_path: Path, journal_bytes: int) -> None:
+    job = DyingJob(grows, tmp_path, plan=every(3, 1), journal_bytes=journal_bytes)
+    same(job.run(), run_job(grows, 2, 2))
     assert job.kills > 8
+
+
+@pytest.mark.parametrize("worker", [0, 1], ids=["who brings the values", "who waits for them"])
+def test_parameters_come_while_a_worker_asks_again_for_its_last_step(worker: int) -> None:
+    """It does not know of them yet, and is answered as if they were not there."""
+    lost = Fault(Action.DROP_REPLY, kind="push", worker=worker, step=2, times=2)
+    network = FaultyNetwork(LoopbackNetwork(), lost)
+    same(run_job(grows, 2, 2, network=network), run_job(grows, 2, 2))
+    assert len(network.struck) == 2
 
 
 @pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])

@@ -144,7 +144,7 @@ class Filling:
                     where=f"{floor.endpoint}, step {request.step}",
                     todo="Call add_param_group on every worker, after the same step.",
                 )
-            plan = make_plan(spec)
+            plan, outgrown = make_plan(spec), job.dense_at(job.gate.version)
             check_fingerprint(floor.endpoint, plan, extend.fingerprint)
             check_share(floor.endpoint, plan, shard.server, extend.options, floor.most_bytes)
             try:
@@ -153,7 +153,9 @@ class Filling:
             except Exception as error:
                 raise self._cannot_set_up(error, arrival.outbox) from None
             job.plan, job.growing = plan, True
+            job.outgrown = dict.fromkeys(job.gate.clocks, outgrown)
             job.forget_values()
+        job.outgrown.pop(request.worker, None)
         arrival.answer(pb.Reply(version=job.gate.version, initialized=not job.growing))
 
 

@@ -125,6 +125,7 @@ class Floor:
         job = self.running()
         job.claims.left(worker, outbox)
         job.parts.forget(worker)
+        job.outgrown.pop(worker, None)
         if job.asked_by == worker:
             job.give_up()
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=str(self.endpoint))

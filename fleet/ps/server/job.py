@@ -38,6 +38,8 @@ class Job:
     initialized: bool = False
     #: further parameters are planned and worker 0 has not brought their values yet
     growing: bool = False
+    #: a worker that does not know of further parameters yet -> the values without these, for what it asks again
+    outgrown: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     #: (worker, step) -> what it pushed, until its round is applied
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: gradients that came ahead of their pushes
@@ -73,8 +75,8 @@ class Job:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters have their values, and no others are on their way."""
-        return self.initialized and not self.growing and not self.uploads
+        """Whether all parameters have their values, and no others are on their way, and every worker knows them."""
+        return self.initialized and not self.growing and not self.outgrown and not self.uploads
 
     def forget_values(self) -> None:
         """Others stand here now, or more of them."""
@@ -86,6 +88,10 @@ class Job:
         if self.snapshot is None or self.snapshot[0] != version:
             self.snapshot = (version, self.shard.dense.snapshot())
         return self.snapshot[1]
+
+    def dense_for(self, worker: int, version: int) -> list[torch.Tensor]:
+        """The same, but for a worker that does not know of all parameters yet."""
+        return self.outgrown[worker] if worker in self.outgrown else self.dense_at(version)
 
     def apply(self, version: int, workers: Sequence[int]) -> None:
         """Close the round that leads to a version, with what these workers have pushed for it."""

@@ -39,9 +39,11 @@ class Training:
 
     def push(self, arrival: Arrival) -> None:
         floor, job, request = self._floor, self._floor.running(), arrival.request
-        if not job.initialized or job.growing:
-            raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         worker, step = request.worker, request.step
+        # Its answer may have been lost, and others may add parameters since.
+        is_repeated = step <= job.gate.delivered(worker) and worker in job.outgrown
+        if not job.initialized or (job.growing and not is_repeated):
+            raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         quiet = request.push.quiet
         told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
@@ -129,7 +131,7 @@ class Training:
         reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
         tensors: list[WireTensor] = []
         if dense:
-            flats = job.dense_at(version) if before is None else before.dense
+            flats = job.dense_for(worker, version) if before is None else before.dense
             tensors += [WireTensor.of(tensor) for tensor in flats]
             if shard.compensation is not None:
                 handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
