@@ -53,7 +53,7 @@ class Schedule:
     at: float
     #: how many were written from the last full one on; 0: there is none
     written: int = 0
-    #: the last one has to be made up for
+    #: one has to be made up for: it was missed, or became due while another was being written
     missed: bool = False
 
     def is_due(self, step: int, now: float) -> bool:
@@ -165,11 +165,15 @@ class Checkpoints:
         """Save if it is time. One that is still being written is not waited for: the next begins after it. What made
         an earlier one fail behind the training is raised here."""
         self._refuse_closed("after_step()")
-        if not self._saves or self._is_writing():
+        if not self._saves:
             return
-        self._raise_failure()
-        if self._schedule.is_due(self._job.steps_taken, self._clock.now()):
-            self._save()
+        is_due = self._schedule.is_due(self._job.steps_taken, self._clock.now())
+        if not self._is_writing():
+            self._raise_failure()
+            if is_due:
+                self._save()
+        elif is_due:
+            self._schedule.missed = True
 
     def save(self, within_s: float = 600.0) -> None:
         """Save now, whether it is time or not, as at the end of the training; one that is still being written has to
@@ -183,10 +187,8 @@ class Checkpoints:
         """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
         has to be done within so many seconds. A second time does nothing."""
         if not self._closed:
-            was_writing = self._is_writing()
             self._finish(within_s)
-            is_owed = was_writing and self._schedule.is_due(self._job.steps_taken, self._clock.now())
-            if is_owed or self._schedule.missed:
+            if self._schedule.missed:
                 self._save()
                 self._finish(within_s)
             self._closed = True

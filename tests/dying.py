@@ -29,8 +29,8 @@ from fleet.ps.server.snapshots import Snapshots
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 
-#: A line that breaks while its server is heard has to be one that is killed, however often. A server that was killed amid
-#: goodbyes stays for four heartbeats, and who has not heard its own answered asks again in less, on a busy machine too.
+#: A line that breaks while its server is heard has to be one that is killed, however often. A server that was killed
+#: amid goodbyes stays for four heartbeats: who has not heard its own answered asks again in less, if slowly.
 ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_BEAT": "0.5"}
 
 #: When a server is killed: before it has seen a request, with the request in its journal, when it has carried it out

@@ -185,9 +185,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert Checkpoint.open(tmp_path / "step-00000002").manifest.version == 2
 
 
+@pytest.mark.parametrize("is_over", [False, True], ids=["still written", "written by then"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_becomes_due_while_the_last_one_is_written_is_saved_at_the_end(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = hold(monkeypatch)
 
@@ -198,6 +199,7 @@ def test_what_becomes_due_while_the_last_one_is_written_is_saved_at_the_end(
                 train(model, optimizer, [step])
                 checkpoints.after_step()
             go.set()
+            until(lambda: not (is_over and checkpoints._is_writing()))
 
     run_job(body, 1, 2)
     assert names(tmp_path) == ["step-00000002", "step-00000004"]

@@ -56,8 +56,8 @@ class Snapshots:
 
     def _is_due(self) -> bool:
         """Whether it is time for one, and everything is there that one is made of."""
-        job, ending = self._floor.job, self._floor.ending
-        if self._closed or ending.over or ending.suspended or job is None:
+        job = self._floor.job
+        if self._closed or self._floor.ending.begun or job is None:
             return False
         return job.is_whole and self.memory.is_due(job)
 

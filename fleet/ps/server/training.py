@@ -45,14 +45,16 @@ class Training:
         if not job.initialized or (job.growing and not is_repeated):
             raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         quiet = request.push.quiet
-        told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
+        told = None
+        if job.remembers(dense=not quiet, training=job.mode.adds):
+            told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
             worker,
             f"push of step {step}",
             floor.clock.now(),
             arrival.respond,
             lambda: self._values_after(job, worker, step, quiet),
-            handing_out=told if job.remembers(dense=not quiet, training=job.mode.adds) else None,
+            handing_out=told,
         )
         floor.check_patience(waiting)
         effects: list[Effect] = []
