@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from harness import PATIENT, Job, run_job
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.cluster import Endpoint
+from fleet.environ import CommunicatorKnobs
 from fleet.errors import FleetError, ProtocolError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
+from fleet.ps.worker import communicator
+from fleet.ps.worker.communicator import Communicator
+from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
 from fleet.strategy import Strategy
 
 
@@ -171,6 +176,86 @@ def test_a_full_queue_holds_the_user_up_and_drops_nothing(
     network.release()
     job.join(threads)
     assert job.errors == {}
+
+
+class Sent:
+    """A communicator and what it has sent."""
+
+    def __init__(self, *, gives_way: bool = True) -> None:
+        self.steps: list[int] = []
+        self.communicator = Communicator(
+            CommunicatorKnobs(send_wait_times=0),
+            GradientMerge(None, 0, True),  # type: ignore[arg-type]  # never merges here
+            lambda gradients, _: self.steps.append(gradients.steps) or [],  # type: ignore[func-returns-value]
+            list,
+            "test",
+            gives_way=gives_way,
+        )
+
+    def put(self, number: int) -> None:
+        self.communicator.put(Gradients((), {}, Clocks(), (), number))
+
+    def close(self) -> None:
+        self.communicator.end()
+        self.communicator.join()
+
+
+@pytest.fixture
+def courteous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "COURTESY_S", 20.0)
+
+
+@pytest.mark.usefixtures("courteous")
+@pytest.mark.parametrize("end", ["look-up", "flush", "full queue", "end"])
+def test_gradients_let_the_next_look_up_go_first(end: str) -> None:
+    with closing(Sent()) as sent:
+        sent.put(1)
+        time.sleep(0.05)
+        assert sent.steps == []
+        if end == "look-up":
+            sent.communicator.looked_up()
+        elif end == "flush":
+            sent.communicator.flush()
+            assert sent.steps == [1], "all that had been put"
+        elif end == "full queue":
+            sent.put(2)
+            sent.put(3)
+        else:
+            sent.communicator.end()
+            sent.communicator.join()
+            return
+        eventually(lambda: sent.steps[:1] == [1], "the first step is sent")
+
+
+@pytest.mark.usefixtures("courteous")
+def test_gradients_wait_for_no_look_up_where_none_will_come() -> None:
+    with closing(Sent(gives_way=False)) as sent:
+        sent.put(1)
+        eventually(lambda: sent.steps == [1], "the step is sent")
+
+
+def test_gradients_wait_for_a_look_up_no_longer_than_is_polite() -> None:
+    with closing(Sent()) as sent:
+        sent.put(1)
+        eventually(lambda: sent.steps == [1], "the step is sent")
+
+
+@pytest.mark.usefixtures("courteous")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_each_look_up_lets_the_step_before_go(ahead: bool) -> None:
+    network = Held(held=False)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(10, 1, initializer="zeros")
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = fleet_.distributed_optimizer(optimizer, StrategyFactory.create_async_strategy(), model=table)
+        fleet_.init_worker()
+        batches = [torch.tensor([number]) for number in range(5)]
+        for ids in fleet_.prefetch(batches, lambda ids: {table: ids}) if ahead else batches:
+            optimizer.minimize(table(ids).sum())
+
+    run_job(body, 1, 1, network=network)
+    assert len(network.pushes) == 5
 
 
 @pytest.mark.parametrize(("momentum", "summed"), [(0.0, True), (0.9, False)])

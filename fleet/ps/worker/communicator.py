@@ -1,9 +1,10 @@
 """What an asynchronous worker does behind the user's back: send gradients, fetch parameters.
 
 The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, nothing is ever
-dropped. One thread takes what has gathered there, merges it and pushes it. Another one fetches parameters when enough
-gradients have gone (or the first does both, if no thread of its own is wanted for it). What was fetched lies ready
-until the user's thread takes it between two steps: parameters never change under a forward or backward.
+dropped. One thread takes what has gathered there, merges it, lets the next look-up go first and pushes it. Another one
+fetches parameters when enough gradients have gone (or the first does both, if no thread of its own is wanted for it).
+What was fetched lies ready until the user's thread takes it between two steps: parameters never change under a forward
+or backward.
 
 The first failure on either thread ends both; the user's next call raises it.
 """
@@ -22,13 +23,20 @@ from fleet.ps.worker.merging import GradientMerge, Gradients
 #: The unit of ``send_wait_times``.
 SEND_WAIT_S = 0.01
 
+#: So long gradients may wait for the look-up of the next forward, which servers answer at once as long as they are not
+#: busy with gradients. Longer than it takes from the end of a step, and short beside a forward and backward.
+COURTESY_S = 0.003
+
 #: A merged push, and whether its reply is to bring the parameters along.
 Send = Callable[[Gradients, bool], "list[Frame]"]
 Fetch = Callable[[], "list[Frame]"]
 
 
 class Communicator:
-    def __init__(self, knobs: CommunicatorKnobs, merge: GradientMerge, send: Send, fetch: Fetch, name: str) -> None:
+    def __init__(
+        self, knobs: CommunicatorKnobs, merge: GradientMerge, send: Send, fetch: Fetch, name: str, *, gives_way: bool
+    ) -> None:
+        """With ``gives_way`` each step's gradients let the next look-up go first, of which ``looked_up`` tells."""
         self._knobs = knobs
         self._merge = merge
         self._send = send
@@ -40,6 +48,8 @@ class Communicator:
         self._fresh: list[Frame] | None = None
         self._ending = False
         self._failure: BaseException | None = None
+        self._gives_way = gives_way
+        self._look_up_due = False
         loops = {"send": self._send_until_ended}
         if knobs.independent_recv_thread:
             loops["recv"] = self._fetch_until_ended
@@ -58,6 +68,7 @@ class Communicator:
             self._changed.wait_for(lambda: self._over or len(self._queue) < self._knobs.send_queue_size)
             self._raise_failure()
             self._queue.append(gradients)
+            self._look_up_due = self._gives_way
             self._changed.notify_all()
 
     def fresh(self) -> list[Frame] | None:
@@ -67,8 +78,16 @@ class Communicator:
             fresh, self._fresh = self._fresh, None
             return fresh
 
+    def looked_up(self) -> None:
+        """The rows of a forward are there."""
+        if self._look_up_due:
+            with self._changed:
+                self._look_up_due = False
+                self._changed.notify_all()
+
     def flush(self) -> None:
         """Wait until the servers have acknowledged everything."""
+        self.looked_up()  # none will come meanwhile
         with self._changed:
             self._changed.wait_for(lambda: self._over or not (self._queue or self._sending))
             self._raise_failure()
@@ -116,6 +135,7 @@ class Communicator:
                 return
             merged = self._merged(batch)
             bring = not self._knobs.independent_recv_thread and self._enough(len(batch))
+            self._give_way()
             replies = self._send(merged, bring)
             with self._changed:
                 self._sending = False
@@ -141,6 +161,11 @@ class Communicator:
                 else:
                     break
             return () if self._over else batch
+
+    def _give_way(self) -> None:
+        with self._changed:
+            full = self._knobs.send_queue_size
+            self._changed.wait_for(lambda: self._over or not self._look_up_due or len(self._queue) >= full, COURTESY_S)
 
     def _merged(self, batch: Sequence[Gradients]) -> Gradients:
         if len(batch) == 1:

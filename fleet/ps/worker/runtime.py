@@ -204,7 +204,9 @@ class WorkerRuntime:
         if self._foresight is not None:
             self._foresight.saw(wanted)
         with self.figures.pull:
-            return self.floor.rows.lookup(wanted, self.floor.progress.completed, self.replica)
+            found = self.floor.rows.lookup(wanted, self.floor.progress.completed, self.replica)
+        self._stepping.looked_up()
+        return found
 
     def fetch_ahead(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""

@@ -44,7 +44,14 @@ class Stepping:
         """The first values are there: what works beside the user's thread may begin."""
         if self._floor.mode.name == "async":
             merge, name = self._make_merge(0), str(self._floor.assignment.index)
-            self._communicator = Communicator(self._communication, merge, self._push_behind, self._fetch_behind, name)
+            self._communicator = Communicator(
+                self._communication,
+                merge,
+                self._push_behind,
+                self._fetch_behind,
+                name,
+                gives_way=bool(self._floor.trained.description.handles),
+            )
         self._early = self._make_early()
 
     def grow(self) -> None:
@@ -70,6 +77,11 @@ class Stepping:
     def during_backward(self) -> AbstractContextManager[None]:
         """What surrounds a backward that the step follows at once: its gradients may leave."""
         return nullcontext() if self._early is None else self._early.leaving()
+
+    def looked_up(self) -> None:
+        """The rows of a forward are there."""
+        if self._communicator is not None:
+            self._communicator.looked_up()
 
     def step(self) -> None:
         """Push what this worker's gradients are now, or keep them for a push that is due later; return with the values
