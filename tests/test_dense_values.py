@@ -11,7 +11,7 @@ from fleet.errors import ProtocolError
 from fleet.ps.kernels import scatter
 from fleet.ps.layout import DenseLayout, dense_layout
 from fleet.ps.worker import dense
-from fleet.ps.worker.dense import Flat, ParameterWriter, pack
+from fleet.ps.worker.dense import COPIED, Flat, ParameterWriter, end_to_end, pack
 
 #: Small ones, cut between servers and whole; one without elements before a large one; one without dimensions.
 SHAPES = [(3,), (5, 7), (), (0,), (100, 100), (64,), (0, 2), (17, 1)]
@@ -29,7 +29,7 @@ def made() -> tuple[list[torch.nn.Parameter], list[DenseLayout]]:
 
 
 def packed(layouts: list[DenseLayout], values: list[torch.Tensor]) -> list[Flat]:
-    return [pack(layout, [value.reshape(-1) for value in values])[1] for layout in layouts]
+    return [pack(layout, [value.reshape(-1) for value in values]) for layout in layouts]
 
 
 @pytest.fixture(params=[1, 1 << 20], ids=["compiled", "by torch"])
@@ -89,6 +89,15 @@ def test_values_of_another_form_are_refused(wrong) -> None:  # type: ignore[no-u
     values[1] = {**values[1], "float32": wrong(values[1]["float32"])}
     with pytest.raises(ProtocolError, match="a server's dense values do not fit"):
         ParameterWriter(params, layouts).write(values)
+
+
+def test_large_gradients_leave_from_where_they_are() -> None:
+    small, large = [torch.rand(COPIED // 8) for _ in range(3)], [torch.rand(COPIED // 4) for _ in range(3)]
+    for pieces, is_copied in ((small, True), (large, False), (large[:1], False)):
+        sent = end_to_end(pieces, sum(map(len, pieces)))
+        before = torch.cat(pieces)
+        pieces[0].add_(1)
+        assert torch.equal(sent.torch(), before if is_copied else torch.cat(pieces))
 
 
 def test_gradients_that_have_a_graph_travel_without_it() -> None:

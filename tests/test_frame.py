@@ -16,7 +16,7 @@ from fleet.errors import FleetError, ProtocolError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire import frame as frame_module
 from fleet.ps.wire.frame import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PIECE_BYTES, Frame, read_frame
-from fleet.ps.wire.tensors import ALIGNMENT, WireTensor
+from fleet.ps.wire.tensors import ALIGNMENT, EndToEnd, WireTensor
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "uint8"]
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (2, 3), (5, 1, 2, 2), (1,) * 16]
@@ -366,3 +366,17 @@ def test_damaged_frames(data: st.DataObject) -> None:
         else:
             damaged[at:at] = damaged[at : at + 20]
     read_or_refused(bytes(damaged), data.draw(st.integers(1, 300)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_end_to_end_travel_as_one(dtype: str) -> None:
+    parts = [tensor(dtype, (size,), size) for size in (3, 0, PIECE_BYTES // 3, 1)]
+    one = EndToEnd(parts)
+    sent = Frame(pb.Reply(), [one, WireTensor.of(tensor("float32", (5,)))])
+    joined = Frame(pb.Reply(), [WireTensor.of(torch.cat(parts)), WireTensor.of(tensor("float32", (5,)))])
+    assert (sent.nbytes, written(sent)) == (joined.nbytes, written(joined))
+    check_same(read_frame(pb.Reply, sent.pieces()), [torch.cat(parts), tensor("float32", (5,))])
+    kept, before = sent.kept(), torch.cat(parts)
+    parts[0].zero_()
+    check_same(read_frame(pb.Reply, sent.pieces()), [torch.cat(parts), tensor("float32", (5,))])
+    check_same(read_frame(pb.Reply, kept.pieces()), [before, tensor("float32", (5,))])

@@ -17,6 +17,7 @@ import fleet.nn
 from fleet import Fleet
 from fleet.errors import DeadlineError, StateError, UnsupportedError
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.worker.dense import COPIED
 
 torch.manual_seed(11)
 TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
@@ -300,13 +301,15 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error_as_in_torch()
     run_job(body, 1)
 
 
+@pytest.mark.parametrize("numel", [2, COPIED], ids=["small", "large"])
 @pytest.mark.parametrize("delivered", [0, 1, 2])
-def test_an_interrupted_step_is_finished_first(delivered: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop button of a notebook, in the middle of a push: with none, one or all of the servers reached."""
+def test_an_interrupted_step_is_finished_first(delivered: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop button of a notebook, in the middle of a push: with none, one or all of the servers reached. Whatever
+    becomes of the gradients then, the step that is finished is that of before."""
     from fleet.ps.worker.client import Pending, ServerClient
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
-        params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        params = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
         optimizer = fleet_.distributed_optimizer(torch.optim.SGD(params, lr=1.0))
         fleet_.init_worker()
         start, reached = ServerClient.start, [0]
@@ -325,11 +328,14 @@ def test_an_interrupted_step_is_finished_first(delivered: int, monkeypatch: pyte
             patch.setattr(Pending, "result", result)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.minimize(params[0].sum() + params[1].sum())
+        for param in params:
+            assert param.grad is not None
+            param.grad.fill_(7.0)
         optimizer.minimize(100 * params[0].sum() + 100 * params[1].sum())
         return [param.detach().clone() for param in params]
 
     (got,) = run_job(body, 1, 2)
-    assert all(torch.equal(each, torch.full((2,), -101.0)) for each in got)
+    assert all(torch.equal(each, torch.full((numel,), -101.0)) for each in got)
 
 
 def test_hooks_and_steps_of_the_wrapped_optimizer() -> None:

@@ -105,7 +105,7 @@ class Gatherings:
 def _put(store: Store, key: str, header: dict[str, Any], tensor: WireTensor | None) -> None:
     told = dict(header)
     if tensor is not None:
-        data = bytes(tensor.bytes)
+        data = b"".join(tensor.buffers)
         told |= {"carried": tensor.dtype, "extent": tensor.shape, "bytes": len(data)}
         for start in range(0, len(data), _CHUNK):
             store.set(f"{key}/{start}", data[start : start + _CHUNK])  # type: ignore[arg-type]

@@ -46,7 +46,11 @@ class Frame:
     @property
     def nbytes(self) -> int:
         """What its tensors weigh."""
-        return sum(tensor.array.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def kept(self) -> Frame:
+        """The same, whatever becomes of what its tensors are made of."""
+        return Frame(self.message, [tensor.kept() for tensor in self.tensors])
 
     def pieces(self) -> Iterator[bytes]:
         """The frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
@@ -77,10 +81,9 @@ class Frame:
         size = 0
         for tensor in self.tensors:
             message.tensors.add(dtype=tensor.dtype, shape=tensor.shape)  # type: ignore[attr-defined]
-            nbytes = tensor.array.nbytes
+            nbytes = tensor.nbytes
             size += padded(nbytes)
-            if nbytes:
-                payload.append(tensor.bytes)
+            payload += tensor.buffers
             if padded(nbytes) > nbytes:
                 payload.append(bytes(padded(nbytes) - nbytes))
         header = message.SerializeToString()

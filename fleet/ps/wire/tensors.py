@@ -58,8 +58,17 @@ class WireTensor:
         return tuple(self.array.shape)
 
     @property
-    def bytes(self) -> memoryview:
-        return self.array.reshape(-1).view(np.uint8).data
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        """Its bytes, where they are."""
+        return [_bytes_of(self.array)] if self.array.size else []
+
+    def kept(self) -> WireTensor:
+        """What travels as it is now, whatever becomes of it."""
+        return self
 
     def numpy(self) -> np.ndarray[Any, Any]:
         return self.array
@@ -67,6 +76,42 @@ class WireTensor:
     def torch(self) -> torch.Tensor:
         tensor = torch.from_numpy(self.array)
         return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" else tensor
+
+
+class EndToEnd(WireTensor):
+    """Flat tensors of one element type that travel as one, from where they are. They are somebody else's, who may
+    change them when they have arrived."""
+
+    _parts: Sequence[np.ndarray[Any, Any]]
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        parts = [WireTensor.of(tensor) for tensor in tensors]
+        # The class is frozen.
+        object.__setattr__(self, "dtype", parts[0].dtype)
+        object.__setattr__(self, "_parts", [part.array for part in parts])
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        return np.concatenate(self._parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(part.size for part in self._parts),)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def buffers(self) -> list[memoryview]:
+        return [_bytes_of(part) for part in self._parts if part.size]
+
+    def kept(self) -> WireTensor:
+        return WireTensor(self.dtype, self.array)
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def padded(nbytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleet.errors import DeadlineError, FleetError
 from fleet.ps.wire.frame import Frame
@@ -18,6 +18,10 @@ class Push:
     steps: int
     frames: Sequence[Frame]
     take: Callable[[Sequence[Frame]], object]
+
+    def kept(self) -> Push:
+        """The same, whatever the user does with the gradients now."""
+        return replace(self, frames=[frame.kept() for frame in self.frames])
 
 
 class Delivering:
@@ -35,10 +39,8 @@ class Delivering:
         try:
             with floor.figures.push:
                 replies = floor.lines.ask_all(lambda server, _: push.frames[server], f"push of step {step}")
-        except DeadlineError:
-            raise  # no answer: still in doubt
-        except FleetError:
-            self._in_doubt = None
+        except BaseException as error:
+            self._in_doubt = push.kept() if is_unanswered(error) else None
             raise
         progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
         push.take(replies)
@@ -49,3 +51,8 @@ class Delivering:
         """Before anything else happens: the same frames again, which no server applies twice."""
         if self._in_doubt is not None:
             self.deliver(self._in_doubt)
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Whether an error leaves open what has become of a push: no answer, or an interruption."""
+    return isinstance(error, DeadlineError) or not isinstance(error, FleetError)

@@ -11,28 +11,36 @@ from fleet.errors import ProtocolError
 from fleet.ps import memory
 from fleet.ps.kernels.scatter import LARGEST, Scattered
 from fleet.ps.layout import DenseLayout
+from fleet.ps.wire.tensors import EndToEnd, WireTensor
 
 #: From so many small blocks on they are written by compiled code: to load it takes what it gains in a thousand steps.
 MANY = 256
+
+#: Blocks that are smaller on the average leave in a copy.
+COPIED = 32 << 10
 
 #: By element type.
 Flat = Mapping[str, torch.Tensor]
 
 
-def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, Flat]:
-    """Which blocks of a server are there, and these end to end. ``tensors`` has a flat one, or None, a parameter."""
+def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
+    """Which blocks of a server are there, and these, by element type in their order. ``tensors`` has a flat one, or
+    None, a parameter."""
     present = bytes([tensors[param] is not None for param in layout.params])
-    sizes = layout.sizes_of(present)
-    packed: dict[str, torch.Tensor] = {}
-    for dtype, cuts in layout.cuts.items():
-        pieces = [
+    pieces = {
+        dtype: [
             tensor if part is None else tensor[part]
             for _, param, part in cuts
             if (tensor := tensors[param]) is not None
         ]
-        if pieces:
-            packed[dtype] = _joined(pieces, sizes[dtype])
-    return present, packed
+        for dtype, cuts in layout.cuts.items()
+    }
+    return present, {dtype: blocks for dtype, blocks in pieces.items() if blocks}
+
+
+def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor]) -> Flat:
+    """All blocks of a server end to end."""
+    return {dtype: joined(blocks, layout.sizes[dtype]) for dtype, blocks in cut(layout, tensors)[1].items()}
 
 
 def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
@@ -47,12 +55,21 @@ def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
     marks = bytes(present)
     if all(marks):
         return marks, flat
-    return marks, {dtype: _joined(pieces[dtype], size) for dtype, size in layout.sizes_of(marks).items()}
+    return marks, {dtype: joined(pieces[dtype], size) for dtype, size in layout.sizes_of(marks).items()}
 
 
 @torch.no_grad()
-def _joined(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
+def joined(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
+    """Flat tensors end to end, ``size`` elements together, in memory of their own."""
     return torch.cat(pieces, out=memory.take_flat(size, pieces[0].dtype))
+
+
+def end_to_end(pieces: list[torch.Tensor], size: int) -> WireTensor:
+    """The same as one tensor that travels: large ones from where they are, small ones in a copy, which costs less than
+    to send each."""
+    if size * pieces[0].itemsize < len(pieces) * COPIED:
+        return WireTensor.of(joined(pieces, size))
+    return EndToEnd(pieces)
 
 
 class ParameterWriter:

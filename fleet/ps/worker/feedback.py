@@ -19,7 +19,7 @@ import torch
 from fleet.ps.layout import DenseLayout
 from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
-from fleet.ps.worker.dense import Flat
+from fleet.ps.worker.dense import Flat, end_to_end, joined
 from fleet.ps.worker.geo import Change
 
 #: For one server: which blocks are there, and the tensors that travel for them.
@@ -47,17 +47,27 @@ class ErrorFeedback:
                 left[dtype][: len(tensor)] = tensor
         return fresh
 
-    def narrowed(self, packed: Sequence[tuple[bytes, Flat]]) -> tuple[list[Sent], Callable[[], None]]:
-        """The gradients of every server's blocks as they travel, joined by what earlier ones have left; and what to
-        call when they have arrived. The tensors in ``packed`` are used up."""
+    def narrowed(
+        self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
+    ) -> tuple[list[Sent], Callable[[], None]]:
+        """The gradients of every server's ``blocks`` as they travel, joined by what earlier ones have left; and what to
+        call when they have arrived. Those that travel as they are may leave from where they are."""
         sent: list[Sent] = []
         left: list[Flat] = []
-        for layout, before, (present, flat) in zip(self._layouts, self._left, packed, strict=True):
+        for layout, before, (present, by_dtype) in zip(self._layouts, self._left, blocks, strict=True):
+            sizes = layout.sizes_of(present)
+            flat = {dtype: joined(by_dtype[dtype], sizes[dtype]) for dtype in before if dtype in by_dtype}
             for piece, place in places(layout, present, flat, before):
                 piece.add_(place)
-            sent.append((present, encoded(self._narrow, flat, keep=True)))
+            tensors: list[WireTensor] = []
+            for dtype, pieces in by_dtype.items():
+                if dtype in flat:
+                    tensors += self._narrow.encode(flat[dtype], keep=True)
+                else:
+                    tensors.append(end_to_end(pieces, sizes[dtype]))
+            sent.append((present, tensors))
             if all(present):
-                left.append({dtype: flat[dtype] for dtype in before})
+                left.append(flat)
             else:
                 after = {dtype: tensor.clone() for dtype, tensor in before.items()}
                 for piece, place in places(layout, present, flat, after):
@@ -70,8 +80,8 @@ class ErrorFeedback:
         return sent, arrived
 
 
-def encoded(narrow: Narrow, flat: Flat, *, keep: bool = False) -> list[WireTensor]:
-    return [part for tensor in flat.values() for part in narrow.encode(tensor, keep=keep)]
+def encoded(narrow: Narrow, flat: Flat) -> list[WireTensor]:
+    return [part for tensor in flat.values() for part in narrow.encode(tensor)]
 
 
 def places(layout: DenseLayout, present: bytes, flat: Flat, whole: Flat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

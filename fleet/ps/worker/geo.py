@@ -178,7 +178,7 @@ class Replica:
 
     def _values(self) -> list[Flat]:
         flat = [param.detach().reshape(-1).to("cpu") for param in self._described.params]
-        return [pack(layout, flat)[1] for layout in self._layouts]
+        return [pack(layout, flat) for layout in self._layouts]
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -14,7 +14,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.worker.client import ServerClient
-from fleet.ps.worker.dense import pack, without_zeros
+from fleet.ps.worker.dense import cut, without_zeros
 from fleet.ps.worker.feedback import ErrorFeedback, Sent, as_read, encoded
 from fleet.ps.worker.floor import Floor
 from fleet.ps.worker.geo import Change
@@ -45,7 +45,7 @@ class Pushing:
     def of_gradients(self, gradients: Gradients, *, quiet: bool = False) -> tuple[list[Frame], Callable[[], None]]:
         """The frames, and what to call when they have arrived."""
         layouts = self._floor.trained.layouts
-        dense, arrived = self._feedback.narrowed([pack(layout, gradients.dense) for layout in layouts])
+        dense, arrived = self._feedback.narrowed([cut(layout, gradients.dense) for layout in layouts])
         return self._frames(gradients, dense, self._encoded_rows(gradients.rows), quiet=quiet), arrived
 
     def of_change(self, change: Change, clocks: Clocks, steps: int) -> tuple[list[Frame], Change]:
