@@ -17,6 +17,7 @@ from fleet.ps.kernels import RULES
 from fleet.ps.layout import dense_layout
 from fleet.ps.table.dense import DenseShard, Gradient
 from fleet.ps.table.runs import LONGEST, joined
+from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import Plan, make_plan
 from fleet.transpiler.specs import GroupSpec, JobSpec, ParamSpec, PlanSettings
 
@@ -328,4 +329,43 @@ def test_a_checkpoint_with_state_for_some_blocks() -> None:
     assert sizes(pair.shard) == [1, 2, 7]
     pair.assert_equal()
     pair.step(set())
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("change", ["step", "add", "write"])
+def test_a_snapshot_stays_as_it_was(change: str) -> None:
+    pair = Pair(MAKES["adam"], dtypes=("float32", "float64"))
+    pair.step(set())
+    held = pair.shard.snapshot()
+    before = [flat.clone() for flat in held]
+    part = held[0][1:3]  # a view holds it as well
+    del held[0]
+    if change == "step":
+        pair.step(set())
+        pair.step({3})
+        pair.assert_equal()
+    elif change == "add":
+        present = bytes([1] * len(pair.params))
+        pair.shard.add((present, {name: torch.ones(size) for name, size in pair.shard.layout.sizes.items()}))
+    else:
+        pair.shard.write(4, torch.full((8,), 9.0))
+    assert torch.equal(part, before[0][1:3])
+    assert all(map(torch.equal, held, before[1:]))
+    assert not all(map(torch.equal, pair.shard.snapshot(), before))
+
+
+def test_values_that_nobody_holds_any_more_change_where_they_are() -> None:
+    pair = Pair(MAKES["sgd"])
+    pair.step(set())
+    sent = WireTensor.of(pair.shard.snapshot()[0])
+    (where,) = [flat.data_ptr() for flat in pair.shard.snapshot()]
+    assert sent.array.ctypes.data == where, "nothing was copied"
+    buffers = sent.buffers
+    del sent
+    pair.step(set())
+    assert [flat.data_ptr() for flat in pair.shard.snapshot()] != [where], "bytes that still have to leave"
+    del buffers
+    (where,) = [flat.data_ptr() for flat in pair.shard.snapshot()]
+    pair.step(set())
+    assert [flat.data_ptr() for flat in pair.shard.snapshot()] == [where]
     pair.assert_equal()

@@ -25,6 +25,9 @@ KEPT = 4
 #: A block may be larger than asked for by this factor.
 SLACK = 1.5
 
+#: Finds an array as long as anybody has it.
+Watch = weakref.ref[np.ndarray[Any, Any]]
+
 # Blocks come back whenever Python finds them unused, on whatever thread: nothing here may need a lock.
 _free: deque[memoryview] = deque(maxlen=KEPT)
 
@@ -53,6 +56,13 @@ def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
     if numel * dtype.itemsize < SMALLEST:
         return torch.empty(numel, dtype=dtype)
     return torch.from_numpy(take(numel * dtype.itemsize)).view(dtype)
+
+
+def window(flat: torch.Tensor) -> tuple[torch.Tensor, Watch]:
+    """A tensor of the same memory, and what finds nothing any more once nobody looks through it, or its views."""
+    # What torch and numpy make of an array keeps the array alive; tensors made of a tensor keep its memory alone.
+    array = np.frombuffer(flat.view(torch.uint8).numpy().data, np.uint8)
+    return torch.from_numpy(array).view(flat.dtype), weakref.ref(array)
 
 
 def _fitting(nbytes: int) -> memoryview | None:

@@ -83,7 +83,7 @@ class Job:
         self.snapshot = self.before = None
 
     def dense_at(self, version: int) -> list[torch.Tensor]:
-        """A copy of all dense values, which are at this version now."""
+        """All dense values, which are at this version now, and stay as they are."""
         assert self.shard is not None
         if self.snapshot is None or self.snapshot[0] != version:
             self.snapshot = (version, self.shard.dense.snapshot())
@@ -101,6 +101,7 @@ class Job:
         keep = self.mode.lockstep and self.plan.spec.settings.server_num > 1
         self.before = None
         dense = self.dense_at(version - 1) if keep else []
+        self.snapshot = None
         rows = self.shard.apply(contributions, keep=keep)
         self.before = Before(version - 1, dense, rows) if keep else None
 

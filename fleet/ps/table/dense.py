@@ -34,6 +34,7 @@ class DenseShard:
         self._runs: dict[int, Run] = {}  # of every block, by its position
         self._groups: dict[int, dict[str, Any]] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._shown: list[memory.Watch] = []  # what snapshots look at
         self.adopt(plan, options)
 
     def adopt(self, plan: Plan, options: Sequence[Mapping[str, Any]]) -> None:
@@ -97,6 +98,7 @@ class DenseShard:
     def write(self, position: int, values: torch.Tensor) -> None:
         """Set one block, as an upload or a checkpoint says."""
         self.check_values(position, values)
+        self._prepare_change()
         slot = self.layout.slots[position]
         self._flat[slot.dtype][slot.start : slot.stop] = values.view(-1)
 
@@ -128,6 +130,7 @@ class DenseShard:
 
         A block without a gradient anywhere is skipped, as torch skips ``grad=None``.
         """
+        self._prepare_change()
         self._tick(gradients)
         for index, group in self._groups.items():
             group.update(options[index])
@@ -150,6 +153,7 @@ class DenseShard:
 
     def add(self, change: Gradient) -> None:
         """Add changes, laid out as gradients are, to the values."""
+        self._prepare_change()
         self._tick([change])
         present, tensors = change
         for slot in self.layout_of(present).slots:
@@ -222,9 +226,20 @@ class DenseShard:
         compensation.dense(worker, self.layout_of(present), self.layout, tensors, self._flat)
 
     def snapshot(self) -> list[torch.Tensor]:
-        """A copy of all values, one flat tensor an element type, in the layout's order."""
-        flats = [self._flat[name] for name in self.layout.dtypes]
-        return [memory.take_flat(len(flat), flat.dtype).copy_(flat) for flat in flats]
+        """All values as they are now and will stay, one flat tensor an element type, in the layout's order. Nothing is
+        copied unless values change while somebody still holds them."""
+        shown = [memory.window(self._flat[name]) for name in self.layout.dtypes]
+        self._shown += [watch for _, watch in shown]
+        return [flat for flat, _ in shown]
+
+    def _prepare_change(self) -> None:
+        """Leave the memory of values that somebody still holds to them, and go on in a copy."""
+        if any(watch() is not None for watch in self._shown):
+            for name, flat in self._flat.items():
+                self._flat[name] = memory.take_flat(len(flat), flat.dtype).copy_(flat)
+            for run in self._each_run():
+                run.move(self._flat[run.slots[0].dtype])
+        self._shown.clear()
 
     def export(self, position: int) -> Iterator[Entry]:
         """The values and optimizer state of one block."""
