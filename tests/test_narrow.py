@@ -112,7 +112,7 @@ def test_what_did_not_arrive_is_not_taken_for_told() -> None:
     gradient = torch.randn(300, generator=torch.Generator().manual_seed(2))
     told = []
     for arrives in (True, False, True):
-        ((_, tensors),), arrived = feedback.narrowed([(b"\1", {"float32": gradient.clone()})])
+        ((_, tensors),), arrived = feedback.narrowed([(b"\1", {"float32": [gradient]})])
         told.append(Narrow("int8").decode_flats(tensors, layout.sizes)["float32"])
         if arrives:
             arrived()
@@ -131,7 +131,7 @@ def test_blocks_that_stay_at_home_keep_what_is_left_of_them(wire_dtype: str) -> 
         flat = torch.cat([gradient[:300], gradient[300:]][present == b"\0\1" : 2 - (present == b"\1\0")])
         places = slice(0 if present[0] else 300, 340 if present[1] else 300)
         sums[0][places] += flat
-        ((_, tensors),), arrived = feedback.narrowed([(present, {"float32": flat})])
+        ((_, tensors),), arrived = feedback.narrowed([(present, {"float32": [flat]})])
         sums[1][places] += Narrow(wire_dtype).decode_flats(tensors, layout.sizes_of(present))["float32"]
         arrived()
     assert (sums[0] - sums[1]).abs().max() <= 2 * OFF[wire_dtype] * gradient.abs().max()
@@ -169,7 +169,9 @@ class Both(torch.nn.Module):
         inputs = torch.randn(8, 30, generator=draw).to(self.weight.dtype)
         if rows:
             inputs = inputs + self.rows(torch.randint(0, 6, (8,), generator=draw)).to(inputs.dtype)
-        return ((inputs @ self.weight + self.bias) / 5).tanh().square().mean() + 0 * self.empty.sum()
+        # A product of matrices may end at other last bits where its operands lie elsewhere, and rounding would show it.
+        product = (inputs.unsqueeze(2) * self.weight).sum(1)
+        return ((product + self.bias) / 5).tanh().square().mean() + 0 * self.empty.sum()
 
 
 def body(strategy: Strategy, steps: int, rows: bool = True, dtype: torch.dtype = torch.float32) -> Callable[..., Any]:
