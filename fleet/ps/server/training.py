@@ -126,8 +126,8 @@ class Training:
     def _values(
         self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
     ) -> Frame:
-        """Values that a worker needs at a version at least: the current ones, but for one that goes back a step. They
-        are copied now, under the lock; encoding and sending come after it."""
+        """Values that a worker needs at a version at least: the current ones, but for one that goes back a step. Rows
+        are copied now, under the lock, dense values when they change; encoding and sending come after it."""
         shard, before = self._floor.shard(), job.before_for(worker, needed)
         version = job.gate.version if before is None else before.version
         reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
