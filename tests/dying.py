@@ -195,7 +195,7 @@ class Host:
                 try:
                     if moment == BEFORE:
                         raise Killed
-                    with noted_down(self.durable) if moment == NOTED_DOWN else contextlib.nullcontext():
+                    with self._noted_down() if moment == NOTED_DOWN else contextlib.nullcontext():
                         service.handle(frame, answer)
                     if moment is not None:
                         raise Killed
@@ -204,18 +204,19 @@ class Host:
 
         return handle
 
+    @contextlib.contextmanager
+    def _noted_down(self) -> Iterator[None]:
+        """Die with the next record in the journal; other servers of this process do not."""
 
-@contextlib.contextmanager
-def noted_down(durable: Durable) -> Iterator[None]:
-    """Die with the next record in the journal; other servers of this process do not."""
+        def dying(kind: Kind, buffers: Any) -> None:
+            Durable.record(self.durable, kind, buffers)
+            # Nobody else may go on either: what is begun from here on would lack what was noted down.
+            self.snapshots._closed = True
+            raise Killed
 
-    def dying(kind: Kind, buffers: Any) -> None:
-        Durable.record(durable, kind, buffers)
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(durable, "record", dying)
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.durable, "record", dying)
+            yield
 
 
 class Crashes:

@@ -45,6 +45,7 @@ class Work:
     vocabulary: int = 1000001
     dim: int = 10
     alike: bool = False
+    crowd: int = 1
     device: str = "cpu"
 
     @property
