@@ -1,8 +1,9 @@
 """What grows with what: workers, servers, and ids that a table has ever seen.
 
-    python benchmarks/scaling.py [--quick] [--json FILE] [--figures FOLDER] [--curves workers servers ids]
+    python benchmarks/scaling.py [--quick] [--json FILE] [--figures FOLDER] [--curves workers crowd servers ids]
 
 workers    1 to 64 against one server: examples a second of all together, which must not fall from 4 workers to 64
+crowd      the same for workers that compute next to nothing and share a process: what one server can take of them
 servers    1 to 4 for two workers: the same, and what an example costs
 ids        a table that has seen 10^4 to 10^7 ids (10^8 with ``--most-ids``, for machines with 16 GB to spare), of which
            every step trains 5000: time of a step, and memory
@@ -31,6 +32,8 @@ CLICKS = {"width": 32, "batch": 1000, "warmup": 20, "alike": True}
 #: Steps of all workers together, but for a least number each.
 STEPS, LEAST_STEPS = 1600, 25
 IDS_A_STEP = 5000
+#: What the curves of whole jobs count.
+UNITS = {"workers": "workers", "crowd": "workers that compute nothing", "servers": "servers"}
 
 #: A line's name and the place on it; what was measured there, once a round.
 Place = tuple[str, int]
@@ -96,6 +99,17 @@ def scale_workers(options: argparse.Namespace) -> Costs:
     return measure(places, options.rounds, lambda place: clicks(place[0], place[1], 1, options.quick))
 
 
+def scale_crowd(options: argparse.Namespace) -> Costs:
+    def job(place: Place) -> Cost:
+        mode, crowd = place
+        steps = max(LEAST_STEPS, 2 * STEPS // crowd // (8 if options.quick else 1))
+        work = {**CLICKS, "mode": mode, "steps": steps, "crowd": crowd}
+        return run_job("crowd", work, workers=1, servers=1)
+
+    most = 4 if options.quick else 64
+    return measure([(mode, crowd) for mode in MODES for crowd in WORKERS if crowd <= most], options.rounds, job)
+
+
 def scale_servers(options: argparse.Namespace) -> Costs:
     most = 2 if options.quick else 4
     places = [(mode, servers) for mode in MODES for servers in SERVERS if servers <= most]
@@ -123,7 +137,7 @@ def scale_ids(options: argparse.Namespace) -> Costs:
 def report_jobs(name: str, costs: Costs, figures: Path | None) -> None:
     print_table(
         f"{name.capitalize()}, medians",
-        ["mode", name, "1000 examples/s", "worker us/example", "server us/example"],
+        ["mode", UNITS[name], "1000 examples/s", "worker us/example", "server us/example"],
         [
             [mode, at, median(each, thousands_a_second), median(each, worker_us), median(each, server_us)]
             for (mode, at), each in costs.items()
@@ -133,10 +147,10 @@ def report_jobs(name: str, costs: Costs, figures: Path | None) -> None:
         draw_lines(
             figures / f"scaling-{name}.png",
             lines(costs, thousands_a_second),
-            title=f"Throughput by number of {name}",
-            x=name,
+            title=f"Throughput by number of {UNITS[name]}",
+            x=UNITS[name],
             y="1000 examples a second, all workers",
-            logarithmic="x" if name == "workers" else "",
+            logarithmic="" if name == "servers" else "x",
             from_zero=True,
         )
 
@@ -186,12 +200,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--figures", type=Path, help="also draw them, into this folder")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--curves", nargs="+", default=["workers", "servers", "ids"])
+    parser.add_argument("--curves", nargs="+", default=["workers", "crowd", "servers", "ids"])
     parser.add_argument("--most-ids", type=float, default=1e7)
     options = parser.parse_args()
     if options.quick:
         options.rounds = 1
-    scales = {"workers": scale_workers, "servers": scale_servers, "ids": scale_ids}
+    scales = {"workers": scale_workers, "crowd": scale_crowd, "servers": scale_servers, "ids": scale_ids}
     results: dict[str, Any] = {}
     for name in options.curves:
         costs = scales[name](options)

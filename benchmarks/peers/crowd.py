@@ -1,7 +1,8 @@
 """Many of Fleet's workers in one process, which compute next to nothing: how much of them a server can take.
 
 Each of the ``crowd`` is a worker of its own, with connections, heartbeats and a thread. What it asks for was made
-before: the distinct ids of a batch of ctr.py. All that it computes is how far the rows are from one, where it moves them.
+before: the distinct ids of a batch of ctr.py. All that it computes is how far the rows are from one, to which it moves
+them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Work:
     """``model`` is "ctr": ids of 26 slots and 13 numbers, three layers of ``width`` and a choice of two; or "dense":
     four layers of ``width``. ``servers`` has their addresses; ``meeting`` one for each worker and one more, for systems
     that need any. ``alike``: all workers have the same data, so that a table is as large for many as for one.
-    ``device`` is where workers compute; batches lie in the host's memory."""
+    ``crowd``: so many workers share a process, in programs made for that. ``device`` is where workers compute; batches
+    lie in the host's memory."""
 
     role: str
     index: int
