@@ -234,6 +234,29 @@ def test_gradients_wait_for_no_look_up_where_none_will_come() -> None:
         eventually(lambda: sent.steps == [1], "the step is sent")
 
 
+@pytest.mark.usefixtures("courteous")
+@pytest.mark.parametrize("dc_asgd_lambda", [0.0, 1.0])
+def test_compensated_gradients_go_before_the_next_look_up(dc_asgd_lambda: float) -> None:
+    """What they are compensated from is what the rows were when they were read last."""
+    network = Held(held=False)
+    strategy = StrategyFactory.create_async_strategy(dc_asgd_lambda=dc_asgd_lambda)
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        table = fleet.nn.Embedding(10, 1, initializer="zeros")
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = fleet_.distributed_optimizer(optimizer, strategy, model=table)
+        fleet_.init_worker()
+        optimizer.minimize(table(torch.tensor([3])).sum())
+        if dc_asgd_lambda:
+            eventually(lambda: len(network.pushes) == 1, "the push")
+        else:
+            time.sleep(0.05)
+            assert network.pushes == []
+
+    run_job(body, 1, 1, network=network)
+    assert len(network.pushes) == 1
+
+
 def test_gradients_wait_for_a_look_up_no_longer_than_is_polite() -> None:
     with closing(Sent()) as sent:
         sent.put(1)

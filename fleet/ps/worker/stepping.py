@@ -44,13 +44,15 @@ class Stepping:
         """The first values are there: what works beside the user's thread may begin."""
         if self._floor.mode.name == "async":
             merge, name = self._make_merge(0), str(self._floor.assignment.index)
+            # A gradient of rows is compensated from when they were read last, which should be what it was computed on.
+            compensated = self._floor.strategy.dc_lambda != 0
             self._communicator = Communicator(
                 self._communication,
                 merge,
                 self._push_behind,
                 self._fetch_behind,
                 name,
-                gives_way=bool(self._floor.trained.description.handles),
+                gives_way=bool(self._floor.trained.description.handles) and not compensated,
             )
         self._early = self._make_early()
 
