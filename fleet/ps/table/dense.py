@@ -235,8 +235,10 @@ class DenseShard:
     def _prepare_change(self) -> None:
         """Leave the memory of values that somebody still holds to them, and go on in a copy."""
         if any(watch() is not None for watch in self._shown):
-            for name, flat in self._flat.items():
-                self._flat[name] = memory.take_flat(len(flat), flat.dtype).copy_(flat)
+            # All of them or, where there is no memory, none.
+            self._flat |= {
+                name: memory.take_flat(len(flat), flat.dtype).copy_(flat) for name, flat in self._flat.items()
+            }
             for run in self._each_run():
                 run.move(self._flat[run.slots[0].dtype])
         self._shown.clear()

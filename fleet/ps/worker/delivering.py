@@ -40,7 +40,7 @@ class Delivering:
             with floor.figures.push:
                 replies = floor.lines.ask_all(lambda server, _: push.frames[server], f"push of step {step}")
         except BaseException as error:
-            self._in_doubt = push.kept() if is_unanswered(error) else None
+            self._in_doubt = push.kept() if _is_unanswered(error) else None
             raise
         progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
         push.take(replies)
@@ -53,6 +53,6 @@ class Delivering:
             self.deliver(self._in_doubt)
 
 
-def is_unanswered(error: BaseException) -> bool:
+def _is_unanswered(error: BaseException) -> bool:
     """Whether an error leaves open what has become of a push: no answer, or an interruption."""
     return isinstance(error, DeadlineError) or not isinstance(error, FleetError)
