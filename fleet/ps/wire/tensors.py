@@ -30,12 +30,7 @@ _NUMPY: dict[str, Any] = {
 }
 _ITEM_BYTES: dict[str, int] = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
 _NUMPY_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name != "bfloat16"}
-_TORCH = {name: getattr(torch, name) for name in _NUMPY}
-_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name != "bfloat16"}
-_TORCH = {
-    name: getattr(torch, name) for name in ("float32", "float64", "float16", "bfloat16", "int64", "uint8", "int8")
-}
-_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+_TORCH_NAMES = {getattr(torch, name): name for name in _NUMPY}
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class WireTensor:
     def of(cls, value: torch.Tensor | np.ndarray[Any, Any]) -> WireTensor:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().contiguous()
-            name = _NAMES[value.dtype]
+            name = _TORCH_NAMES[value.dtype]
             return cls(name, value.view(torch.uint16).numpy() if name == "bfloat16" else value.numpy())
         return cls(_NUMPY_NAMES[value.dtype], np.asarray(value, order="C"))
 
