@@ -202,7 +202,7 @@ class Sent:
 
 @pytest.fixture
 def courteous(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "COURTESY_S", 20.0)
+    monkeypatch.setattr(communicator, "COURTESY_S", 600.0)  # longer than any test waits
 
 
 @pytest.mark.usefixtures("courteous")
@@ -222,7 +222,7 @@ def test_gradients_let_the_next_look_up_go_first(end: str) -> None:
             sent.put(3)
         else:
             sent.communicator.end()
-            sent.communicator.join()
+            eventually(lambda: not any(thread.is_alive() for thread in sent.communicator._threads), "its threads end")
             return
         eventually(lambda: sent.steps[:1] == [1], "the first step is sent")
 

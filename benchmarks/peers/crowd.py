@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,21 +27,21 @@ from fleet.role_maker import Role, UserDefinedRoleMaker
 DENSE = 10_946
 
 
-def member(work: Work, role: Role, index: int) -> tuple[fleet.Fleet, torch.nn.Parameter, object]:
-    """One process's part in the job, as many as live here."""
+def member(work: Work, role: Role, index: int) -> tuple[fleet.Fleet, Any]:
+    """A part in the job, and its optimizer."""
     part = fleet.Fleet()
     part.init(UserDefinedRoleMaker(index, role, work.crowd, work.servers))
     table = fleet.nn.Embedding(None, work.dim, initializer="zeros")
     dense = torch.nn.Parameter(torch.zeros(DENSE))
     optimizer = torch.optim.SGD([dense, *table.parameters()], lr=0.02)
-    return part, dense, part.distributed_optimizer(optimizer, STRATEGIES[work.mode](), model=table)
+    return part, part.distributed_optimizer(optimizer, STRATEGIES[work.mode](), model=table)
 
 
 class Caller:
     """One of the crowd."""
 
     def __init__(self, work: Work, index: int) -> None:
-        self._part, _, optimizer = member(work, Role.WORKER, index)
+        self._part, optimizer = member(work, Role.WORKER, index)
         self._part.init_worker()
         floor = optimizer._stepper().floor
         (self._client,) = floor.lines.clients
@@ -80,7 +81,7 @@ class Caller:
 def main() -> None:
     work = my_work()
     if work.role == "server":
-        part, _, _ = member(work, Role.SERVER, work.index)
+        part, _ = member(work, Role.SERVER, work.index)
         part.init_server()
         part.run_server()
         return
