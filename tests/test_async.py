@@ -102,6 +102,7 @@ def test_every_gradient_is_applied_once_and_undivided(workers: int, servers: int
         done.wait(20)
         settles_at(weight, optimizer, -20.0 * workers)
         assert torch.equal(weight, torch.full((30,), -20.0 * workers))
+        fleet_.barrier_worker()  # the rows are on other servers, which somebody's last push may reach later
         return table(torch.tensor([7, worker])).detach()
 
     for rows in run_job(body, workers, servers):
