@@ -34,7 +34,10 @@ PATIENCE = 3
 
 
 class DirectChannel:
-    """Sends requests over direct connections where the server takes any, and whatever is urgent over ``control``."""
+    """Sends requests over direct connections where the server takes any, and over ``control`` where it does not.
+
+    What is urgent has the thread of its connection at the server, as everything has: nothing is in front of it.
+    """
 
     def __init__(self, endpoint: Endpoint, control: Channel, limit: int = MAX_PAYLOAD_BYTES) -> None:
         self._endpoint = endpoint
@@ -50,7 +53,7 @@ class DirectChannel:
     def start(
         self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
     ) -> Call:
-        if not urgent and self._failures < PATIENCE:
+        if self._failures < PATIENCE:
             try:
                 connection = self._take(min(timeout_s or CONNECT_S, CONNECT_S))
             except TransportError as error:
