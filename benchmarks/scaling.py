@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--quick] [--json FILE] [--figures FOLDER] [--curves workers crowd servers ids]
 
 workers    1 to 64 against one server: examples a second of all together, which must not fall from 4 workers to 64
-crowd      the same for workers that compute next to nothing and share a process: what one server can take of them
+crowd      the same for workers that compute next to nothing and share few processes: what one server can take of them
 servers    1 to 4 for two workers: the same, and what an example costs
 ids        a table that has seen 10^4 to 10^7 ids (10^8 with ``--most-ids``, for machines with 16 GB to spare), of which
            every step trains 5000: time of a step, and memory
@@ -32,6 +32,8 @@ CLICKS = {"width": 32, "batch": 1000, "warmup": 20, "alike": True}
 #: Steps of all workers together, but for a least number each.
 STEPS, LEAST_STEPS = 1600, 25
 IDS_A_STEP = 5000
+#: So many processes share the workers that compute nothing: in one they would wait for each other more than the server.
+CROWDS = 4
 #: What the curves of whole jobs count.
 UNITS = {"workers": "workers", "crowd": "workers that compute nothing", "servers": "servers"}
 
@@ -103,8 +105,9 @@ def scale_crowd(options: argparse.Namespace) -> Costs:
     def job(place: Place) -> Cost:
         mode, crowd = place
         steps = max(LEAST_STEPS, 2 * STEPS // crowd // (8 if options.quick else 1))
-        work = {**CLICKS, "mode": mode, "steps": steps, "crowd": crowd}
-        return run_job("crowd", work, workers=1, servers=1)
+        processes = min(crowd, CROWDS)
+        work = {**CLICKS, "mode": mode, "steps": steps, "crowd": crowd // processes}
+        return run_job("crowd", work, workers=processes, servers=1)
 
     most = 4 if options.quick else 64
     return measure([(mode, crowd) for mode in MODES for crowd in WORKERS if crowd <= most], options.rounds, job)

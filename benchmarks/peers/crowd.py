@@ -1,8 +1,8 @@
-"""Many of Fleet's workers in one process, which compute next to nothing: how much of them a server can take.
+"""Many of Fleet's workers in a process, which compute next to nothing: how much of them a server can take.
 
-Each of the ``crowd`` is a worker of its own, with connections, heartbeats and a thread. What it asks for was made
-before: the distinct ids of a batch of ctr.py. All that it computes is how far the rows are from one, to which it moves
-them.
+Each of a process's ``crowd`` is a worker of its own, with connections, heartbeats and a thread. What it asks for was
+made before: the distinct ids of a batch of ctr.py. All that it computes is how far the rows are from one, to which it
+moves them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DENSE = 10_946
 def member(work: Work, role: Role, index: int) -> tuple[fleet.Fleet, Any]:
     """A part in the job, and its optimizer."""
     part = fleet.Fleet()
-    part.init(UserDefinedRoleMaker(index, role, work.crowd, work.servers))
+    part.init(UserDefinedRoleMaker(index, role, work.crowd * work.workers, work.servers))
     table = fleet.nn.Embedding(None, work.dim, initializer="zeros")
     dense = torch.nn.Parameter(torch.zeros(DENSE))
     optimizer = torch.optim.SGD([dense, *table.parameters()], lr=0.02)
@@ -91,7 +91,8 @@ def main() -> None:
             """What each of the crowd has made of the same step, in the mean."""
             return list(np.mean([*threads.map(do, range(work.crowd))], 0))
 
-        callers = list(threads.map(lambda index: Caller(work, index), range(work.crowd)))
+        first = work.index * work.crowd
+        callers = list(threads.map(lambda index: Caller(work, first + index), range(work.crowd)))
         meter = Meter(replace(work, batch=work.batch * work.crowd))
         for steps in (work.warmup, work.steps):
             for distance in together(lambda index, steps=steps: callers[index].run(steps)):
