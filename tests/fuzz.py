@@ -170,12 +170,12 @@ class Target:
         (reply,) = replies
         return raise_if_error(reply)
 
-    def handle(self, frame: Frame, respond: Respond) -> None:
+    def handle(self, frame: Frame, respond: Respond) -> Callable[[], None] | None:
         """As the server does it, but for what members may do to a job: to leave it and to end it."""
         kind = frame.message.WhichOneof("kind")
         if kind in ("bye", "abort"):
             raise ProtocolError(f"{kind} is not sent")
-        self._service.handle(frame, respond)
+        return self._service.handle(frame, respond)
 
     def feed(self, data: bytes) -> str:
         """What becomes of some bytes, in a word. Everything that must not happen is raised."""

@@ -16,7 +16,8 @@ from fleet.errors import ConfigurationError
 from fleet.ps.kernels import RULES, rows
 from fleet.ps.kernels.jit import Compiled
 from fleet.ps.kernels.rows import owner
-from fleet.ps.table import index
+from fleet.ps.table import index, looked_up
+from fleet.ps.table.looked_up import LookedUp
 from fleet.ps.table.memory import MemoryStore
 from fleet.ps.table.merge import merge
 from fleet.ps.table.table import Table
@@ -259,6 +260,72 @@ def test_what_a_row_begins_with_depends_on_seed_table_and_id_alone(start: str, d
 def test_an_initializer_that_is_unknown_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="magic"):
         table(initializer=Initializer("magic"))
+
+
+# ---------------------------------------------------------------------------------------------- looked up before
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["read", "apply", "load"]), st.lists(few, max_size=6, unique=True))))
+def test_to_remember_what_was_looked_up_changes_nothing(operations: list[tuple[str, list[int]]]) -> None:
+    kernel = RULES["Adagrad"].rows
+    assert kernel is not None
+    tables = [Table(SPEC, kernel, 7, looked_up=remembering) for remembering in (None, LookedUp())]
+    for step, (operation, given_) in enumerate(operations, 1):
+        for each in tables:
+            if operation == "read":
+                each.read(ids(*given_), training=True)
+            elif operation == "apply":
+                each.apply(ids(*given_), ones(len(given_)), {"lr": 0.1}, step)
+            else:
+                each.load(ids(*given_), {"weight": ones(len(given_))})
+    (plain, columns), (other, others) = (each.export() for each in tables)
+    assert np.array_equal(plain, other)
+    assert columns.keys() == others.keys()
+    assert all(np.array_equal(columns[name], others[name]) for name in columns)
+
+
+def test_gradients_of_what_was_looked_up_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = RULES["SGD"].rows
+    assert kernel is not None
+    remembering = Table(SPEC, kernel, 7, looked_up=LookedUp())
+    inserted: list[list[int]] = []
+    insert = MemoryStore.insert
+
+    def counted(store: MemoryStore, these: Any) -> Any:
+        inserted.append(these.tolist())
+        return insert(store, these)
+
+    monkeypatch.setattr(MemoryStore, "insert", counted)
+    for wanted, left in ([5, 6], [5, 6]), ([6, 7, 5], [7]), ([7, 5], None):
+        remembering.read(ids(*wanted), training=True)
+        remembering.apply(ids(*wanted), ones(len(wanted)), {"lr": 0.1}, 1)
+        assert (inserted.pop() if inserted else None) == left
+    remembering.apply(ids(7, 5), ones(2), {"lr": 0.1}, 1)  # it was told once
+    assert inserted.pop() == [7, 5]
+    remembering.read(ids(5, 6), training=False)
+    remembering.apply(ids(5, 6), ones(2), {"lr": 0.1}, 1)
+    assert inserted.pop() == [5, 6]
+
+
+def test_ids_are_remembered_as_they_were_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looked_up, "MOST_IDS", 6)
+    known, asked = LookedUp(), ids(1, 2, 3)
+    known.remember("a", asked, ids(0, 1, 2))
+    asked[1] = 9
+    assert known.take("a", asked) is None
+    known.remember("a", ids(1, 2, 3), ids(0, 1, 2))
+    known.remember("b", ids(1, 2, 3), ids(4, 5, 6))
+    assert known.take("c", ids(1, 2, 3)) is None
+    known.remember("a", ids(4), ids(3))  # the first has to go
+    known.remember("a", ids(*range(7)), ids(*range(7)))
+    assert known.take("a", ids(1, 2, 3)) is None
+    assert known.take("a", ids(*range(7))) is None
+    assert known.take("a", ids()) is None
+    for table_, wanted, slots in ("b", ids(1, 2, 3), [4, 5, 6]), ("a", ids(4), [3]):
+        found = known.take(table_, wanted)
+        assert found is not None
+        assert found.tolist() == slots
 
 
 # ---------------------------------------------------------------------------------------------- updating

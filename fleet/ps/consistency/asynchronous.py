@@ -9,4 +9,4 @@ from __future__ import annotations
 from fleet.ps.consistency.arrival import ArrivalGate
 from fleet.ps.consistency.base import Mode
 
-MODE = Mode("async", ArrivalGate, version_needed=lambda _step, _staleness: 0)
+MODE = Mode("async", ArrivalGate, version_needed=lambda _step, _staleness: 0, behind=True)

@@ -88,3 +88,5 @@ class Mode:
     lockstep: bool = False
     #: What workers push are changes, to be added to the values, and not gradients.
     adds: bool = False
+    #: Workers push behind their steps: none waits for the answer.
+    behind: bool = False

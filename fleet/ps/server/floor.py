@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
 from fleet.clock import Clock
@@ -21,12 +21,14 @@ from fleet.ps.server.durable import Durable
 from fleet.ps.server.ending import Ending
 from fleet.ps.server.job import Job
 from fleet.ps.server.ledger import Ledger
+from fleet.ps.server.lock import Lock
 from fleet.ps.server.remembering import Memory
 from fleet.ps.server.roll import Roll
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Respond
 
 _log = logging.getLogger("fleet.server")
 
@@ -40,7 +42,7 @@ class Floor:
         self.knobs = knobs
         self.clock = clock
         self.most_bytes = knobs.security.max_message_bytes
-        self.lock = threading.Lock()
+        self.lock = Lock(self._catch_up)
         self.roll = Roll(endpoint, knobs, clock)
         self.ending = Ending(self.roll, clock, knobs.beat_s)
         self.ledger = Ledger(clock)
@@ -48,6 +50,8 @@ class Floor:
         #: from the first hello on
         self.job: Job | None = None
         self._tickets = itertools.count()
+        #: replies that became possible while somebody caught up
+        self._late: deque[tuple[Respond, Frame]] = deque()
 
     def running(self) -> Job:
         assert self.job is not None, "a member exists only with a job"
@@ -98,16 +102,44 @@ class Floor:
                 else:
                     self.answer([effect.ticket], by, outbox)
         except Exception as error:
-            # Half a round is applied: nobody may go on from here as if nothing had happened.
-            _log.exception("%s: the server failed", self.endpoint)
-            failure = JobAbortedError(f"server {self.endpoint} failed", got=repr(error), todo=_way_out(error))
-            self.fail(failure, outbox)
+            self._fail_halfway(error, outbox)
+
+    def _catch_up(self) -> None:
+        """Do what is left of a round whose answers did not wait for it."""
+        if not self._is_behind:
+            return
+        failed: Outbox = []
+        try:
+            with self.ledger.busy():
+                self.shard().settle()
+        except Exception as error:
+            self._fail_halfway(error, failed)
+        self._late += failed
+
+    @property
+    def _is_behind(self) -> bool:
+        return self.job is not None and self.job.shard is not None and self.job.shard.is_behind
+
+    def _fail_halfway(self, error: Exception, outbox: Outbox) -> None:
+        # Half a round is applied: nobody may go on from here as if nothing had happened.
+        _log.exception("%s: the server failed", self.endpoint)
+        failure = JobAbortedError(f"server {self.endpoint} failed", got=repr(error), todo=_way_out(error))
+        self.fail(failure, outbox)
+
+    def settle(self) -> None:
+        """Do now, as answers are on their way, what they did not wait for."""
+        if self._is_behind:
+            with self.lock:
+                pass
+            self.send([])
 
     def answer(self, tickets: Sequence[Hashable], by: int, outbox: Outbox) -> None:
         """Worker ``by`` has let these be answered. One is not there any more if the job has failed, or if it was a
         process's whose worker has started again."""
         parked = self.running().parked
         for waiting in [parked.pop(ticket) for ticket in tickets if ticket in parked]:
+            if waiting.has_rows:
+                self.shard().settle()
             self.ledger.released(waiting, by)
             if self.memory is None or not self.memory.replaying:  # else nobody would read it
                 outbox.append((waiting.respond, self._answer_to(waiting, outbox)))
@@ -172,6 +204,8 @@ class Floor:
     def send(self, outbox: Outbox, *, secure: bool = True) -> None:
         """Let replies leave, ``secure`` ones when what they tell of is as safe as it has to be. Mere questions need not
         wait for what others have asked for: these ask again, should it be lost."""
+        while self._late:
+            outbox.append(self._late.popleft())
         failure = self.sync(Memory.secure) if secure and outbox else None
         for respond, frame in outbox:
             respond(frame if failure is None else error_reply(failure))

@@ -103,6 +103,8 @@ class Job:
         dense = self.dense_at(version - 1) if keep else []
         self.snapshot = None
         rows = self.shard.apply(contributions, keep=keep)
+        if self.mode.behind:
+            self.shard.settle()
         self.before = Before(version - 1, dense, rows) if keep else None
 
     def before_for(self, worker: int, version: int) -> Before | None:

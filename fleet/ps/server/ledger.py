@@ -33,14 +33,22 @@ class Ledger:
     @contextmanager
     def request(self, frame: Frame, outbox: Outbox) -> Iterator[None]:
         """Around carrying out one request, whose replies gather in ``outbox``."""
+        try:
+            with self.busy():
+                yield
+        finally:
+            self._requests += 1
+            self._received_bytes += frame.nbytes
+            self._sent_bytes += sum(reply.nbytes for _, reply in outbox)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around any work."""
         began = self._clock.now()
         try:
             yield
         finally:
             self._busy_s += self._clock.now() - began
-            self._requests += 1
-            self._received_bytes += frame.nbytes
-            self._sent_bytes += sum(reply.nbytes for _, reply in outbox)
 
     def released(self, waiting: Waiting, by: int) -> None:
         """A request that waited can be answered, since worker ``by`` has done something."""

@@ -82,13 +82,13 @@ class Service:
         }
         resume(
             floor,
-            ask=lambda frame: self.handle(frame, lambda _: None),
+            ask=self._again,
             hand_out=training.hand_out_again,
             lose=lambda worker: leaving.lose(worker, []),
         )
         filling.go_on()
 
-    def handle(self, frame: Frame, respond: Respond) -> None:
+    def handle(self, frame: Frame, respond: Respond) -> Callable[[], None] | None:
         request, floor = frame.message, self.floor
         kind = request.WhichOneof("kind")
         if kind == "beat":
@@ -96,15 +96,15 @@ class Service:
             self._check_member(request, parting=True)
             floor.ledger.heard(request.worker, request.beat.figures)
             respond(Frame(pb.Reply()))
-            return
+            return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))
-            return
+            return None
         outbox: Outbox = []
         try:
             with floor.lock, floor.ledger.request(frame, outbox):
                 if floor.ending.suspended:
-                    return  # unanswered, it is asked again when the server is there again
+                    return None  # unanswered, it is asked again when the server is there again
                 if kind not in self._handlers:
                     raise ProtocolError("a request of an unknown kind", where=str(floor.endpoint))
                 if kind != "hello":
@@ -116,6 +116,10 @@ class Service:
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.knows_readers))
+        return floor.settle
+
+    def _again(self, frame: Frame) -> None:
+        self.handle(frame, lambda _: None)
 
     def _check_member(self, request: Any, *, parting: bool) -> None:
         self.floor.ending.refuse_if_failed(request.worker)

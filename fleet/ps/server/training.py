@@ -87,6 +87,7 @@ class Training:
             arrival.respond,
             lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
+            has_rows=bool(wanted),
             nbytes=arrival.frame.nbytes,
             handing_out=arrival.frame if job.remembers(dense=pull.dense, training=any(pull.training)) else None,
         )

@@ -52,5 +52,6 @@ class Waiting:
     answer: Callable[[], Frame]
     gathering: bool = False
     ahead: bool = False  #: the worker does not wait for it yet
+    has_rows: bool = False  #: the answer
     nbytes: int = 0  #: what it keeps in memory until then
     handing_out: Frame | None = None  #: what says what the answer gives, where that is remembered

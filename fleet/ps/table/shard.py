@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense import DenseShard, Gradient
 from fleet.ps.table.history import History
+from fleet.ps.table.looked_up import LookedUp
 from fleet.ps.table.merge import merge
 from fleet.ps.table.standing import HandOn, Standing, described
 from fleet.ps.table.table import Table
@@ -78,10 +80,16 @@ class Shard:
         self._options = self.check_options(plan, options)
         self.dense = DenseShard(plan, server, self._options)
         settings = plan.spec.settings
+        mode = MODES[settings.mode]
         self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
-        self.changes = Changes() if MODES[settings.mode].adds else None
+        self.changes = Changes() if mode.adds else None
         self.staleness = Staleness()
-        self.tables: list[Table] = []
+        # Gradients of several workers are summed, changes are of ids of many steps: neither are those of one look-up.
+        is_looked_up = not mode.adds and (settings.worker_num == 1 or not mode.lockstep)
+        self._looked_up = LookedUp() if is_looked_up else None
+        self._tables: list[Table] = []
+        #: what is left of the last round
+        self._rest: Callable[[], None] | None = None
         self.history = History()
         self._add_tables()
 
@@ -107,14 +115,14 @@ class Shard:
         self._add_tables()
 
     def _add_tables(self) -> None:
-        self.tables += [self._make_table(index) for index in range(len(self.tables), len(self.plan.spec.tables))]
-        self.history.watch(self.tables)
+        self._tables += [self._make_table(index) for index in range(len(self._tables), len(self.plan.spec.tables))]
+        self.history.watch(self._tables)
 
     def _make_table(self, index: int) -> Table:
         spec = self.plan.spec.tables[index]
         rows = self.rule_of(self.plan, spec.group, rows=True).rows
         assert rows is not None
-        return Table(spec, rows, self._seed)
+        return Table(spec, rows, self._seed, looked_up=self._looked_up)
 
     @staticmethod
     def rule_of(plan: Plan, group: int, *, rows: bool) -> Rule:
@@ -175,14 +183,19 @@ class Shard:
                     )
 
     def table(self, index: int) -> Table:
-        if not 0 <= index < len(self.tables):
+        tables = self.tables
+        if not 0 <= index < len(tables):
             raise ProtocolError("a message names a table this job does not have", got=index)
-        return self.tables[index]
+        return tables[index]
 
     def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
         """One optimizer step on the mean of the contributions; the first one's options rule the round. In a mode whose
         workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have changed
-        and the weights that they had before."""
+        and the weights that they had before.
+
+        Dense values have changed when this returns. Rows follow with ``settle``, or when somebody looks at a table,
+        and so does what is returned."""
+        self.settle()
         before: dict[int, tuple[Array, Array]] = {}
         for contribution in contributions:
             self._count_staleness(contribution)
@@ -195,18 +208,45 @@ class Shard:
         first = contributions[0]
         if first.options != self._options_text:
             self._options, self._options_text = self.check_options(self.plan, first.options), first.options
+        self.dense.apply([c.dense for c in contributions], len(contributions), self._options)
+        used = sorted(frozenset().union(*(c.used for c in contributions)))
+        self._rest = partial(self._apply_rows, [c.rows for c in contributions], used, before if keep else None)
+        return before
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is left of the last round."""
+        return self._rest is not None
+
+    def settle(self) -> None:
+        """Do what is left of the last round."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
+
+    @property
+    def tables(self) -> list[Table]:
+        self.settle()
+        return self._tables
+
+    def _apply_rows(
+        self,
+        contributions: Sequence[Mapping[int, tuple[Array, Array]]],
+        used: Sequence[int],
+        before: dict[int, tuple[Array, Array]] | None,
+    ) -> None:
+        """Update the rows of all tables; ``before``, if it is given, takes the weights that they had."""
         count = len(contributions)
-        self.dense.apply([c.dense for c in contributions], count, self._options)
-        for index in sorted(frozenset().union(*(c.used for c in contributions))):
-            table = self.tables[index]
+        for index in used:
+            table = self._tables[index]
             table.step += 1
-            rows = [c.rows[index] for c in contributions if index in c.rows]
+            rows = [each[index] for each in contributions if index in each]
             if rows:
                 ids, grads = merge(rows, count) if count > 1 else rows[0]
-                weights = table.apply(ids, grads, self._options[table.spec.group], table.step, keep=keep)
-                if weights is not None:
+                options = self._options[table.spec.group]
+                weights = table.apply(ids, grads, options, table.step, keep=before is not None)
+                if before is not None and weights is not None:
                     before[index] = ids.copy(), weights  # a view of them would hold the whole push
-        return before
 
     def _add(self, contribution: Contribution, changes: Changes) -> None:
         self.dense.add(contribution.dense)

@@ -17,6 +17,7 @@ from fleet.ps.kernels.jit import Array, Ids
 from fleet.ps.kernels.rows import accumulate, gather, packed, packed_ids, scatter, stamp
 from fleet.ps.kernels.rule import RowKernel
 from fleet.ps.table.initializers import InitialRows
+from fleet.ps.table.looked_up import LookedUp
 from fleet.ps.table.memory import MemoryStore
 from fleet.ps.table.merge import merge
 from fleet.ps.table.store import Store
@@ -33,7 +34,15 @@ _LOOKED_THROUGH = 1 << 20
 class Table:
     """``step`` is how many of the job's rounds used the table; whoever drives the rounds counts them."""
 
-    def __init__(self, spec: TableSpec, kernel: RowKernel, seed: int, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        kernel: RowKernel,
+        seed: int,
+        store: Store | None = None,
+        looked_up: LookedUp | None = None,
+    ) -> None:
+        """``looked_up``, if it is given, remembers the ids that are read for training."""
         self.spec = spec
         self.step = 0
         self._kernel = kernel
@@ -42,6 +51,7 @@ class Table:
         self._initial = InitialRows(spec, seed)
         self._store: Store = MemoryStore() if store is None else store
         self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
+        self._looked_up = looked_up
         self._epoch = 0
         self._told: tuple[Callable[[Ids], None], ...] = ()
 
@@ -61,6 +71,8 @@ class Table:
         """The rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside training."""
         ids = self._checked(ids)
         slots = self._store.find(ids)
+        if training and self._looked_up is not None:
+            self._looked_up.remember(self.spec.name, ids, slots)
         out = np.empty((ids.size, self.spec.dim), self._dtype)
         gather(self._store.column(WEIGHT), slots, out)
         missing = np.flatnonzero(slots < 0)
@@ -198,12 +210,20 @@ class Table:
 
     def _insert(self, ids: Ids) -> Ids:
         before = len(self._store)
-        slots = self._store.insert(ids)
+        known = None if self._looked_up is None else self._looked_up.take(self.spec.name, ids)
+        slots = self._store.insert(ids) if known is None else self._completed(ids, known)
         if len(self._store) > before:
             fresh = np.arange(before, len(self._store))
             rows = np.empty((fresh.size, self.spec.dim), self._dtype)
             self._initial.fill(self._store.ids(fresh), rows)
             scatter(self._store.column(WEIGHT), fresh, rows)
+        return slots
+
+    def _completed(self, ids: Ids, slots: Ids) -> Ids:
+        """The slots of ids, of which some had none."""
+        missing = np.flatnonzero(slots < 0)
+        if missing.size:
+            slots[missing] = self._store.insert(ids[missing])
         return slots
 
     def _copied(self, name: str, slots: Ids) -> Array:

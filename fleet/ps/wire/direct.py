@@ -1,4 +1,4 @@
-"""Direct connections: what is not urgent goes over plain sockets, beside a network that carries the rest.
+"""Direct connections: requests go over plain sockets, beside a network that leads there.
 
 Through Python's gRPC a request of 400 KiB costs about half a millisecond of computing on either side, whatever its
 options, over a socket a tenth of it (docs/design.md has the figures). A client asks the server over the network where
@@ -8,6 +8,8 @@ Nothing is encrypted here. With TLS they are taken under a name on the server's 
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from fleet.cluster import Binding, Endpoint
 from fleet.ps.wire import fleet_pb2 as pb
@@ -33,11 +35,11 @@ class DirectNetwork:
         self._security.check_listening(at)
         direct = DirectListener(at, self._port, handler, self._security)
 
-        def receive(frame: Frame, respond: Respond) -> None:
-            if frame.message.WhichOneof("kind") == "direct":
-                respond(Frame(pb.Reply(direct=direct.address)))
-            else:
-                handler(frame, respond)
+        def receive(frame: Frame, respond: Respond) -> Callable[[], None] | None:
+            if frame.message.WhichOneof("kind") != "direct":
+                return handler(frame, respond)
+            respond(Frame(pb.Reply(direct=direct.address)))
+            return None
 
         try:
             return _Listener(direct, self._control.listen(endpoint, receive))

@@ -217,11 +217,12 @@ class _Connection:
             Outgoing(error_reply(error)).send(self.sock, wait=True)
             raise ConnectionAbortedError(str(error)) from None
         self._reply = queue.SimpleQueue()  # of its own, as a handler may answer twice
-        handle(handler, request, self._reply.put)
+        afterwards = handle(handler, request, self._reply.put)
         reply = None if self._ended else self._reply.get()
         if reply is None:
             raise ConnectionAbortedError("the server closes")
         Outgoing(reply).send(self.sock, wait=True)
+        afterwards()
 
 
 def _peer(sock: socket.socket, address: Any) -> Hashable:

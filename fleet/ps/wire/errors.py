@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fleet import errors
 from fleet.errors import FleetError
@@ -52,8 +52,10 @@ def raise_if_error(reply: Frame) -> Frame:
     return reply
 
 
-def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond, limit: int = MAX_PAYLOAD_BYTES) -> None:
-    """Read a request and let ``handler`` answer it."""
+def serve(
+    handler: Handler, pieces: Iterable[bytes], respond: Respond, limit: int = MAX_PAYLOAD_BYTES
+) -> Callable[[], None]:
+    """Read a request and let ``handler`` answer it; what is to be done after it."""
     try:
         request = read_frame(pb.Request, pieces, limit)
     except TransportError as error:  # there is nobody to answer
@@ -61,15 +63,22 @@ def serve(handler: Handler, pieces: Iterable[bytes], respond: Respond, limit: in
     except FleetError as error:
         respond(error_reply(error))
     else:
-        handle(handler, request, respond)
+        return handle(handler, request, respond)
+    return _nothing
 
 
-def handle(handler: Handler, request: Frame, respond: Respond) -> None:
-    """Let ``handler`` answer; whatever goes wrong is told to this peer and to nobody else."""
+def handle(handler: Handler, request: Frame, respond: Respond) -> Callable[[], None]:
+    """Let ``handler`` answer; whatever goes wrong is told to this peer and to nobody else. What is to be done after
+    it."""
     try:
-        handler(request, respond)
+        return handler(request, respond) or _nothing
     except FleetError as error:
         respond(error_reply(error))
     except Exception as error:
         _log.exception("a request failed inside the server")
         respond(error_reply(FleetError("the server failed on this request", got=repr(error))))
+    return _nothing
+
+
+def _nothing() -> None:
+    pass

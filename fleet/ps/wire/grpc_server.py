@@ -294,13 +294,14 @@ class _Exchange:
 
     def serve(self, handler: Handler, pieces: Iterable[bytes], limit: int) -> None:
         try:
-            serve(handler, pieces, self._respond, limit)
+            afterwards = serve(handler, pieces, self._respond, limit)
         finally:
             with self._lock:
                 self._serving = False
                 reply = self._reply
         if reply is not None:
             self._leave(reply, here=True)
+        afterwards()
 
     def _respond(self, reply: Frame) -> None:
         with self._lock:

@@ -76,7 +76,7 @@ class _Channel:
         if not self._calls.add(call):
             call.cancel()
             return BrokenCall("the channel is closed")
-        serve(listener.handler, request.pieces(), call.respond)
+        serve(listener.handler, request.pieces(), call.respond)()
         return call
 
     def close(self) -> None:

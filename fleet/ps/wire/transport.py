@@ -1,7 +1,8 @@
 """What the rest of the package knows of a network: listen, connect, one request, one reply.
 
 A reply may come late and from any thread: a handler is given ``respond`` and may keep it. That is how a pull that
-cannot be answered yet waits on a server without holding one of its threads.
+cannot be answered yet waits on a server without holding one of its threads. What a handler returns, if anything, is
+work that no answer waits for: it is done when one that was given at once is on its way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fleet.cluster import Endpoint
 from fleet.ps.wire.frame import Frame
 
 Respond = Callable[[Frame], None]
-Handler = Callable[[Frame, Respond], None]
+Handler = Callable[[Frame, Respond], Callable[[], None] | None]
 
 
 class TransportError(Exception):

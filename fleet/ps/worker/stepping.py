@@ -42,7 +42,7 @@ class Stepping:
 
     def start(self) -> None:
         """The first values are there: what works beside the user's thread may begin."""
-        if self._floor.mode.name == "async":
+        if self._floor.mode.behind:
             merge, name = self._make_merge(0), str(self._floor.assignment.index)
             # A gradient of rows is compensated from when they were read last, which should be what it was computed on.
             compensated = self._floor.strategy.dc_lambda != 0
