@@ -106,7 +106,7 @@ class Floor:
 
     def _catch_up(self) -> None:
         """Do what is left of a round whose answers did not wait for it."""
-        if not self._is_behind:
+        if not self._is_unsettled:
             return
         failed: Outbox = []
         try:
@@ -117,8 +117,8 @@ class Floor:
         self._late += failed
 
     @property
-    def _is_behind(self) -> bool:
-        return self.job is not None and self.job.shard is not None and self.job.shard.is_behind
+    def _is_unsettled(self) -> bool:
+        return self.job is not None and self.job.shard is not None and self.job.shard.is_unsettled
 
     def _fail_halfway(self, error: Exception, outbox: Outbox) -> None:
         # Half a round is applied: nobody may go on from here as if nothing had happened.
@@ -128,7 +128,7 @@ class Floor:
 
     def settle(self) -> None:
         """Do now, as answers are on their way, what they did not wait for."""
-        if self._is_behind:
+        if self._is_unsettled:
             with self.lock:
                 pass
             self.send([])
@@ -137,9 +137,10 @@ class Floor:
         """Worker ``by`` has let these be answered. One is not there any more if the job has failed, or if it was a
         process's whose worker has started again."""
         parked = self.running().parked
-        for waiting in [parked.pop(ticket) for ticket in tickets if ticket in parked]:
-            if waiting.has_rows:
-                self.shard().settle()
+        there = [ticket for ticket in tickets if ticket in parked]
+        if any(parked[ticket].has_rows for ticket in there):
+            self.shard().settle()  # while all are still there to be told, should it fail
+        for waiting in map(parked.pop, there):
             self.ledger.released(waiting, by)
             if self.memory is None or not self.memory.replaying:  # else nobody would read it
                 outbox.append((waiting.respond, self._answer_to(waiting, outbox)))

@@ -103,7 +103,7 @@ class Job:
         dense = self.dense_at(version - 1) if keep else []
         self.snapshot = None
         rows = self.shard.apply(contributions, keep=keep)
-        if self.mode.behind:
+        if self.mode.behind:  # no answer would be there any sooner for who needs it
             self.shard.settle()
         self.before = Before(version - 1, dense, rows) if keep else None
 

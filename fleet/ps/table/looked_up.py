@@ -26,10 +26,12 @@ class LookedUp:
         """The slots that ids had, -1 where there was none."""
         if not 0 < ids.size <= MOST_IDS:
             return
-        self.take(table, ids)
+        key = _key(table, ids)
+        if key in self._known:
+            self._forget(key)
         while self._count + ids.size > MOST_IDS:
             self._forget(next(iter(self._known)))
-        self._known[_key(table, ids)] = ids.copy(), slots
+        self._known[key] = ids.copy(), slots
         self._count += ids.size
 
     def take(self, table: str, ids: Ids) -> Ids | None:

@@ -214,7 +214,7 @@ class Shard:
         return before
 
     @property
-    def is_behind(self) -> bool:
+    def is_unsettled(self) -> bool:
         """Whether something is left of the last round."""
         return self._rest is not None
 
