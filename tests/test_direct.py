@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,8 +24,9 @@ from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.ps.backend import real_network
-from fleet.ps.wire import direct_client, direct_server
+from fleet.ps.wire import direct_client, direct_connections
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.crew import SPARE
 from fleet.ps.wire.direct import DirectNetwork
 from fleet.ps.wire.direct_client import PATIENCE, WELCOME, DirectChannel
 from fleet.ps.wire.direct_server import DirectListener
@@ -153,17 +154,21 @@ def test_large_frames_both_ways(
             assert all(torch.equal(got.torch(), want) for got, want in zip(reply.tensors, sent, strict=True))
 
 
-def test_connections_are_used_again(control: Counting, stack: contextlib.ExitStack) -> None:
-    threads = set()
+def test_connections_are_used_again(
+    control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+    connect = direct_client._connect
 
-    def handler(frame: Frame, respond: Respond) -> None:
-        threads.add(threading.current_thread().name)
-        echo(frame, respond)
+    def counted(*how: Any) -> socket.socket:
+        made.append(connect(*how))
+        return made[-1]
 
-    channel = line(control, stack, handler)
+    monkeypatch.setattr(direct_client, "_connect", counted)
+    channel = line(control, stack)
     for step in range(20):
         assert channel.start(ask(step), PATIENCE_S if step % 2 else None).result().message.version == step
-    assert len(threads) == 1
+    assert len(made) == 1
 
 
 # ---------------------------------------------------------------------------------------------- when they fail
@@ -278,14 +283,14 @@ def test_who_has_no_key_is_shown_the_door(listener: DirectListener, stack: conte
 def test_who_says_nothing_is_not_waited_for(
     listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_server, "HANDSHAKE_S", 1)
+    monkeypatch.setattr(direct_connections, "HANDSHAKE_S", 1)
     assert hung_up(connected(listener, stack, b""))
 
 
 def test_who_stops_in_the_middle_of_a_request_is_not_waited_for(
     listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_server, "STALL_S", 1)
+    monkeypatch.setattr(direct_connections, "STALL_S", 1)
     slow = welcomed(listener, stack)
     time.sleep(1.2)  # before it begins it may take its time
     slow.sendall(b"FLT1")
@@ -311,11 +316,11 @@ def test_a_lying_size_takes_no_memory(listener: DirectListener, stack: contextli
 def test_no_more_connections_than_there_is_room_for(
     listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(direct_connections, "MAX_CONNECTIONS", 1)
     first = welcomed(listener, stack)
     assert hung_up(connected(listener, stack))
     first.close()
-    until(lambda: not listener._connections)
+    until(lambda: not listener.connections)
     welcomed(listener, stack)
 
 
@@ -345,6 +350,159 @@ def test_closing_does_not_wait_for_a_peer_that_does_not_read(
     listener.close(0.1)
     with pytest.raises(OSError):
         receive(pb.Reply, stalled)
+
+
+# ---------------------------------------------------------------------------------------------- who has to wait
+
+
+class Keeping:
+    """A handler that keeps what it is to answer; requests of an odd step it answers at once."""
+
+    def __init__(self) -> None:
+        self.kept: list[Respond] = []
+
+    def __call__(self, frame: Frame, respond: Respond) -> None:
+        if frame.message.step % 2:
+            echo(frame, respond)
+        else:
+            self.kept.append(respond)
+
+    def one(self) -> Respond:
+        until(lambda: bool(self.kept))
+        return self.kept.pop()
+
+
+@pytest.fixture
+def keeping() -> Keeping:
+    return Keeping()
+
+
+@pytest.fixture
+def keeper(keeping: Keeping, stack: contextlib.ExitStack) -> DirectListener:
+    made = DirectListener(ENDPOINT, _free_port(), keeping)
+    stack.callback(made.close)
+    return made
+
+
+def answered(sock: socket.socket, step: int) -> bool:
+    Outgoing(ask(step)).send(sock, wait=True)
+    return receive(pb.Reply, sock).message.version == step
+
+
+def test_who_stops_in_the_middle_holds_up_nobody(listener: DirectListener, stack: contextlib.ExitStack) -> None:
+    request = b"".join(ask(7, LARGE).pieces())
+    slow = [welcomed(listener, stack) for _ in range(5)]
+    for each, length in zip(slow, (1, 15, 16, 40, 100_000), strict=True):
+        each.sendall(request[:length])
+    assert answered(welcomed(listener, stack), 1)
+    for each, length in zip(slow, (1, 15, 16, 40, 100_000), strict=True):
+        each.sendall(request[length:])
+        assert torch.equal(receive(pb.Reply, each).tensors[0].torch(), LARGE)
+
+
+def test_a_long_request_holds_up_nobody(stack: contextlib.ExitStack) -> None:
+    over = threading.Event()
+
+    def handler(frame: Frame, respond: Respond) -> None:
+        if not frame.message.step:
+            over.wait(PATIENCE_S)
+        echo(frame, respond)
+
+    listener = DirectListener(ENDPOINT, _free_port(), handler)
+    stack.callback(listener.close)
+    long = [welcomed(listener, stack) for _ in range(12)]
+    for each in long:
+        Outgoing(ask(0)).send(each, wait=True)
+    assert answered(welcomed(listener, stack), 1)
+    assert not over.is_set()
+    over.set()
+    for each in long:
+        assert receive(pb.Reply, each).message.version == 0
+        assert answered(each, 3)
+
+
+def test_a_parked_request_holds_no_thread(
+    keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    before = threading.active_count()
+    parked = [welcomed(keeper, stack) for _ in range(50)]
+    for each in parked:
+        Outgoing(ask(0)).send(each, wait=True)
+    until(lambda: len(keeping.kept) == len(parked))
+    until(lambda: threading.active_count() <= before + SPARE + 1)
+    for respond in keeping.kept:
+        respond(Frame(pb.Reply(version=9)))
+    assert {receive(pb.Reply, each).message.version for each in parked} == {9}
+
+
+def test_who_answers_does_not_wait_for_the_reader(
+    keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    readers = [welcomed(keeper, stack) for _ in range(3)]
+    for each in readers:
+        Outgoing(ask(0)).send(each, wait=True)
+    until(lambda: len(keeping.kept) == len(readers))
+    for respond in keeping.kept:
+        respond(Frame(pb.Reply(version=2), [WireTensor.of(LARGE)]))
+    for each in readers:
+        assert torch.equal(receive(pb.Reply, each).tensors[0].torch(), LARGE)
+        assert answered(each, 3)
+
+
+def test_who_hangs_up_is_forgotten_before_the_answer(
+    keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    gone, other = welcomed(keeper, stack), welcomed(keeper, stack)
+    Outgoing(ask(0)).send(gone, wait=True)
+    respond = keeping.one()
+    gone.close()
+    until(lambda: len(keeper.connections) == 1)
+    respond(Frame(pb.Reply(version=2)))
+    assert answered(other, 1)
+
+
+def test_a_request_that_came_too_early_waits_for_its_turn(
+    keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    sock, other = welcomed(keeper, stack), welcomed(keeper, stack)
+    Outgoing(ask(0)).send(sock, wait=True)
+    Outgoing(ask(1)).send(sock, wait=True)
+    respond = keeping.one()
+    assert answered(other, 1)
+    respond(Frame(pb.Reply(version=2)))
+    assert [receive(pb.Reply, sock).message.version for _ in range(2)] == [2, 1]
+
+
+def test_a_second_answer_goes_nowhere(keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack) -> None:
+    sock = welcomed(keeper, stack)
+    Outgoing(ask(0)).send(sock, wait=True)
+    respond = keeping.one()
+    for version in (2, 4):
+        respond(Frame(pb.Reply(version=version)))
+    assert receive(pb.Reply, sock).message.version == 2
+    Outgoing(ask(6)).send(sock, wait=True)
+    later = keeping.one()
+    respond(Frame(pb.Reply(version=8)))
+    later(Frame(pb.Reply(version=6)))
+    assert receive(pb.Reply, sock).message.version == 6
+
+
+def test_what_is_done_after_an_answer_comes_after_it(stack: contextlib.ExitStack) -> None:
+    """Even where the peer has not read all of it yet."""
+    done, read = threading.Event(), threading.Event()
+
+    def handler(frame: Frame, respond: Respond) -> Callable[[], None]:
+        respond(Frame(pb.Reply(), [WireTensor.of(LARGE)] * 4))
+        return lambda: (read.wait(PATIENCE_S), done.set())[1]
+
+    listener = DirectListener(ENDPOINT, _free_port(), handler)
+    stack.callback(listener.close)
+    sock = welcomed(listener, stack)
+    Outgoing(ask(0)).send(sock, wait=True)
+    assert len(receive(pb.Reply, sock).tensors) == 4
+    assert not done.is_set()
+    read.set()
+    assert done.wait(PATIENCE_S)
 
 
 # ---------------------------------------------------------------------------------------------- the setting

@@ -41,9 +41,10 @@ from fleet.ps.server import floor
 from fleet.ps.server.reception import check_share
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
-from fleet.ps.wire import direct_server, grpc_server
+from fleet.ps.wire import direct_connections, grpc_server
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
+from fleet.ps.wire.direct_connections import Connection
 from fleet.ps.wire.direct_server import DirectListener
 from fleet.ps.wire.errors import error_reply, raise_if_error
 from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame
@@ -583,22 +584,22 @@ def _is_welcome(sock: socket.socket, key: bytes) -> bool:
 def test_strangers_do_not_take_up_the_places_of_the_others(
     endpoint: Endpoint, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_server, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(direct_connections, "MAX_STRANGERS", 3)
     listener = _direct(endpoint, stack)
     known = _tcp(listener, stack)
     assert _is_welcome(known, listener.address.key)
     silent = [_tcp(listener, stack) for _ in range(3)]
-    until(lambda: len(listener._connections) == 4)
+    until(lambda: len(listener.connections) == 4)
     assert not _is_welcome(_tcp(listener, stack), listener.address.key)
     silent.pop().close()
-    until(lambda: len(listener._connections) == 3)
+    until(lambda: len(listener.connections) == 3)
     assert _is_welcome(_tcp(listener, stack), listener.address.key)
 
 
 def test_one_address_does_not_take_up_all_places(
     endpoint: Endpoint, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_server, "MAX_OF_ONE", 2)
+    monkeypatch.setattr(direct_connections, "MAX_OF_ONE", 2)
     listener = _direct(endpoint, stack)
     assert [_is_welcome(_tcp(listener, stack), listener.address.key) for _ in range(3)] == [True, True, False]
     if listener.address.local:  # another peer, as it is a process and no address
@@ -611,12 +612,12 @@ def test_a_key_in_small_parts_is_none(
     endpoint: Endpoint, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a stranger would have the time of a handshake for every byte."""
-    monkeypatch.setattr(direct_server, "HANDSHAKE_S", 1)
+    monkeypatch.setattr(direct_connections, "HANDSHAKE_S", 1)
     listener = _direct(endpoint, stack)
     slow = _tcp(listener, stack)
     slow.sendall(listener.address.key[:1])
-    until(lambda: listener._connections)
-    until(lambda: not listener._connections)
+    until(lambda: listener.connections)
+    until(lambda: not listener.connections)
     assert not _is_welcome(slow, listener.address.key[1:])
 
 
@@ -627,7 +628,7 @@ def test_any_preamble(data: bytes) -> None:
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        connection = direct_server._Connection(ours, "peer", MEBI)
+        connection = Connection(ours, "peer")
         with pytest.raises(OSError):
             connection.greet(bytes(16) if data[:16] != bytes(16) else b"\1" * 16)
         assert not connection.known

@@ -1,13 +1,15 @@
 """Many of Fleet's workers in a process, which compute next to nothing: how much of them a server can take.
 
-Each of a process's ``crowd`` is a worker of its own, with connections, heartbeats and a thread. What it asks for was
-made before: the distinct ids of a batch of ctr.py. All that it computes is how far the rows are from one, to which it
-moves them.
+Each of a process's ``crowd`` is a worker of its own, with connections and heartbeats. What it asks for was made before:
+the distinct ids of a batch of ctr.py, in every step of another batch than the others' of up to ``BATCHES``. All that it
+computes is how far the rows are from one, to which it moves them.
+
+All of a process have their requests under way at the same time, but share a thread: with one each they would take
+more of two cores by waiting for each other's interpreter than the server that is to be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -22,6 +24,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.role_maker import Role, UserDefinedRoleMaker
+
+BATCHES = 64
 
 #: As many dense numbers as the click model of three layers of 32 has.
 DENSE = 10_946
@@ -40,7 +44,8 @@ def member(work: Work, role: Role, index: int) -> tuple[fleet.Fleet, Any]:
 class Caller:
     """One of the crowd."""
 
-    def __init__(self, work: Work, index: int) -> None:
+    def __init__(self, work: Work, index: int, batches: list[WireTensor]) -> None:
+        """``batches`` are the ids of all."""
         self._part, optimizer = member(work, Role.WORKER, index)
         self._part.init_worker()
         floor = optimizer._stepper().floor
@@ -48,19 +53,19 @@ class Caller:
         self._options = floor.trained.description.options()
         self._version_needed = floor.mode.version_needed
         self._step = 0
-        batches = [np.unique(ids) for ids, _, _ in clicks(work)]
-        self._batches = [(WireTensor.of(ids), np.empty((ids.size, work.dim), np.float32)) for ids in batches]
+        self._batches = batches[index % len(batches) :] + batches[: index % len(batches)]
         self._dense = WireTensor.of(torch.full((DENSE,), 1e-3))
 
-    def run(self, steps: int) -> list[float]:
-        """How far the rows were from one, in each step."""
-        return [self._take_step() for _ in range(steps)]
-
-    def _take_step(self) -> float:
-        ids, gradients = self._batches[self._step % len(self._batches)]
+    def ask(self) -> None:
+        self._ids = self._batches[self._step % len(self._batches)]
         pull = pb.Pull(version=self._version_needed(self._step, 0), tables=[0], training=[True])
-        rows = self._client.call(Frame(self._client.request(self._step, pull=pull), [ids]), "rows")
-        np.subtract(rows.tensors[0].numpy(), 1, out=gradients)
+        self._asked = self._client.start(Frame(self._client.request(self._step, pull=pull), [self._ids]), "rows")
+
+    def push(self) -> float:
+        """Push the gradients of what was asked for; how far the rows were from one."""
+        rows = self._asked.result()
+        gradients = rows.tensors[0].numpy()
+        gradients -= 1
         self._step += 1
         push = pb.Push(
             options=self._options,
@@ -70,9 +75,12 @@ class Caller:
             steps=1,
             rows_read_at=list(rows.message.table_clocks),
         )
-        tensors = [self._dense, ids, WireTensor.of(gradients)]
-        self._client.call(Frame(self._client.request(self._step, push=push), tensors), "push")
+        tensors = [self._dense, self._ids, WireTensor.of(gradients)]
+        self._pushed = self._client.start(Frame(self._client.request(self._step, push=push), tensors), "push")
         return float(np.square(gradients).mean())
+
+    def finish(self) -> None:
+        self._pushed.result()
 
     def leave(self) -> None:
         self._part.stop_worker()
@@ -85,20 +93,26 @@ def main() -> None:
         part.init_server()
         part.run_server()
         return
+    first = work.index * work.crowd
+    batches = [WireTensor.of(np.unique(ids)) for ids, _, _ in clicks(work, BATCHES)]
+    # To join and to leave each waits for the others.
     with ThreadPoolExecutor(work.crowd) as threads:
-
-        def together(do: Callable[[int], list[float]]) -> list[float]:
-            """What each of the crowd has made of the same step, in the mean."""
-            return list(np.mean([*threads.map(do, range(work.crowd))], 0))
-
-        first = work.index * work.crowd
-        callers = list(threads.map(lambda index: Caller(work, first + index), range(work.crowd)))
+        callers = list(threads.map(lambda index: Caller(work, first + index, batches), range(work.crowd)))
         meter = Meter(replace(work, batch=work.batch * work.crowd))
-        for steps in (work.warmup, work.steps):
-            for distance in together(lambda index, steps=steps: callers[index].run(steps)):
-                meter.after_step(distance)
+        for _ in range(work.warmup + work.steps):
+            meter.after_step(together(callers))
         meter.end()
         list(threads.map(Caller.leave, callers))
+
+
+def together(callers: list[Caller]) -> float:
+    """A step of all of them; how far the rows were from one in the mean."""
+    for caller in callers:
+        caller.ask()
+    distances = [caller.push() for caller in callers]
+    for caller in callers:
+        caller.finish()
+    return float(np.mean(distances))
 
 
 if __name__ == "__main__":

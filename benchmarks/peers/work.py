@@ -64,15 +64,15 @@ def my_work():
     return Work(**json.loads(sys.argv[1]))
 
 
-def clicks(work):
-    """Twenty batches of (ids, numbers, choices), as a rule this worker's own. The hundred most frequent ids have a
+def clicks(work, count=20):
+    """So many batches of (ids, numbers, choices), as a rule this worker's own. The hundred most frequent ids have a
     weight, the same for all workers; the examples whose weights add up to more than the median are those that were
     clicked."""
     weights = np.zeros(work.vocabulary, "float32")
     weights[:100] = np.random.RandomState(7).standard_normal(100)
     draw = np.random.RandomState(1000 + (0 if work.alike else work.index))
     batches = []
-    for _ in range(20):
+    for _ in range(count):
         ids = np.minimum(draw.zipf(1.2, size=(work.batch, SLOTS)) - 1, work.vocabulary - 1).astype("int64")
         numbers = draw.rand(work.batch, FEATURES).astype("float32")
         scores = weights[ids].sum(1)

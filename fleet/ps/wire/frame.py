@@ -23,6 +23,7 @@ from fleet.ps.wire.tensors import WireTensor, checked_size, padded, view
 
 _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"FLT1"
+PREFIX_BYTES = _PREFIX.size
 
 #: Pieces of this size move fastest through Python's gRPC (measured: docs/design.md).
 PIECE_BYTES = 1 << 20
@@ -129,6 +130,14 @@ def receive_frame(kind: type[M], fill: Fill, limit: int = MAX_PAYLOAD_BYTES) -> 
         raise ProtocolError("there is no memory for a frame", got=f"{payload_size} bytes of payload") from None
     fill(payload.data)
     return Frame(message, [view(payload, *each) for each in announced])
+
+
+def announced_bytes(begun: bytes) -> int:
+    """How large a frame says it is that begins like this; 0 where it does not say yet."""
+    if len(begun) < PREFIX_BYTES:
+        return 0
+    _, header_size, payload_size = _PREFIX.unpack_from(begun)
+    return int(header_size + payload_size)
 
 
 def _header(nbytes: int, fill: Fill) -> bytearray:

@@ -30,6 +30,10 @@ class Outgoing:
     def __init__(self, frame: Frame) -> None:
         self._rest = deque(memoryview(buffer) for buffer in frame.buffers())
 
+    @property
+    def is_sent(self) -> bool:
+        return not self._rest
+
     def send(self, sock: socket.socket, *, wait: bool) -> None:
         """Send all of it, or as much as the socket takes without waiting."""
         while self._rest:

@@ -1,0 +1,349 @@
+"""The connections that a server has let in: requests arrive over them, and their replies leave.
+
+One thread waits for all of them, reads a request, has it handled and sends the reply (``Crew``). It may be held up, by
+a peer that stops in the middle or does not read, by a long request or one that waits for the server's lock: then
+another goes on for the other connections. A request that is parked holds no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import logging
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from functools import partial
+
+from fleet.errors import FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.crew import Crew, Work
+from fleet.ps.wire.direct_client import WELCOME
+from fleet.ps.wire.errors import error_reply, handle
+from fleet.ps.wire.frame import PREFIX_BYTES, Frame, announced_bytes
+from fleet.ps.wire.stream import Outgoing, receive, tune
+from fleet.ps.wire.transport import Handler
+
+_log = logging.getLogger("fleet.wire")
+
+#: For so long a peer may take to say who it is, and to go on with a request that it has begun.
+HANDSHAKE_S, STALL_S = 5, 60
+
+#: In all; of one address, or one process of this machine; and of those who have not said yet who they are.
+MAX_CONNECTIONS, MAX_OF_ONE, MAX_STRANGERS = 4096, 1024, 128
+
+#: To read more than this takes longer than to wake another thread, which can do something else meanwhile.
+_LARGE_BYTES = 1 << 20
+
+#: To close waits so long for threads that were woken.
+JOIN_S = 10.0
+
+
+class State(enum.Enum):
+    NEW = enum.auto()
+    GREETING = enum.auto()  #: a thread waits for its key
+    IDLE = enum.auto()
+    READING = enum.auto()  #: a thread reads a request
+    WAITING = enum.auto()  #: for the reply
+    SENDING = enum.auto()  #: a thread sends the reply
+    UNSENT = enum.auto()  #: a part of the reply is left, and to be sent by who comes first
+
+
+class Connection:
+    """With a peer that may not be known yet. Whoever has moved it to a state in which a thread has something to do may
+    use its socket; in the others this takes the lock."""
+
+    def __init__(self, sock: socket.socket, peer: Hashable) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.known = False
+        self.state = State.NEW
+        self.watched = False
+        self.exchange: Exchange | None = None
+        self.rest: Outgoing | None = None
+
+    def greet(self, key: bytes) -> None:
+        tune(self.sock)
+        self._limit(HANDSHAKE_S)
+        # In one go, or not at all: with time for every byte, strangers would take up places for long.
+        if not hmac.compare_digest(self.sock.recv(len(key), socket.MSG_WAITALL), key):
+            raise ConnectionRefusedError("a peer does not have the key")
+        self.known = True
+        self.sock.sendall(WELCOME)
+        self._limit(STALL_S)
+
+    def _limit(self, seconds: int) -> None:
+        """For so long a read may wait; unlike a socket's timeout in Python this costs nothing."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
+
+    def peek(self) -> bytes | None:
+        """What the next frame begins with, as far as it is there, or None; ``OSError`` if nothing will come."""
+        try:
+            begun = self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        if not begun:
+            raise ConnectionResetError("the peer hung up")
+        return begun
+
+    def shut(self) -> None:
+        """Let a thread that waits for the peer go on."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Exchange:
+    """A request, and its reply."""
+
+    __slots__ = ("attended", "connection")
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.attended = True  #: by the thread that has read the request
+
+
+class Connections:
+    def __init__(self, handler: Handler, key: bytes, limit: int) -> None:
+        self._handler = handler
+        self._key = key
+        self._limit = limit
+        self._lock = threading.Condition()
+        self._all: set[Connection] = set()
+        self._closing = self._over = False
+        #: those for which there is something to do
+        self._ready: deque[Connection] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._rung = socket.socketpair()
+        for end in (self._bell, self._rung):
+            end.setblocking(False)
+        self._selector.register(self._rung, selectors.EVENT_READ)
+        self._crew = Crew("fleet-direct", self._wait)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def take(self, sock: socket.socket, peer: Hashable) -> None:
+        """Let somebody in, who has still to show the key, or hang up if there is no room."""
+        connection = Connection(sock, peer)
+        with self._lock:
+            if self._closing or not self._has_room_for(peer):
+                sock.close()
+                return
+            self._all.add(connection)
+        self._call_for(connection)
+
+    def _has_room_for(self, peer: Hashable) -> bool:
+        there = self._all
+        return (
+            len(there) < MAX_CONNECTIONS
+            and sum(not each.known for each in there) < MAX_STRANGERS
+            and sum(each.peer == peer for each in there) < MAX_OF_ONE
+        )
+
+    def refuse(self) -> None:
+        """Take no further connection and no further request."""
+        with self._lock:
+            self._closing = True
+            for connection in list(self._all):
+                if connection.state is State.IDLE:
+                    self._drop(connection)
+                elif not connection.known:
+                    connection.shut()
+
+    def close(self, grace_s: float) -> None:
+        """Give replies under way some time to leave."""
+        self.refuse()
+        with self._lock:
+            if self._over:
+                return
+            self._lock.wait_for(lambda: not self._all, grace_s)
+            for connection in list(self._all):
+                if connection.state is State.WAITING:
+                    self._drop(connection)
+                else:
+                    connection.shut()
+            self._lock.wait_for(lambda: not self._all, JOIN_S)
+            for connection in self._all:
+                self._unwatch(connection)
+            self._over = True
+        self._crew.dismiss()
+        self._ring()
+        self._crew.join(JOIN_S)
+        self._selector.close()
+        self._bell.close()
+        self._rung.close()
+
+    # ---------------------------------------------------------------- what there is to do
+
+    def _wait(self) -> Work | None:
+        while not self._over:
+            if self._ready:
+                return partial(self._attend, self._ready.popleft())
+            self._look(None)
+        return None
+
+    def _look(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            connection: Connection | None = key.data
+            if connection is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._rung.recv(4096)
+            elif _has_its_time(connection):
+                self._ready.append(connection)
+            else:
+                with self._lock:
+                    if not _has_its_time(connection):
+                        self._unwatch(connection)
+
+    def _others_wait(self) -> bool:
+        if not self._ready:
+            self._look(0)
+        return bool(self._ready)
+
+    def _call_for(self, connection: Connection) -> None:
+        """Somebody has to attend to a connection, and soon."""
+        self._ready.append(connection)
+        if not self._crew.relieve():
+            self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.send(b"\0")
+
+    def _watch(self, connection: Connection) -> None:
+        if not connection.watched:
+            self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+            connection.watched = True
+            self._ring()  # not every selector notices by itself
+
+    def _unwatch(self, connection: Connection) -> None:
+        if connection.watched:
+            self._selector.unregister(connection.sock)
+            connection.watched = False
+
+    # ---------------------------------------------------------------- for one connection
+
+    def _attend(self, connection: Connection) -> None:
+        try:
+            with self._lock:
+                task = self._take_up(connection)
+            if task is not None:
+                task(connection)
+        except OSError as error:
+            _log.debug("a direct connection ended: %s", error)
+            self._end(connection)
+
+    def _take_up(self, connection: Connection) -> Callable[[Connection], None] | None:
+        """What is to be done; None if somebody is at it."""
+        if connection not in self._all:
+            return None
+        if connection.state is State.NEW:
+            connection.state = State.GREETING
+            return self._greet
+        if connection.state is State.IDLE:
+            connection.state = State.READING
+            return self._exchange
+        if connection.state is State.UNSENT:
+            connection.state = State.SENDING
+            return self._send_rest
+        if connection.state is State.WAITING and connection.peek() is not None:
+            self._unwatch(connection)  # the next request has its time when this one is answered
+        return None
+
+    def _greet(self, connection: Connection) -> None:
+        self._crew.relieve()  # whoever this is, others do not wait for it
+        connection.greet(self._key)
+        self._settle(connection)
+
+    def _exchange(self, connection: Connection) -> None:
+        begun = connection.peek()
+        if begun is None:
+            self._settle(connection)
+            return
+        if announced_bytes(begun) > _LARGE_BYTES and self._others_wait():
+            self._crew.relieve()
+        try:
+            request = receive(pb.Request, connection.sock, self._limit)
+        except FleetError as error:
+            # What follows cannot be made out any more.
+            _log.warning("a request over a direct connection cannot be read: %s", error)
+            Outgoing(error_reply(error)).send(connection.sock, wait=True)
+            raise ConnectionAbortedError(str(error)) from None
+        exchange = Exchange(connection)
+        with self._lock:
+            connection.exchange = exchange
+            connection.state = State.WAITING
+        afterwards = handle(self._handler, request, partial(self._answer, exchange))
+        del request
+        with self._lock:
+            exchange.attended = False
+            if unsent := connection.exchange is exchange and connection.state is State.UNSENT:
+                connection.state = State.SENDING
+        try:
+            if unsent:
+                self._send_rest(connection)
+        finally:
+            afterwards()
+
+    def _answer(self, exchange: Exchange, reply: Frame) -> None:
+        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it."""
+        connection = exchange.connection
+        outgoing = Outgoing(reply)
+        with self._lock:
+            # It may have been answered before, or the connection be gone.
+            if connection.exchange is not exchange or connection.state is not State.WAITING:
+                return
+            connection.state = State.SENDING
+        try:
+            outgoing.send(connection.sock, wait=False)
+        except OSError as error:
+            _log.debug("a reply did not leave: %s", error)
+            self._end(connection)
+            return
+        if outgoing.is_sent:
+            self._settle(connection)
+            return
+        with self._lock:
+            connection.rest = outgoing
+            connection.state = State.UNSENT
+            attended = exchange.attended
+        if not attended:
+            self._call_for(connection)
+
+    def _send_rest(self, connection: Connection) -> None:
+        if self._ready:
+            self._crew.relieve()
+        rest, connection.rest = connection.rest, None
+        assert rest is not None, "what is unsent has a rest"
+        rest.send(connection.sock, wait=True)
+        self._settle(connection)
+
+    def _settle(self, connection: Connection) -> None:
+        """It can carry the next request."""
+        with self._lock:
+            if self._closing:
+                self._drop(connection)
+            else:
+                connection.state = State.IDLE
+                self._watch(connection)
+
+    def _end(self, connection: Connection) -> None:
+        with self._lock:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if connection in self._all:
+            self._all.remove(connection)
+            self._unwatch(connection)
+            connection.exchange = connection.rest = None
+            connection.sock.close()
+            self._lock.notify_all()
+
+
+def _has_its_time(connection: Connection) -> bool:
+    """Whether what comes over a connection is for who waits, and not for a thread that is at it."""
+    return connection.state in (State.IDLE, State.WAITING)

@@ -1,0 +1,144 @@
+"""Threads that wait for work in turn: who leads does what comes, and is replaced when it is held up."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+from harness import until
+from patience import PATIENCE_S
+
+from fleet.ps.wire import crew as module
+from fleet.ps.wire.crew import SPARE, Crew, Work
+
+
+class Job:
+    """A crew, and the work it is given."""
+
+    def __init__(self) -> None:
+        self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._releases: list[threading.Event] = []
+        self.crew = Crew("crew-test", self._given.get)
+
+    def give(self, work: Work) -> None:
+        self._given.put(work)
+
+    def name(self) -> str:
+        """Of the thread that does the next piece of work."""
+        told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.give(lambda: told.put(threading.current_thread().name))
+        return told.get(timeout=PATIENCE_S)
+
+    def stick(self) -> threading.Event:
+        """Give a piece of work that gets stuck until this is set."""
+        stuck, release = threading.Event(), threading.Event()
+        self._releases.append(release)
+
+        def work() -> None:
+            stuck.set()
+            release.wait(PATIENCE_S)
+
+        self.give(work)
+        assert stuck.wait(PATIENCE_S)
+        return release
+
+    def threads(self) -> int:
+        return sum(thread.name.startswith("crew-test") for thread in threading.enumerate())
+
+    def end(self) -> None:
+        for release in self._releases:
+            release.set()
+        self.crew.dismiss()
+        self._given.put(None)
+        self.crew.join(PATIENCE_S)
+        assert not self.threads()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.end()
+
+
+@pytest.fixture
+def slow_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 10 * PATIENCE_S)
+
+
+@pytest.mark.usefixtures("slow_to_notice")
+def test_one_thread_does_all(job: Job) -> None:
+    assert len({job.name() for _ in range(100)}) == 1
+
+
+def test_work_that_gets_stuck_holds_up_nothing(job: Job) -> None:
+    releases = [job.stick() for _ in range(20)]
+    name = job.name()
+    for release in releases:
+        release.set()
+    until(lambda: job.threads() <= SPARE + 1)
+    assert name.startswith("crew-test")
+    job.name()
+
+
+def test_it_is_noticed_after_a_long_quiet(job: Job) -> None:
+    until(lambda: job.crew._asleep)
+    job.stick()
+    job.name()
+
+
+@pytest.mark.usefixtures("slow_to_notice")
+def test_another_takes_over_at_once_where_it_is_asked_to(job: Job) -> None:
+    assert not job.crew.relieve()  # there is nothing to take over from
+    job.stick()
+    assert job.crew.relieve()
+    job.name()
+
+
+@pytest.mark.usefixtures("slow_to_notice")
+def test_who_is_done_before_another_came_goes_on(job: Job) -> None:
+    def work() -> None:
+        assert job.crew.relieve()
+
+    for _ in range(100):
+        job.give(work)
+    job.name()
+    assert job.threads() <= SPARE + 1
+
+
+def test_work_that_fails_is_told_and_ends_nothing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> None:
+        raise ValueError("a mistake")
+
+    job.give(work)
+    job.name()
+    (told,) = caplog.records
+    assert told.levelno == logging.ERROR
+    assert told.exc_info is not None
+    assert "a mistake" in str(told.exc_info[1])
+
+
+def test_without_another_thread_work_waits(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    job.name()
+    until(lambda: job.threads() == 2)
+    done = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        release = job.stick()
+        job.give(done.set)
+        until(lambda: bool(caplog.records))
+        assert not done.wait(10 * module.PATIENCE_S)  # who watches does not leave its post
+        release.set()
+        assert done.wait(PATIENCE_S)
+    (told,) = caplog.records
+    assert "can't start new thread" in told.getMessage()
+    job.stick()
+    job.name()
