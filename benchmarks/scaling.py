@@ -32,8 +32,9 @@ CLICKS = {"width": 32, "batch": 1000, "warmup": 20, "alike": True}
 #: Steps of all workers together, but for a least number each.
 STEPS, LEAST_STEPS = 1600, 25
 IDS_A_STEP = 5000
-#: So many processes share the workers that compute nothing: in one they would wait for each other more than the server.
-CROWDS = 4
+#: So many processes share the workers that compute nothing: more would take cores from the server that is measured.
+#: All of them have seen all batches after the warm-up.
+CROWDS, CROWD_WARMUP = 2, 64
 #: What the curves of whole jobs count.
 UNITS = {"workers": "workers", "crowd": "workers that compute nothing", "servers": "servers"}
 
@@ -106,7 +107,7 @@ def scale_crowd(options: argparse.Namespace) -> Costs:
         mode, crowd = place
         steps = max(LEAST_STEPS, 2 * STEPS // crowd // (8 if options.quick else 1))
         processes = min(crowd, CROWDS)
-        work = {**CLICKS, "mode": mode, "steps": steps, "crowd": crowd // processes}
+        work = {**CLICKS, "mode": mode, "steps": steps, "warmup": CROWD_WARMUP, "crowd": crowd // processes}
         return run_job("crowd", work, workers=processes, servers=1)
 
     most = 4 if options.quick else 64

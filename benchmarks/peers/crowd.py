@@ -1,8 +1,8 @@
 """Many of Fleet's workers in a process, which compute next to nothing: how much of them a server can take.
 
 Each of a process's ``crowd`` is a worker of its own, with connections and heartbeats. What it asks for was made before:
-the distinct ids of a batch of ctr.py, in every step of another batch than the others' of up to ``BATCHES``. All that it
-computes is how far the rows are from one, to which it moves them.
+the distinct ids of a batch of ctr.py, in every step of another batch than the others'. All that it computes is how far
+the rows are from one, to which it moves them.
 
 All of a process have their requests under way at the same time, but share a thread: with one each they would take
 more of two cores by waiting for each other's interpreter than the server that is to be measured.
@@ -25,6 +25,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
+#: No two of so many workers ask for the same ids in a step; in as many steps each of them has asked for all.
 BATCHES = 64
 
 #: As many dense numbers as the click model of three layers of 32 has.
