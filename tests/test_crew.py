@@ -66,7 +66,8 @@ def job() -> Iterator[Job]:
 
 @pytest.fixture
 def slow_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 10 * PATIENCE_S)
+    for name in ("PATIENCE_S", "HURRY_S"):
+        monkeypatch.setattr(module, name, 10 * PATIENCE_S)
 
 
 @pytest.mark.usefixtures("slow_to_notice")

@@ -111,7 +111,8 @@ class Connections:
         self._handler = handler
         self._key = key
         self._limit = limit
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
         self._all: set[Connection] = set()
         self._closing = self._over = False
         #: those for which there is something to do
@@ -160,13 +161,13 @@ class Connections:
         with self._lock:
             if self._over:
                 return
-            self._lock.wait_for(lambda: not self._all, grace_s)
+            self._left.wait_for(lambda: not self._all, grace_s)
             for connection in list(self._all):
                 if connection.state is State.WAITING:
                     self._drop(connection)
                 else:
                     connection.shut()
-            self._lock.wait_for(lambda: not self._all, JOIN_S)
+            self._left.wait_for(lambda: not self._all, JOIN_S)
             for connection in self._all:
                 self._unwatch(connection)
             self._over = True
@@ -341,7 +342,7 @@ class Connections:
             self._unwatch(connection)
             connection.exchange = connection.rest = None
             connection.sock.close()
-            self._lock.notify_all()
+            self._left.notify_all()
 
 
 def _has_its_time(connection: Connection) -> bool:
