@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -21,7 +22,10 @@ class Job:
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._releases: list[threading.Event] = []
-        self.crew = Crew("crew-test", self._given.get)
+        self.crew = Crew("crew-test", self.next)
+
+    def next(self) -> Work | None:
+        return self._given.get()
 
     def give(self, work: Work) -> None:
         self._given.put(work)
@@ -120,6 +124,40 @@ def test_work_that_fails_is_told_and_ends_nothing(job: Job, caplog: pytest.LogCa
     assert told.levelno == logging.ERROR
     assert told.exc_info is not None
     assert "a mistake" in str(told.exc_info[1])
+
+
+def test_not_to_know_what_to_do_is_told_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    told = iter([MemoryError("none left"), OSError("nor here")])
+
+    class Failing(Job):
+        def next(self) -> Work | None:
+            for error in told:
+                raise error
+            return super().next()
+
+    job = Failing()
+    job.name()
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [MemoryError, OSError]
+    job.end()
+
+
+def test_a_crew_that_begins_without_a_second_thread_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, attempts = threading.Thread.start, itertools.count()
+
+    def scarce(thread: threading.Thread) -> None:
+        if 0 < next(attempts) < 2 * module._QUIET_LOOKS:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", scarce)
+        patch.setattr(module, "PATIENCE_S", 0.001)
+        job = Job()
+        job.name()
+    job.end()
 
 
 def test_without_another_thread_work_waits(

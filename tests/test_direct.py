@@ -461,6 +461,44 @@ def test_who_hangs_up_is_forgotten_before_the_answer(
     assert answered(other, 1)
 
 
+def test_who_hangs_up_after_a_large_request_is_forgotten_too(
+    keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    gone = welcomed(keeper, stack)
+    Outgoing(ask(0, LARGE)).send(gone, wait=True)
+    keeping.one()
+    gone.close()
+    until(lambda: not len(keeper.connections))
+
+
+def test_an_answer_that_cannot_be_made_is_the_misfortune_of_who_asked(
+    keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
+) -> None:
+    first, second = welcomed(keeper, stack), welcomed(keeper, stack)
+    replies = []
+    for sock in (first, second):
+        Outgoing(ask(0)).send(sock, wait=True)
+        replies.append(keeping.one())
+    replies[0](Frame("no message"))
+    replies[1](Frame(pb.Reply(version=2)))
+    assert hung_up(first)
+    assert receive(pb.Reply, second).message.version == 2
+
+
+def test_a_request_for_which_there_is_no_memory_ends_its_connection(
+    listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Frame:
+        raise MemoryError
+
+    sock = welcomed(listener, stack)
+    with monkeypatch.context() as patch:
+        patch.setattr(direct_connections, "receive", failing)
+        Outgoing(ask(1)).send(sock, wait=True)
+        assert hung_up(sock)
+    assert answered(welcomed(listener, stack), 1)
+
+
 def test_a_request_that_came_too_early_waits_for_its_turn(
     keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack
 ) -> None:

@@ -25,6 +25,9 @@ HURRY_S = 0.005
 #: After so many looks at somebody who had nothing to do, nobody looks until there is something.
 _QUIET_LOOKS = 20
 
+#: Between attempts to find out what there is to do.
+PAUSE_S = 0.2
+
 #: So many threads at most stand by; others end.
 SPARE = 8
 
@@ -72,7 +75,8 @@ class Crew:
         with self._lock:
             left = list(self._threads)
         for thread in left:
-            thread.join(timeout_s)
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
 
     def _hire(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}-{next(_numbers)}", daemon=True)
@@ -88,7 +92,7 @@ class Crew:
             self._threads.discard(threading.current_thread())
 
     def _lead(self, term: int) -> None:
-        while (work := self._wait()) is not None:
+        while (work := self._next()) is not None:
             self._turn += 1
             if self._asleep:
                 with self._lock:
@@ -102,6 +106,15 @@ class Crew:
                     return
                 self._vacant = False
                 self._turn += 1
+
+    def _next(self) -> Work | None:
+        while True:
+            try:
+                return self._wait()
+            except Exception:  # for want of memory, perhaps, which others may let go
+                _log.exception("%s: nobody knows what there is to do", self._name)
+                with self._lock:
+                    self._called.wait(PAUSE_S)
 
     def _stand_by(self) -> int | None:
         """Wait until this thread has to lead; None when it can go home."""
@@ -125,7 +138,7 @@ class Crew:
         if self._standing == 1:
             try:
                 self._hire()
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not self._is_short:
                     self._is_short = True
                     _log.warning("%s: what takes long holds up the rest, for want of a thread (%s)", self._name, error)
@@ -142,7 +155,7 @@ class Crew:
             turn = self._turn
             self._quiet = 0 if turn % 2 else self._quiet + 1
             # First this, and then another look: who leads does it the other way round, and so nothing is missed.
-            self._asleep = self._quiet > _QUIET_LOOKS
+            self._asleep = self._quiet > _QUIET_LOOKS and not self._vacant
             if self._asleep and self._turn == turn:
                 self._called.wait()
                 self._quiet = 0

@@ -191,8 +191,9 @@ class Connections:
         for key, _ in self._selector.select(timeout_s):
             connection: Connection | None = key.data
             if connection is None:
-                with contextlib.suppress(BlockingIOError):
-                    self._rung.recv(4096)
+                if timeout_s is None:  # else this may be a thread that does not lead, and the bell rings for who does
+                    with contextlib.suppress(BlockingIOError):
+                        self._rung.recv(4096)
             elif _has_its_time(connection):
                 self._ready.append(connection)
             else:
@@ -212,7 +213,7 @@ class Connections:
             self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it rings already, or nobody is there any more
             self._bell.send(b"\0")
 
     def _watch(self, connection: Connection) -> None:
@@ -229,16 +230,18 @@ class Connections:
     # ---------------------------------------------------------------- for one connection
 
     def _attend(self, connection: Connection) -> None:
-        try:
-            with self._lock:
-                task = self._take_up(connection)
-            if task is not None:
-                task(connection)
-        except OSError as error:
-            _log.debug("a direct connection ended: %s", error)
-            self._end(connection)
+        with self._lock:
+            task = self._take_up(connection)
+        taken = None
+        if task is not None:
+            try:
+                taken = task(connection)
+            except Exception as error:
+                self._end(connection, error)
+        if taken is not None:
+            self._serve(*taken)
 
-    def _take_up(self, connection: Connection) -> Callable[[Connection], None] | None:
+    def _take_up(self, connection: Connection) -> Callable[[Connection], tuple[Exchange, Frame] | None] | None:
         """What is to be done; None if somebody is at it."""
         if connection not in self._all:
             return None
@@ -247,12 +250,16 @@ class Connections:
             return self._greet
         if connection.state is State.IDLE:
             connection.state = State.READING
-            return self._exchange
+            return self._read
         if connection.state is State.UNSENT:
             connection.state = State.SENDING
             return self._send_rest
-        if connection.state is State.WAITING and connection.peek() is not None:
-            self._unwatch(connection)  # the next request has its time when this one is answered
+        if connection.state is State.WAITING:
+            try:
+                if connection.peek() is not None:
+                    self._unwatch(connection)  # the next request has its time when this one is answered
+            except OSError:
+                self._drop(connection)
         return None
 
     def _greet(self, connection: Connection) -> None:
@@ -260,11 +267,11 @@ class Connections:
         connection.greet(self._key)
         self._settle(connection)
 
-    def _exchange(self, connection: Connection) -> None:
+    def _read(self, connection: Connection) -> tuple[Exchange, Frame] | None:
         begun = connection.peek()
         if begun is None:
             self._settle(connection)
-            return
+            return None
         if announced_bytes(begun) > _LARGE_BYTES and self._others_wait():
             self._crew.relieve()
         try:
@@ -276,37 +283,43 @@ class Connections:
             raise ConnectionAbortedError(str(error)) from None
         exchange = Exchange(connection)
         with self._lock:
+            self._watch(connection)  # the peer may hang up
             connection.exchange = exchange
             connection.state = State.WAITING
+        return exchange, request
+
+    def _serve(self, exchange: Exchange, request: Frame) -> None:
+        connection = exchange.connection
         afterwards = handle(self._handler, request, partial(self._answer, exchange))
         del request
         with self._lock:
             exchange.attended = False
             if unsent := connection.exchange is exchange and connection.state is State.UNSENT:
                 connection.state = State.SENDING
-        try:
-            if unsent:
+        if unsent:
+            try:
                 self._send_rest(connection)
-        finally:
-            afterwards()
+            except OSError as error:
+                self._end(connection, error)
+        afterwards()
 
     def _answer(self, exchange: Exchange, reply: Frame) -> None:
-        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it."""
+        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it. That has others to
+        answer: what fails here is the misfortune of this connection alone."""
         connection = exchange.connection
-        outgoing = Outgoing(reply)
         with self._lock:
             # It may have been answered before, or the connection be gone.
             if connection.exchange is not exchange or connection.state is not State.WAITING:
                 return
             connection.state = State.SENDING
         try:
+            outgoing = Outgoing(reply)
             outgoing.send(connection.sock, wait=False)
-        except OSError as error:
-            _log.debug("a reply did not leave: %s", error)
-            self._end(connection)
-            return
-        if outgoing.is_sent:
-            self._settle(connection)
+            if outgoing.is_sent:
+                self._settle(connection)
+                return
+        except Exception as error:
+            self._end(connection, error)
             return
         with self._lock:
             connection.rest = outgoing
@@ -329,10 +342,14 @@ class Connections:
             if self._closing:
                 self._drop(connection)
             else:
-                connection.state = State.IDLE
                 self._watch(connection)
+                connection.state = State.IDLE
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: Connection, error: Exception) -> None:
+        if isinstance(error, OSError):
+            _log.debug("a direct connection ended: %s", error)
+        else:
+            _log.error("a direct connection ends, as the server failed", exc_info=error)
         with self._lock:
             self._drop(connection)
 
