@@ -33,7 +33,7 @@ CLICKS = {"width": 32, "batch": 1000, "warmup": 20, "alike": True}
 STEPS, LEAST_STEPS = 1600, 25
 IDS_A_STEP = 5000
 #: So many processes share the workers that compute nothing: more would take cores from the server that is measured.
-#: All of them have seen all batches after the warm-up.
+#: After the warm-up, of as many steps as crowd.py has batches, all of them have seen all.
 CROWDS, CROWD_WARMUP = 2, 64
 #: What the curves of whole jobs count.
 UNITS = {"workers": "workers", "crowd": "workers that compute nothing", "servers": "servers"}
