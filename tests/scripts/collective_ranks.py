@@ -96,6 +96,10 @@ def alike(me: Rank, fleet: Any, tensors: Sequence[torch.Tensor]) -> None:
 
 
 _groups: list[Any] = []
+#: The last one. Where torch's reducer, which DistributedDataParallel has, is the last to hold a group, it waits for the
+#: group's threads with the interpreter's lock, and one of them may want that to let go of its last barrier. Where Python
+#: is, it waits without.
+_parted: list[Any] = []
 
 
 @contextlib.contextmanager
@@ -109,6 +113,7 @@ def torch_group(me: Rank) -> Iterator[None]:
         world_size=me.size,
         timeout=timedelta(seconds=100),
     )
+    _parted[:] = [dist.group.WORLD]
     yield
     dist.barrier()
     dist.destroy_process_group()
