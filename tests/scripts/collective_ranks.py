@@ -97,8 +97,8 @@ def alike(me: Rank, fleet: Any, tensors: Sequence[torch.Tensor]) -> None:
 
 _groups: list[Any] = []
 #: The last one. Where torch's reducer, which DistributedDataParallel has, is the last to hold a group, it waits for the
-#: group's threads with the interpreter's lock, and one of them may want that to let go of its last barrier. Where Python
-#: is, it waits without.
+#: group's threads with the interpreter's lock, and one of them may want that to let go of its last barrier. Python,
+#: where it is the last, waits without.
 _parted: list[Any] = []
 
 
