@@ -88,7 +88,10 @@ def settles_at(weight: torch.nn.Parameter, optimizer: Any, expected: float) -> N
 @pytest.mark.parametrize("independent", [True, False])
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_every_gradient_is_applied_once_and_undivided(workers: int, servers: int, independent: bool) -> None:
+def test_every_gradient_is_applied_once_and_undivided(
+    workers: int, servers: int, independent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "WORTH_BYTES", 0)
     strategy = StrategyFactory.create_async_strategy(independent_recv_thread=independent)
     done = threading.Barrier(workers)
 
@@ -190,6 +193,7 @@ class Sent:
             lambda gradients, _: self.steps.append(gradients.steps) or [],  # type: ignore[func-returns-value]
             list,
             "test",
+            values_bytes=0,
             gives_way=gives_way,
         )
 
@@ -327,9 +331,15 @@ def test_the_sender_waits_a_little_for_more_to_merge() -> None:
     assert len(network.pushes) == 2
 
 
-def test_parameters_come_with_the_push_when_no_thread_fetches_them() -> None:
+@pytest.mark.parametrize("independent", [True, False])
+def test_parameters_come_with_the_push_when_no_thread_fetches_them(
+    independent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "WORTH_BYTES", 5 if independent else 0)
     network = Held(held=False)
-    strategy = StrategyFactory.create_async_strategy(independent_recv_thread=False, min_send_grad_num_before_recv=3)
+    strategy = StrategyFactory.create_async_strategy(
+        independent_recv_thread=independent, min_send_grad_num_before_recv=3
+    )
     make = scalar_job(strategy)
 
     def body(fleet_: Fleet, worker: int) -> None:
@@ -342,7 +352,8 @@ def test_parameters_come_with_the_push_when_no_thread_fetches_them() -> None:
     assert network.pulls == 1, "the initial parameters"
 
 
-def test_a_thread_fetches_parameters_after_so_many_gradients() -> None:
+def test_a_thread_fetches_parameters_after_so_many_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "WORTH_BYTES", 4)
     network = Held(held=False)
     make = scalar_job(StrategyFactory.create_async_strategy(min_send_grad_num_before_recv=4))
 
@@ -356,6 +367,26 @@ def test_a_thread_fetches_parameters_after_so_many_gradients() -> None:
     run_job(body, 1, 1, network=network)
     assert all(push.quiet for push in network.pushes)
     assert 2 <= network.pulls <= 3, "the initial parameters and one or two fetches"
+
+
+def test_few_parameters_are_not_worth_a_thread() -> None:
+    def pulls(numel: int) -> int:
+        network = Held(held=False)
+
+        def body(fleet_: Fleet, worker: int) -> None:
+            weight = torch.nn.Parameter(torch.zeros(numel))
+            optimizer = torch.optim.SGD([weight], lr=1.0)
+            optimizer = fleet_.distributed_optimizer(optimizer, StrategyFactory.create_async_strategy())
+            fleet_.init_worker()
+            optimizer.minimize(weight.sum())
+            settles_at(weight, optimizer, -1.0)
+
+        run_job(body, 1, 1, network=network)
+        return network.pulls
+
+    worth_it = communicator.WORTH_BYTES // 4
+    assert pulls(worth_it - 1) == 1, "the initial parameters"
+    assert pulls(worth_it) > 1
 
 
 def test_the_learning_rate_travels_with_the_gradient_it_was_set_for() -> None:

@@ -60,20 +60,24 @@ def _unique(ids: Ids) -> tuple[Ids, Ids]:
     while (1 << bits) < 2 * ids.size:
         bits += 1
     shift, mask = np.uint64(64 - bits), (1 << bits) - 1
-    index = np.zeros(1 << bits, np.int64)  # place + 1, so that no id has to stand for "empty"
+    index = np.zeros(1 << bits, np.uint32)  # place + 1, so that no id has to stand for "empty"
     distinct = np.empty(ids.size, np.int64)
     inverse = np.empty(ids.size, np.int64)
+    for k in range(ids.size):  # by itself, as the processor computes several at once
+        inverse[k] = np.int64(mix(np.uint64(ids[k])) >> shift)
     count = 0
     for k in range(ids.size):
-        key = ids[k]
-        at = np.int64(mix(np.uint64(key)) >> shift)
-        while index[at] != 0 and distinct[index[at] - 1] != key:
+        key, at = ids[k], inverse[k]
+        place = np.int64(index[at])
+        while place != 0 and distinct[place - 1] != key:
             at = (at + 1) & mask
-        if index[at] == 0:
+            place = np.int64(index[at])
+        if place == 0:
             distinct[count] = key
             count += 1
-            index[at] = count
-        inverse[k] = index[at] - 1
+            place = np.int64(count)
+            index[at] = place
+        inverse[k] = place - 1
     return distinct[:count], inverse
 
 

@@ -1,10 +1,10 @@
 """What an asynchronous worker does behind the user's back: send gradients, fetch parameters.
 
 The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, nothing is ever
-dropped. One thread takes what has gathered there, merges it, lets the next look-up go first and pushes it. Another one
-fetches parameters when enough gradients have gone (or the first does both, if no thread of its own is wanted for it).
-What was fetched lies ready until the user's thread takes it between two steps: parameters never change under a forward
-or backward.
+dropped. One thread takes what has gathered there, merges it, lets the next look-up go first and pushes it. When enough
+gradients have gone, parameters are fetched: by another thread, or with the answer to the push if that is not wanted, or
+not worth it. What was fetched lies ready until the user's thread takes it between two steps: parameters never change
+under a forward or backward.
 
 The first failure on either thread ends both; the user's next call raises it.
 """
@@ -27,6 +27,10 @@ SEND_WAIT_S = 0.01
 #: busy with gradients. Longer than it takes from the end of a step, and short beside a forward and backward.
 COURTESY_S = 0.003
 
+#: A thread of its own lets the sender go on while parameters are on their way. For fewer bytes of every server it costs
+#: more, as one more request and one more thread that wants the interpreter: they come with the answer.
+WORTH_BYTES = 256 << 10
+
 #: A merged push, and whether its reply is to bring the parameters along.
 Send = Callable[[Gradients, bool], "list[Frame]"]
 Fetch = Callable[[], "list[Frame]"]
@@ -34,9 +38,18 @@ Fetch = Callable[[], "list[Frame]"]
 
 class Communicator:
     def __init__(
-        self, knobs: CommunicatorKnobs, merge: GradientMerge, send: Send, fetch: Fetch, name: str, *, gives_way: bool
+        self,
+        knobs: CommunicatorKnobs,
+        merge: GradientMerge,
+        send: Send,
+        fetch: Fetch,
+        name: str,
+        *,
+        values_bytes: int,
+        gives_way: bool,
     ) -> None:
-        """With ``gives_way`` each step's gradients let the next look-up go first, of which ``looked_up`` tells."""
+        """``values_bytes``: what the parameters of a server weigh, at most. With ``gives_way`` each step's gradients
+        let the next look-up go first, of which ``looked_up`` tells."""
         self._knobs = knobs
         self._merge = merge
         self._send = send
@@ -51,7 +64,8 @@ class Communicator:
         self._gives_way = gives_way
         self._look_up_due = False
         loops = {"send": self._send_until_ended}
-        if knobs.independent_recv_thread:
+        self._fetches_apart = knobs.independent_recv_thread and values_bytes >= WORTH_BYTES
+        if self._fetches_apart:
             loops["recv"] = self._fetch_until_ended
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=f"fleet-{kind}-{name}", daemon=True)
@@ -134,7 +148,7 @@ class Communicator:
             if not batch:
                 return
             merged = self._merged(batch)
-            bring = not self._knobs.independent_recv_thread and self._enough(len(batch))
+            bring = not self._fetches_apart and self._enough(len(batch))
             self._give_way()
             replies = self._send(merged, bring)
             with self._changed:

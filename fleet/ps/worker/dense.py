@@ -23,6 +23,11 @@ COPIED = 32 << 10
 Flat = Mapping[str, torch.Tensor]
 
 
+def nbytes(layout: DenseLayout) -> int:
+    """What all blocks of a server weigh."""
+    return sum(numel * int(getattr(torch, dtype).itemsize) for dtype, numel in layout.sizes.items())
+
+
 def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
     """Which blocks of a server are there, and these, by element type in their order. ``tensors`` has a flat one, or
     None, a parameter."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.communicator import Communicator
 from fleet.ps.worker.delivering import Delivering, Push
+from fleet.ps.worker.dense import nbytes
 from fleet.ps.worker.early import EarlyGradients, worthwhile
 from fleet.ps.worker.floor import Floor
 from fleet.ps.worker.gradients import UserGradients
@@ -52,6 +53,7 @@ class Stepping:
                 self._push_behind,
                 self._fetch_behind,
                 name,
+                values_bytes=max(map(nbytes, self._floor.trained.layouts)),
                 gives_way=bool(self._floor.trained.description.handles) and not compensated,
             )
         self._early = self._make_early()
