@@ -55,12 +55,34 @@ def test_expanding_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None
 
 def test_gradients_that_are_no_matrix_in_memory() -> None:
     inverse = FLAT.view(4, 2)
-    for grad in (torch.ones(()).double().expand(4, 2, DIM), torch.rand(DIM, 2, 4).double().permute(2, 1, 0)):
+    random = torch.rand(100).double()
+    for grad in (
+        random[0].expand(4, 2, DIM),
+        random[:2].view(2, 1).expand(4, 2, DIM),
+        random[: 8 * DIM].view(DIM, 2, 4).permute(2, 1, 0),
+        random[: 16 * DIM].view(8, 2, DIM)[::2],  # with something between its parts
+        random[: 8 * DIM + 8].view(4, 2, DIM + 1)[..., 1:],  # and between rows
+        random[: 5 * DIM].unfold(0, 2 * DIM, DIM).view(4, 2, DIM),  # with parts that begin in each other
+    ):
         ours, theirs = rows(), rows()
         expand(ours, inverse).backward(grad)
         F.embedding(inverse, theirs).backward(grad)
         assert ours.grad is not None
         assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2), (1, 8), (0, 3)])
+@pytest.mark.parametrize("before", [0, 5])
+def test_rows_beside_other_features(before: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inverse = FLAT[: torch.Size(shape).numel()].reshape(shape)
+
+    def wide(out: torch.Tensor) -> torch.Tensor:
+        return torch.cat([out.new_ones(len(out), before), out.flatten(1), out.new_ones(len(out), 2)], 1)
+
+    ours, theirs = rows(dtype), rows(dtype)
+    got, expected = gradient(wide(expand(ours, inverse)), ours), gradient(wide(F.embedding(inverse, theirs)), theirs)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch._compile import _disable_dynamo
 
-from fleet.ps.kernels.rows import accumulate, accumulate_bags
+from fleet.ps.kernels.rows import accumulate, accumulate_apart, accumulate_bags
 
 #: What compiled loops can add.
 _ADDED = (torch.float32, torch.float64)
@@ -87,12 +87,27 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (inverse,) = ctx.saved_tensors
-        places, parts = inverse.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        places, dim = inverse.reshape(-1), grad.shape[-1]
         if torch.is_grad_enabled():  # somebody differentiates the gradient
-            return parts.new_zeros(ctx.count, parts.shape[1]).index_add(0, places, parts), None
-        total = np.zeros((ctx.count, parts.shape[1]), parts.numpy().dtype)
-        accumulate(places.numpy(), parts.contiguous().numpy(), total)
-        return torch.from_numpy(total), None
+            return grad.new_zeros(ctx.count, dim).index_add(0, places, grad.reshape(-1, dim)), None
+        total = grad.new_zeros(ctx.count, dim)
+        if _lies_in_blocks(grad):
+            size, apart = grad[0].numel(), grad.stride(0)
+            memory = grad.as_strided(((len(grad) - 1) * apart + size,), (1,))
+            accumulate_apart(places.numpy(), memory.numpy(), size // dim, apart, total.numpy())
+        else:
+            accumulate(places.numpy(), grad.reshape(-1, dim).contiguous().numpy(), total.numpy())
+        return total, None
+
+
+def _lies_in_blocks(grad: torch.Tensor) -> bool:
+    """Whether there is something between one part of it and the next, as where a model puts rows beside other features.
+
+    A copy without would take as long as adding it up does.
+    """
+    if grad.dim() < 2 or not grad.numel() or grad.is_contiguous():
+        return False
+    return grad.stride(0) > 0 and grad[0].is_contiguous()
 
 
 class _Pool(torch.autograd.Function):

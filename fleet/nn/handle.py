@@ -23,6 +23,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.nn.gradient import Entry, RowGradient
+from fleet.ps.kernels.jit import Ids
 from fleet.transpiler.specs import Initializer
 
 _ATTRIBUTE = "_fleet_handle"
@@ -130,7 +131,10 @@ class TableHandle:
         return self.source
 
     def wanted(self, ids: torch.Tensor, training: bool) -> Wanted:
-        self.check_ids(ids)
+        """Whether the ids are in range is for the job to see, which looks at each of them once."""
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            got = getattr(ids, "dtype", type(ids).__name__)
+            raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
         return Wanted(self, ids, training)
 
     def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None, weight: torch.Tensor) -> Found:
@@ -153,12 +157,9 @@ class TableHandle:
                 rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         return Found(rows, lookup.inverse.to(ids.device).view(ids.shape), padding)
 
-    def check_ids(self, ids: torch.Tensor) -> None:
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            got = getattr(ids, "dtype", type(ids).__name__)
-            raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
-        if self.num_embeddings is not None and ids.numel():
-            low, high = (int(bound) for bound in torch.aminmax(ids))
+    def check_range(self, ids: Ids) -> None:
+        if self.num_embeddings is not None and ids.size:
+            low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.num_embeddings:
                 raise IdOutOfRangeError(
                     f"an id is out of range for {self.name}",

@@ -93,6 +93,23 @@ def accumulate(places: Ids, grads: Array, total: Rows) -> None:
 
 
 @compiled
+def accumulate_apart(places: Ids, grads: Array, together: int, apart: int, total: Rows) -> None:
+    """The same for rows of which so many lie ``together``, and those that follow so many numbers ``apart`` from where
+    these begin; ``grads`` is all of that memory."""
+    begin = np.uint64(0)  # compiled code asks of every signed index whether it counts from the end
+    for first in range(0, places.size, together):
+        start = begin
+        for k in range(first, first + together):
+            if k + AHEAD < places.size:
+                prefetch(total, places[k + AHEAD])
+            into = row(total, places[k])
+            for j in range(into.size):
+                into[j] += grads[start + np.uint64(j)]
+            start += np.uint64(into.size)
+        begin += np.uint64(apart)
+
+
+@compiled
 def accumulate_bags(places: Ids, bags: Ids, scales: Array, grads: Array, total: Rows) -> None:
     """Add to the row of ``total`` at each place its bag's row of ``grads``, scaled, in the order they come."""
     for k in range(places.size):

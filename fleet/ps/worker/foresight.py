@@ -8,7 +8,6 @@ its ids, and asks by itself otherwise. A model whose look-ups turn out to be oth
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch._compile import _disable_dynamo
 
-from fleet.errors import FleetError, UnsupportedError
+from fleet.errors import UnsupportedError
 from fleet.nn.handle import TableHandle, Wanted
 
 #: So often the look-ups of a model may have been others than expected.
@@ -105,9 +104,7 @@ class Foresight:
         for expected in self._plans.get(module.training, ()):
             ids = expected.view.of(self._inputs)
             if ids is not None:
-                # Ids that are out of range are the look-up's to refuse, if it comes.
-                with contextlib.suppress(FleetError):
-                    self._expected.append(expected.handle.wanted(ids, expected.training))
+                self._expected.append(expected.handle.wanted(ids, expected.training))
         if self._expected:
             self._fetch(self._expected)
 

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from fleet.errors import IdOutOfRangeError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.observing.worker import ProfilerRange
 from fleet.ps.kernels.jit import Array, Ids
@@ -156,6 +157,7 @@ class RowReader:
                 distinct, inverse = ahead.distinct, ahead.inverse
             else:
                 distinct, inverse = unique(ids.numpy())
+                handle.check_range(distinct)
             if replica is None:
                 rows = self._fetched_ahead(ahead, distinct, training, completed)
             else:
@@ -226,6 +228,12 @@ class RowReader:
         for index, same in by_table.items():
             ids, training = torch.cat([_flat(each.ids) for each in same]), same[0].training
             distinct, inverse = unique(ids.numpy())
+            try:
+                same[0].handle.check_range(distinct)
+            except IdOutOfRangeError:
+                if ahead:
+                    raise
+                continue  # the look-up's to refuse, if it comes
             asked = distinct if replica is None else replica.missing(index, distinct)
             prepared.append((index, ids, distinct, inverse, training, asked))
         queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]

@@ -201,10 +201,10 @@ class WorkerRuntime:
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         self.settle("a look-up")
-        if self._foresight is not None:
-            self._foresight.saw(wanted)
         with self.figures.pull:
             found = self.floor.rows.lookup(wanted, self.floor.progress.completed, self.replica)
+        if self._foresight is not None:
+            self._foresight.saw(wanted)
         self._stepping.looked_up()
         return found
 
