@@ -16,6 +16,7 @@ from test_geo import Watched
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import IdOutOfRangeError, UnsupportedError
+from fleet.ps.worker import foresight
 from fleet.ps.worker.foresight import PATIENCE, View, _tensors, _view
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy import Strategy
@@ -169,7 +170,101 @@ def test_a_forward_inside_of_a_forward() -> None:
         for batch in batches(0, PATIENCE + 3):
             model(*batch)
 
-    assert requests(forwards)[-8:] == [1] * 8, "left alone"
+    assert requests(forwards)[-2:] == [4, 4]
+
+
+class Part(torch.nn.Module):
+    """Two tables, of the columns of what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList(fleet.nn.Embedding(None, 2) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(column) for table, column in zip(self.tables, ids.unbind(1), strict=True)])
+
+
+class Whole(torch.nn.Module):
+    """A table, and a part that is called with what is made of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Sequential(fleet.nn.Embedding(None, 2))
+        self.part = Part()
+
+    def forward(self, ids: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.one(ids[:, 0]), *(self.part(each + 1) for each in (ids, *others))])
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        return (self.one(ids[:, 0]).sum() + self.part(ids).sum()).square()
+
+
+def pulls(call: Callable[[Whole, torch.Tensor], object], times: int) -> tuple[list[int], list[str]]:
+    """How many tables each request for rows named, and the parts of the model that are still watched."""
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> list[str]:
+        model = Whole()
+        fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet_.init_worker()
+        for number in range(times):
+            call(model, torch.arange(4 * number, 4 * number + 4).view(2, 2))
+        watched = [name for name, module in model.named_modules() if module._forward_hooks]
+        assert watched == [name for name, module in model.named_modules() if module._forward_pre_hooks]
+        fleet_.stop_worker()
+        assert not any(module._forward_hooks for module in model.modules())
+        return watched
+
+    (watched,) = run_job(body, 1, 1, network=network)
+    return [len(frame.message.pull.tables) for frame, _ in network.seen if frame.message.pull.tables], watched
+
+
+def test_a_model_that_is_not_called_as_a_whole() -> None:
+    found, watched = pulls(lambda model, ids: model.loss(ids), 4)
+    assert found == [1, 1, 1] + [1, 2] * 3
+    assert "part" in watched
+    assert "one" not in watched, "there is nothing to be gained"
+
+
+def test_what_a_model_makes_of_its_input_is_a_parts_input() -> None:
+    found, watched = pulls(lambda model, ids: model(ids), 5)
+    assert found == [1, 1, 1] + [1, 2] * 4
+    assert {"", "part"} <= {*watched}
+
+
+def test_a_part_that_is_called_twice() -> None:
+    found, _ = pulls(lambda model, ids: model(ids, ids + 100), 3)
+    assert found == [1, 1, 1, 2] + [1, 2, 2] * 2
+
+
+def test_what_was_foreseen_for_the_whole_is_not_asked_for_again_for_its_part() -> None:
+    def call(model: Whole, ids: torch.Tensor) -> None:
+        model.forward = lambda ids: model.part(ids).sum() + model.one(ids[:, 1]).sum()  # type: ignore[method-assign]
+        model(ids)
+
+    found, watched = pulls(call, 5)
+    assert found == [1, 1, 1] + [3] * 4
+    assert {"", "part"} <= {*watched}
+
+
+def test_a_forward_that_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight, "WIDTH", 5)
+
+    def call(model: Whole, ids: torch.Tensor) -> None:
+        if ids[0, 0] == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(model.part.tables[1], "forward", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    model.part(ids)
+        else:
+            model.loss(ids)
+
+    def interrupted(ids: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    found, watched = pulls(call, 5)
+    assert found == [1] + [1, 1, 1] + [1, 2] * 3
+    assert "part" in watched
 
 
 def test_nothing_of_a_batch_is_kept() -> None:

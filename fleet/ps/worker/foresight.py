@@ -2,23 +2,30 @@
 
 Most models take the ids of each table straight out of their input: ``batch["user"]``, ``ids[:, 3]``. A forward shows
 which: each tensor it looks up is compared with those it was called with. The next one asks for all of them before it
-begins, and its look-ups find the rows there. Nothing depends on the guess: a look-up uses what was fetched for exactly
-its ids, and asks by itself otherwise. A model whose look-ups turn out to be others is left alone.
+begins, and its look-ups find the rows there. Every part of a model is watched that has tables in it, as it need not be
+called as a whole, and what it makes of its input may be what a part of it is called with. Nothing depends on the guess:
+a look-up uses what was fetched for exactly its ids, and asks by itself otherwise. A part of which nothing can be
+foreseen, or whose look-ups turn out to be others, is left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
 
 from fleet.errors import UnsupportedError
+from fleet.nn import EmbeddingGroup
+from fleet.nn.embedding import is_remote
 from fleet.nn.handle import TableHandle, Wanted
+from fleet.ps.worker.rows import Ahead
 
-#: So often the look-ups of a model may have been others than expected.
+#: So often in a row watching a part of a model may have been in vain.
 PATIENCE = 3
 
 #: Arguments are searched so deep, and collections of so many entries.
@@ -53,6 +60,25 @@ class Expected:
     view: View
 
 
+class Known:
+    """What there is to know of one part of a model."""
+
+    def __init__(self) -> None:
+        self.plans: dict[bool, list[Expected]] = {}  #: for training, and for evaluation
+        self.in_vain = 0
+
+
+@dataclass
+class Forward:
+    """One that runs."""
+
+    module: torch.nn.Module
+    inputs: Inputs
+    expected: list[Wanted]
+    fetched: Mapping[int, Ahead]
+    seen: list[Sequence[Wanted]] = field(default_factory=list)
+
+
 class Foresight:
     """Hangs on a model while its job runs. ``fetch`` asks for what a forward will look up; ``forget`` is for when
     that has ended."""
@@ -60,20 +86,19 @@ class Foresight:
     def __init__(
         self,
         model: torch.nn.Module,
-        fetch: Callable[[Sequence[Wanted]], None],
-        forget: Callable[[], None],
+        fetch: Callable[[Sequence[Wanted]], Mapping[int, Ahead]],
+        forget: Callable[[Mapping[int, Ahead]], None],
     ) -> None:
         self._fetch = fetch
         self._forget = forget
-        self._plans: dict[bool, list[Expected]] = {}  #: for training, and for evaluation
-        self._surprises = 0
-        self._inputs: Inputs | None = None  #: of the forward that runs
-        self._expected: list[Wanted] = []
-        self._seen: list[Sequence[Wanted]] = []
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._known: WeakKeyDictionary[torch.nn.Module, Known] = WeakKeyDictionary()
+        self._running: list[Forward] = []  #: each inside of the one before
+        self._hooks: WeakKeyDictionary[torch.nn.Module, Sequence[RemovableHandle]] = WeakKeyDictionary()
+        for module in _parts(model):
+            self._hooks[module] = (
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._end, always_call=True),
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Foresight:
         return self  # a copy of the model reads the same tables
@@ -85,52 +110,78 @@ class Foresight:
         )
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for module in list(self._hooks):
+            self._leave_alone(module)
 
     def saw(self, wanted: Sequence[Wanted]) -> None:
         """Something looks these up, with one request."""
-        if self._inputs is not None:
-            self._seen.append([each for each in wanted if _is_plain(each.ids)])
+        if not self._running:
+            return
+        plain = [each for each in wanted if _is_plain(each.ids)]
+        for forward in self._running:
+            forward.seen.append(plain)
+        if len(self._running[0].seen) > WIDTH:  # it does not run any more: Ctrl-C has ended it
+            self._stop(0)
 
     @_disable_dynamo
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._inputs is not None:  # a forward inside of this one's, or one that Ctrl-C ended
-            self._surprises += 1
-            self._clear()
-        if self._surprises >= PATIENCE:
+        known = self._known.setdefault(module, Known())
+        if any(forward.module is module for forward in self._running):
+            known.in_vain += 1  # a forward inside of this one's, or one that Ctrl-C has ended
+            self._stop(0)
+        if known.in_vain >= PATIENCE:
             return
-        self._inputs = dict(_tensors((args, kwargs)))
-        for expected in self._plans.get(module.training, ()):
-            ids = expected.view.of(self._inputs)
+        inputs = dict(_tensors((args, kwargs)))
+        expected = []
+        for each in known.plans.get(module.training, ()):
+            ids = each.view.of(inputs)
             if ids is not None:
-                self._expected.append(expected.handle.wanted(ids, expected.training))
-        if self._expected:
-            self._fetch(self._expected)
+                expected.append(each.handle.wanted(ids, each.training))
+        fetched = self._fetch(expected) if expected else {}
+        self._running.append(Forward(module, inputs, expected, fetched))
 
     @_disable_dynamo
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self._inputs is None:
+        places = [place for place, forward in enumerate(self._running) if forward.module is module]
+        if not places:
             return
-        inputs, expected, requests = self._inputs, self._expected, self._seen
-        self._clear()
+        forward = self._running[places[0]]
+        self._stop(places[0])
         if output is None:  # it failed on its way, and shows nothing
             return
-        seen = [each for request in requests for each in request]
-        known = self._plans.get(module.training)
-        if known is not None and list(map(_identity, seen)) == list(map(_identity, expected)):
+        known, seen = self._known[module], [each for request in forward.seen for each in request]
+        if forward.expected and list(map(_identity, seen)) == list(map(_identity, forward.expected)):
+            known.in_vain = 0
             return
         plan = []
-        if len(requests) > 1:
-            plan = [Expected(each.handle, each.training, view) for each in seen if (view := _view(each.ids, inputs))]
-        if known is not None and plan != known:
-            self._surprises += 1
-        self._plans[module.training] = plan
+        if len(forward.seen) > 1:
+            views = [(each, _view(each.ids, forward.inputs)) for each in seen]
+            plan = [Expected(each.handle, each.training, view) for each, view in views if view]
+        if not plan or known.plans.get(module.training, plan) != plan:
+            known.in_vain += 1
+        known.plans[module.training] = plan
+        if known.in_vain >= PATIENCE:
+            self._leave_alone(module)
 
-    def _clear(self) -> None:
-        """Keep nothing of a forward that is over, least of all its inputs."""
-        self._inputs, self._expected, self._seen = None, [], []
-        self._forget()
+    def _stop(self, place: int) -> None:
+        """Keep nothing of a forward that is over, nor of what ran inside of it, least of all inputs."""
+        over, self._running = self._running[place:], self._running[:place]
+        for forward in over:
+            self._forget(forward.fetched)
+
+    def _leave_alone(self, module: torch.nn.Module) -> None:
+        for hook in self._hooks.pop(module, ()):
+            hook.remove()
+
+
+def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model itself, and what in it has tables, but for what sends one request in any case."""
+    return [
+        module
+        for module in model.modules()
+        if not (is_remote(module) or isinstance(module, EmbeddingGroup))
+        and (module is model or any(map(is_remote, module.modules())))
+    ]
 
 
 Inputs = Mapping[tuple[Any, ...], torch.Tensor]

@@ -253,15 +253,18 @@ class RowReader:
         for fetch in {each.fetch for each in ahead.values()}:
             fetch.abandon()
 
-    def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> None:
-        """Ask for what the look-ups that come now will ask for, except where it was fetched ahead."""
-        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._present]
-        self._foreseen = self._begin(rest, completed, 0, replica, ahead=False) if rest else {}
+    def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> Mapping[int, Ahead]:
+        """Ask for what the look-ups that come now will ask for, except of tables of which something is there."""
+        there = {*self._present, *self._foreseen}
+        rest = [each for each in wanted if self._tables[id(each.handle)] not in there]
+        begun = self._begin(rest, completed, 0, replica, ahead=False) if rest else {}
+        self._foreseen = {**self._foreseen, **begun}
+        return begun
 
-    def forget(self) -> None:
+    def forget(self, begun: Mapping[int, Ahead]) -> None:
         """The look-ups that were foreseen are over."""
-        self.give_up(self._foreseen)
-        self._foreseen = {}
+        self.give_up(begun)
+        self._foreseen = {index: ahead for index, ahead in self._foreseen.items() if index not in begun}
 
     # ---------------------------------------------------------------- asking
 

@@ -7,7 +7,7 @@ that push and fetch behind an asynchronous step or send gradients ahead of a pus
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -186,17 +186,17 @@ class WorkerRuntime:
     def watch(self, model: torch.nn.Module) -> None:
         """Learn what the model looks up, so that it can be asked for at once."""
 
-        def fetch(wanted: Sequence[Wanted]) -> None:
+        def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Ahead]:
             self.settle("a look-up")
             with self.figures.pull:
-                self.floor.rows.foresee(wanted, self.floor.progress.completed, self.replica)
+                return self.floor.rows.foresee(wanted, self.floor.progress.completed, self.replica)
 
         if self.floor.trained.description.handles:
             self._foresight = Foresight(model, fetch, self.floor.rows.forget)
 
     def unwatched(self) -> dict[int, object]:
         """For a copy of the model that stands in no job: by identity, what it has in the place of what watches."""
-        blind = Foresight(torch.nn.Module(), lambda _: None, lambda: None)
+        blind = Foresight(torch.nn.Module(), lambda _: {}, lambda _: None)
         return {} if self._foresight is None else {id(self._foresight): blind}
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
