@@ -342,6 +342,17 @@ def test_a_peer_that_does_not_read_blocks_nobody(listener: DirectListener, stack
         assert torch.equal(receive(pb.Reply, sock).tensors[0].torch(), LARGE)
 
 
+def test_a_peer_that_reads_nothing_is_not_waited_for_forever(
+    listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_connections, "STALL_S", 1)
+    stalled = welcomed(listener, stack)
+    Outgoing(ask(0, LARGE)).send(stalled, wait=True)
+    until(lambda: not listener.connections)
+    with pytest.raises(OSError):
+        receive(pb.Reply, stalled)
+
+
 def test_closing_does_not_wait_for_a_peer_that_does_not_read(
     listener: DirectListener, stack: contextlib.ExitStack
 ) -> None:

@@ -30,7 +30,7 @@ from fleet.ps.wire.transport import Handler
 
 _log = logging.getLogger("fleet.wire")
 
-#: For so long a peer may take to say who it is, and to go on with a request that it has begun.
+#: For so long a peer may take to say who it is, and to go on with a request that it has begun or with reading a reply.
 HANDSHAKE_S, STALL_S = 5, 60
 
 #: In all; of one address, or one process of this machine; and of those who have not said yet who they are.
@@ -68,17 +68,18 @@ class Connection:
 
     def greet(self, key: bytes) -> None:
         tune(self.sock)
-        self._limit(HANDSHAKE_S)
+        self._limit(socket.SO_RCVTIMEO, HANDSHAKE_S)
+        self._limit(socket.SO_SNDTIMEO, STALL_S)
         # In one go, or not at all: with time for every byte, strangers would take up places for long.
         if not hmac.compare_digest(self.sock.recv(len(key), socket.MSG_WAITALL), key):
             raise ConnectionRefusedError("a peer does not have the key")
         self.known = True
         self.sock.sendall(WELCOME)
-        self._limit(STALL_S)
+        self._limit(socket.SO_RCVTIMEO, STALL_S)
 
-    def _limit(self, seconds: int) -> None:
-        """For so long a read may wait; unlike a socket's timeout in Python this costs nothing."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
+    def _limit(self, kind: int, seconds: int) -> None:
+        """For so long it may wait for the peer; unlike a socket's timeout in Python this costs nothing."""
+        self.sock.setsockopt(socket.SOL_SOCKET, kind, struct.pack("@ll", seconds, 0))
 
     def peek(self) -> bytes | None:
         """What the next frame begins with, as far as it is there, or None; ``OSError`` if nothing will come."""

@@ -35,11 +35,13 @@ class Outgoing:
         return not self._rest
 
     def send(self, sock: socket.socket, *, wait: bool) -> None:
-        """Send all of it, or as much as the socket takes without waiting."""
+        """Send all of it, or as much as the socket takes without waiting; ``OSError`` when its time is up."""
         while self._rest:
             try:
                 sent = sock.sendmsg(islice(self._rest, _MAX_BUFFERS), (), 0 if wait else socket.MSG_DONTWAIT)
             except BlockingIOError:
+                if wait:  # for as long as the system was told to
+                    raise TimeoutError("the peer reads nothing") from None
                 return
             while self._rest and sent >= len(self._rest[0]):
                 sent -= len(self._rest.popleft())
