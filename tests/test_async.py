@@ -454,6 +454,13 @@ def test_a_failure_behind_the_users_back_is_raised_in_the_next_step() -> None:
     assert isinstance(job.errors["worker 0"], ZeroDivisionError)
 
 
+@pytest.fixture(params=[0, 5], ids=["fetched apart", "with the answer"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How one parameter of four bytes comes."""
+    monkeypatch.setattr(communicator, "WORTH_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("either_way")
 def test_parameters_never_change_between_two_steps() -> None:
     """A forward and its backward see one state, however much arrives meanwhile."""
     make = scalar_job(StrategyFactory.create_async_strategy())
@@ -470,6 +477,7 @@ def test_parameters_never_change_between_two_steps() -> None:
     run_job(body, 2, 1)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_goodbye_leaves_no_thread_and_comes_twice() -> None:
     make = scalar_job(StrategyFactory.create_async_strategy())
 

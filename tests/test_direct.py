@@ -353,6 +353,19 @@ def test_a_peer_that_reads_nothing_is_not_waited_for_forever(
         receive(pb.Reply, stalled)
 
 
+def test_who_reads_too_late_asks_again(
+    control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_connections, "STALL_S", 1)
+    channel = line(control, stack)
+    late = channel.start(ask(1, LARGE))
+    late.send()
+    time.sleep(2.5)
+    with pytest.raises(TransportError):
+        late.result()
+    assert torch.equal(channel.start(ask(1, LARGE)).result().tensors[0].torch(), LARGE)
+
+
 def test_closing_does_not_wait_for_a_peer_that_does_not_read(
     listener: DirectListener, stack: contextlib.ExitStack
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fleet.nn import expand as expanding
 from fleet.nn.expand import Bags, expand, pool
 
 ROWS, DIM = 7, 3
@@ -74,7 +75,11 @@ def test_gradients_that_are_no_matrix_in_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2), (1, 8), (0, 3)])
 @pytest.mark.parametrize("before", [0, 5])
-def test_rows_beside_other_features(before: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rows_beside_other_features(
+    before: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shape[0] > 1:
+        monkeypatch.setattr(expanding, "accumulate", None)  # which wants a copy without what is between
     inverse = FLAT[: torch.Size(shape).numel()].reshape(shape)
 
     def wide(out: torch.Tensor) -> torch.Tensor:

@@ -157,15 +157,18 @@ class TableHandle:
                 rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         return Found(rows, lookup.inverse.to(ids.device).view(ids.shape), padding)
 
+    def has(self, ids: Ids) -> bool:
+        """Whether they are in range."""
+        return self.num_embeddings is None or not ids.size or bool(ids.min() >= 0 and ids.max() < self.num_embeddings)
+
     def check_range(self, ids: Ids) -> None:
-        if self.num_embeddings is not None and ids.size:
+        if not self.has(ids):
             low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.num_embeddings:
-                raise IdOutOfRangeError(
-                    f"an id is out of range for {self.name}",
-                    expected=f"0 <= id < {self.num_embeddings}",
-                    got=low if low < 0 else high,
-                )
+            raise IdOutOfRangeError(
+                f"an id is out of range for {self.name}",
+                expected=f"0 <= id < {self.num_embeddings}",
+                got=low if low < 0 else high,
+            )
 
     def _collect(self, ids: torch.Tensor, padding: int | None, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None

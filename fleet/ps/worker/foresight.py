@@ -5,7 +5,7 @@ which: each tensor it looks up is compared with those it was called with. The ne
 begins, and its look-ups find the rows there. Every part of a model is watched that has tables in it, as it need not be
 called as a whole, and what it makes of its input may be what a part of it is called with. Nothing depends on the guess:
 a look-up uses what was fetched for exactly its ids, and asks by itself otherwise. A part of which nothing can be
-foreseen, or whose look-ups turn out to be others, is left alone.
+foreseen, or too often what does not come, is left alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from torch.utils.hooks import RemovableHandle
 
 from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
-from fleet.nn.embedding import is_remote
+from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
 from fleet.nn.handle import TableHandle, Wanted
 from fleet.ps.worker.rows import Ahead
 
-#: So often in a row watching a part of a model may have been in vain.
-PATIENCE = 3
+#: So many guesses may be wrong, and one more for each ``1 / RECOVERY`` that are right.
+PATIENCE, RECOVERY = 3, 0.01
+
+#: After so many forwards in a row of which nothing could be foreseen, nobody looks at further ones.
+HOPE = 20
+
+#: What is seen of a forward is kept as long as it weighs no more than this, in ids; a look-up weighs some by itself.
+MOST_IDS, IDS_OF_ONE = 1 << 24, 1 << 8
 
 #: Arguments are searched so deep, and collections of so many entries.
 DEPTH, WIDTH = 6, 1000
@@ -60,12 +66,20 @@ class Expected:
     view: View
 
 
+@dataclass
 class Known:
-    """What there is to know of one part of a model."""
+    """What there is to know of a part of a model, in training or in evaluation."""
 
-    def __init__(self) -> None:
-        self.plans: dict[bool, list[Expected]] = {}  #: for training, and for evaluation
-        self.in_vain = 0
+    plan: list[Expected] = field(default_factory=list)
+    credit: float = PATIENCE
+    in_vain: int = 0
+
+    @property
+    def is_hopeless(self) -> bool:
+        return self.credit <= 0 or self.in_vain >= HOPE
+
+    def judge(self, *, was_right: bool) -> None:
+        self.credit = min(PATIENCE, self.credit + RECOVERY) if was_right else self.credit - 1
 
 
 @dataclass
@@ -73,25 +87,27 @@ class Forward:
     """One that runs."""
 
     module: torch.nn.Module
+    known: Known
     inputs: Inputs
-    expected: list[Wanted]
-    fetched: Mapping[int, Ahead]
+    expected: list[Wanted] = field(default_factory=list)
+    fetched: Mapping[int, Ahead] = field(default_factory=dict)
     seen: list[Sequence[Wanted]] = field(default_factory=list)
+    weight: int = 0
 
 
 class Foresight:
     """Hangs on a model while its job runs. ``fetch`` asks for what a forward will look up; ``forget`` is for when
-    that has ended."""
+    that has ended, or, called with None, for all that was ever fetched."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         fetch: Callable[[Sequence[Wanted]], Mapping[int, Ahead]],
-        forget: Callable[[Mapping[int, Ahead]], None],
+        forget: Callable[[Mapping[int, Ahead] | None], None],
     ) -> None:
         self._fetch = fetch
         self._forget = forget
-        self._known: WeakKeyDictionary[torch.nn.Module, Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[torch.nn.Module, dict[bool, Known]] = WeakKeyDictionary()
         self._running: list[Forward] = []  #: each inside of the one before
         self._hooks: WeakKeyDictionary[torch.nn.Module, Sequence[RemovableHandle]] = WeakKeyDictionary()
         for module in _parts(model):
@@ -120,25 +136,39 @@ class Foresight:
         plain = [each for each in wanted if _is_plain(each.ids)]
         for forward in self._running:
             forward.seen.append(plain)
-        if len(self._running[0].seen) > WIDTH:  # it does not run any more: Ctrl-C has ended it
+        outermost = self._running[0]
+        outermost.weight += IDS_OF_ONE + sum(each.ids.numel() for each in plain)
+        if outermost.weight > MOST_IDS:
             self._stop(0)
+
+    def clear(self) -> None:
+        """No forward runs. One may be thought to: hooks do not see each way in which one can end."""
+        self._stop(0)
+        self._forget(None)
 
     @_disable_dynamo
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        known = self._known.setdefault(module, Known())
-        if any(forward.module is module for forward in self._running):
-            known.in_vain += 1  # a forward inside of this one's, or one that Ctrl-C has ended
-            self._stop(0)
-        if known.in_vain >= PATIENCE:
+        if not self._running:
+            self._forget(None)
+        known_of = self._known.setdefault(module, {})
+        known = known_of.setdefault(module.training, Known())
+        for place, forward in enumerate(self._running):
+            if forward.module is module:  # a forward inside of this one's, or one that was interrupted
+                known.judge(was_right=False)
+                self._stop(place)
+                break
+        if known.is_hopeless:
+            if all(each.is_hopeless for each in known_of.values()):
+                self._leave_alone(module)
             return
-        inputs = dict(_tensors((args, kwargs)))
-        expected = []
-        for each in known.plans.get(module.training, ()):
-            ids = each.view.of(inputs)
+        forward = Forward(module, known, dict(_tensors((args, kwargs))))
+        self._running.append(forward)
+        for each in known.plan:
+            ids = each.view.of(forward.inputs)
             if ids is not None:
-                expected.append(each.handle.wanted(ids, each.training))
-        fetched = self._fetch(expected) if expected else {}
-        self._running.append(Forward(module, inputs, expected, fetched))
+                forward.expected.append(each.handle.wanted(ids, each.training))
+        if forward.expected:
+            forward.fetched = self._fetch(forward.expected)
 
     @_disable_dynamo
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
@@ -149,19 +179,17 @@ class Foresight:
         self._stop(places[0])
         if output is None:  # it failed on its way, and shows nothing
             return
-        known, seen = self._known[module], [each for request in forward.seen for each in request]
-        if forward.expected and list(map(_identity, seen)) == list(map(_identity, forward.expected)):
-            known.in_vain = 0
+        known, seen = forward.known, [each for request in forward.seen for each in request]
+        found, expected = list(map(_identity, seen)), list(map(_identity, forward.expected))
+        if expected:
+            known.judge(was_right={*expected} <= {*found})
+        if found == expected:
             return
-        plan = []
+        known.plan = []
         if len(forward.seen) > 1:
             views = [(each, _view(each.ids, forward.inputs)) for each in seen]
-            plan = [Expected(each.handle, each.training, view) for each, view in views if view]
-        if not plan or known.plans.get(module.training, plan) != plan:
-            known.in_vain += 1
-        known.plans[module.training] = plan
-        if known.in_vain >= PATIENCE:
-            self._leave_alone(module)
+            known.plan = [Expected(each.handle, each.training, view) for each, view in views if view]
+        known.in_vain = 0 if known.plan else known.in_vain + 1
 
     def _stop(self, place: int) -> None:
         """Keep nothing of a forward that is over, nor of what ran inside of it, least of all inputs."""
@@ -179,7 +207,7 @@ def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if not (is_remote(module) or isinstance(module, EmbeddingGroup))
+        if type(module) not in (*EMBEDDINGS, *BAGS, EmbeddingGroup)
         and (module is model or any(map(is_remote, module.modules())))
     ]
 

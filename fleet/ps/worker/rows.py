@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from fleet.errors import IdOutOfRangeError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.observing.worker import ProfilerRange
 from fleet.ps.kernels.jit import Array, Ids
@@ -128,7 +127,7 @@ class RowReader:
         self.read_at: dict[tuple[int, int], int] = {}
         self._read_before: dict[tuple[int, int], int] = {}
         self._present: Mapping[int, Ahead] = {}
-        self._foreseen: Mapping[int, Ahead] = {}
+        self._foreseen: list[Mapping[int, Ahead]] = []  #: for forwards, each inside of the one before
         self._loads = 0
 
     def replaced(self, loads: int) -> None:
@@ -148,16 +147,10 @@ class RowReader:
     # ---------------------------------------------------------------- a forward
 
     def lookup(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> list[Lookup]:
+        known = [self._known(*each) for each in wanted]  # and none is out of range
         found: dict[int, Lookup] = {}
         asking: list[tuple[int, Query, Ids]] = []
-        for place, (handle, given, training) in enumerate(wanted):
-            index, ids = self._tables[id(handle)], _flat(given)
-            ahead = self._present.get(index) or self._foreseen.get(index)
-            if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
-                distinct, inverse = ahead.distinct, ahead.inverse
-            else:
-                distinct, inverse = unique(ids.numpy())
-                handle.check_range(distinct)
+        for place, ((_, _, training), (index, distinct, inverse, ahead)) in enumerate(zip(wanted, known, strict=True)):
             if replica is None:
                 rows = self._fetched_ahead(ahead, distinct, training, completed)
             else:
@@ -175,6 +168,20 @@ class RowReader:
             for (place, query, inverse), rows in zip(asking, fetched, strict=True):
                 found[place] = _lookup(query.ids, rows, inverse)
         return [found[place] for place in range(len(wanted))]
+
+    def _known(self, handle: TableHandle, given: torch.Tensor, training: bool) -> tuple[int, Ids, Ids, Ahead | None]:
+        """The table of a look-up, its distinct ids and the places of all among them, and what was fetched ahead."""
+        index, ids = self._tables[id(handle)], _flat(given)
+        ahead = self._present.get(index) or self._innermost(index)
+        if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
+            return index, ahead.distinct, ahead.inverse, ahead
+        distinct, inverse = unique(ids.numpy())
+        handle.check_range(distinct)
+        return index, distinct, inverse, ahead
+
+    def _innermost(self, index: int) -> Ahead | None:
+        """What was foreseen of a table, by the last forward that did."""
+        return next((foreseen[index] for foreseen in reversed(self._foreseen) if index in foreseen), None)
 
     def _missing(self, index: int, ahead: Ahead | None, training: bool, completed: int, ids: Ids) -> Array:
         """Rows that a replica does not hold."""
@@ -227,17 +234,16 @@ class RowReader:
         prepared = []
         for index, same in by_table.items():
             ids, training = torch.cat([_flat(each.ids) for each in same]), same[0].training
+            there = None if ahead else self._innermost(index)
+            if there is not None and there.training == training and torch.equal(there.ids, ids):
+                continue
             distinct, inverse = unique(ids.numpy())
-            try:
-                same[0].handle.check_range(distinct)
-            except IdOutOfRangeError:
-                if ahead:
-                    raise
-                continue  # the look-up's to refuse, if it comes
+            same[0].handle.check_range(distinct)
             asked = distinct if replica is None else replica.missing(index, distinct)
             prepared.append((index, ids, distinct, inverse, training, asked))
         queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
-        fetch = self._start(queries, completed, version, ahead=ahead)
+        # Replies for which nobody waits yet must not be in the way of those that somebody does.
+        fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._foreseen))
         return {
             index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._loads)
             for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
@@ -254,21 +260,29 @@ class RowReader:
             fetch.abandon()
 
     def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> Mapping[int, Ahead]:
-        """Ask for what the look-ups that come now will ask for, except of tables of which something is there."""
-        there = {*self._present, *self._foreseen}
-        rest = [each for each in wanted if self._tables[id(each.handle)] not in there]
+        """Ask for what the look-ups that come now will ask for, except of tables of which something was fetched ahead.
+        Ids that are out of range are the look-up's to refuse, if it comes."""
+        rest = [
+            each
+            for each in wanted
+            if self._tables[id(each.handle)] not in self._present and each.handle.has(_flat(each.ids).numpy())
+        ]
         begun = self._begin(rest, completed, 0, replica, ahead=False) if rest else {}
-        self._foreseen = {**self._foreseen, **begun}
+        self._foreseen.append(begun)
         return begun
 
-    def forget(self, begun: Mapping[int, Ahead]) -> None:
-        """The look-ups that were foreseen are over."""
-        self.give_up(begun)
-        self._foreseen = {index: ahead for index, ahead in self._foreseen.items() if index not in begun}
+    def forget(self, begun: Mapping[int, Ahead] | None) -> None:
+        """The look-ups that were foreseen are over; all of them for None."""
+        over = [each for each in self._foreseen if begun is None or each is begun]
+        self._foreseen = [each for each in self._foreseen if begun is not None and each is not begun]
+        for each in over:
+            self.give_up(each)
 
     # ---------------------------------------------------------------- asking
 
-    def _start(self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False) -> Fetch:
+    def _start(
+        self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False, aside: bool = False
+    ) -> Fetch:
         parts = [partition(query.ids, len(self._clients)) for query in queries]
         asked: list[Asked] = []
         try:
@@ -276,7 +290,7 @@ class RowReader:
                 here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
                 if here:
                     frame, what = self._pull(queries, here, client, completed, version, ahead)
-                    asked.append(Asked(server, here, client.start(frame, what, ahead=ahead)))
+                    asked.append(Asked(server, here, client.start(frame, what, ahead=aside)))
             for request in asked:
                 request.pending.send()
         except BaseException:

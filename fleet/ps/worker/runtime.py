@@ -166,6 +166,8 @@ class WorkerRuntime:
 
     def _prepare_step(self) -> None:
         self.settle("step()")
+        if self._foresight is not None:
+            self._foresight.clear()
         if self.floor.trained.description.has_newcomers():
             self.extend()
 
