@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import run_job, values
 from test_geo import Watched
+from torch.utils.checkpoint import checkpoint
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
@@ -255,6 +256,26 @@ def test_a_part_that_is_called_with_what_was_foreseen_and_with_something_else() 
 
     found, _ = pulls(call, 3)
     assert found[-2:] == [2, 2], "for the whole, and for its part once"
+
+
+def test_a_part_that_is_compiled() -> None:
+    found, _ = pulls(lambda model, ids: torch.compile(model.part, backend="eager")(ids), 3)
+    assert found == [1, 1, 2, 2]
+
+
+def test_a_part_that_is_computed_again_in_the_backward() -> None:
+    def call(model: Whole, ids: torch.Tensor) -> None:
+        out = checkpoint(model.part, ids, torch.ones(1, requires_grad=True), use_reentrant=False)
+        out.sum().backward()
+
+    def forward(self: Part, ids: torch.Tensor, ones: torch.Tensor) -> torch.Tensor:
+        return plain(self, ids) * ones * ones
+
+    plain = Part.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Part, "forward", forward)
+        found, _ = pulls(call, 3)
+    assert found == [1, 1] + [2] * 5
 
 
 def test_a_forward_that_looks_nothing_up_changes_nothing() -> None:
