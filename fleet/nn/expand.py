@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._compile import _disable_dynamo
@@ -124,6 +123,6 @@ class _Pool(torch.autograd.Function):
         if torch.is_grad_enabled():
             parts = grad[bags] * scales[:, None]
             return grad.new_zeros(ctx.count, grad.shape[1]).index_add(0, places, parts), None, None
-        total = np.zeros((ctx.count, grad.shape[1]), grad.numpy().dtype)
-        accumulate_bags(places.numpy(), bags.numpy(), scales.numpy(), grad.contiguous().numpy(), total)
-        return torch.from_numpy(total), None, None
+        total = grad.new_zeros(ctx.count, grad.shape[1])
+        accumulate_bags(places.numpy(), bags.numpy(), scales.numpy(), grad.contiguous().numpy(), total.numpy())
+        return total, None, None

@@ -95,7 +95,7 @@ def accumulate(places: Ids, grads: Array, total: Rows) -> None:
 @compiled
 def accumulate_apart(places: Ids, grads: Array, together: int, apart: int, total: Rows) -> None:
     """The same for rows of which so many lie ``together``, and those that follow so many numbers ``apart`` from where
-    these begin; ``grads`` is all of that memory."""
+    these begin; ``grads`` is all of that memory. Where all lie together the other loop is a sixth faster."""
     begin = np.uint64(0)  # compiled code asks of every signed index whether it counts from the end
     for first in range(0, places.size, together):
         start = begin

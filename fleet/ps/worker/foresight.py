@@ -143,7 +143,7 @@ class Foresight:
 
     def clear(self) -> None:
         """No forward runs. One may be thought to: hooks do not see each way in which one can end."""
-        self._stop(0)
+        self._running = []
         self._forget(None)
 
     @_disable_dynamo
@@ -152,11 +152,10 @@ class Foresight:
             self._forget(None)
         known_of = self._known.setdefault(module, {})
         known = known_of.setdefault(module.training, Known())
-        for place, forward in enumerate(self._running):
-            if forward.module is module:  # a forward inside of this one's, or one that was interrupted
-                known.judge(was_right=False)
-                self._stop(place)
-                break
+        place = self._place(module)
+        if place is not None:  # a forward inside of this one's, or one that was interrupted
+            known.judge(was_right=False)
+            self._stop(place)
         if known.is_hopeless:
             if all(each.is_hopeless for each in known_of.values()):
                 self._leave_alone(module)
@@ -172,11 +171,11 @@ class Foresight:
 
     @_disable_dynamo
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        places = [place for place, forward in enumerate(self._running) if forward.module is module]
-        if not places:
+        place = self._place(module)
+        if place is None:
             return
-        forward = self._running[places[0]]
-        self._stop(places[0])
+        forward = self._running[place]
+        self._stop(place)
         if output is None:  # it failed on its way, and shows nothing
             return
         known, seen = forward.known, [each for request in forward.seen for each in request]
@@ -190,6 +189,10 @@ class Foresight:
             views = [(each, _view(each.ids, forward.inputs)) for each in seen]
             known.plan = [Expected(each.handle, each.training, view) for each, view in views if view]
         known.in_vain = 0 if known.plan else known.in_vain + 1
+
+    def _place(self, module: torch.nn.Module) -> int | None:
+        """Of the module's forward among those that run."""
+        return next((place for place, forward in enumerate(self._running) if forward.module is module), None)
 
     def _stop(self, place: int) -> None:
         """Keep nothing of a forward that is over, nor of what ran inside of it, least of all inputs."""

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from fleet.errors import IdOutOfRangeError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.observing.worker import ProfilerRange
 from fleet.ps.kernels.jit import Array, Ids
@@ -241,6 +242,8 @@ class RowReader:
             same[0].handle.check_range(distinct)
             asked = distinct if replica is None else replica.missing(index, distinct)
             prepared.append((index, ids, distinct, inverse, training, asked))
+        if not prepared:
+            return {}
         queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
         # Replies for which nobody waits yet must not be in the way of those that somebody does.
         fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._foreseen))
@@ -262,12 +265,12 @@ class RowReader:
     def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> Mapping[int, Ahead]:
         """Ask for what the look-ups that come now will ask for, except of tables of which something was fetched ahead.
         Ids that are out of range are the look-up's to refuse, if it comes."""
-        rest = [
-            each
-            for each in wanted
-            if self._tables[id(each.handle)] not in self._present and each.handle.has(_flat(each.ids).numpy())
-        ]
-        begun = self._begin(rest, completed, 0, replica, ahead=False) if rest else {}
+        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._present]
+        try:
+            begun = self._begin(rest, completed, 0, replica, ahead=False)
+        except IdOutOfRangeError:
+            rest = [each for each in rest if each.handle.has(_flat(each.ids).numpy())]
+            begun = self._begin(rest, completed, 0, replica, ahead=False)
         self._foreseen.append(begun)
         return begun
 
