@@ -355,7 +355,9 @@ class Fleet:
             >>> fleet.save_persistables("ckpt/final", mode="delta")
             >>> fleet.load_persistables("ckpt/final")
         """
-        self._backend("save_persistables").begin_saving(dirname, mode)(None)
+        backend = self._backend("save_persistables")
+        with backend.undisturbed("save_persistables()"):
+            backend.begin_saving(dirname, mode)(None)
 
     def resume_step(self) -> int:
         """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded.

@@ -208,19 +208,20 @@ class Checkpoints:
     def _save(self) -> None:
         from fleet.checkpoint.series import name_of
 
-        step, mode = self._job.steps_taken, self._schedule.mode
-        where = self._root.within(name_of(step)).url
-        self._schedule.begin(step, self._clock.now())
-        rest = self._job.begin_saving(where, mode)
-        if not self._background:
-            self._write(partial(rest, None), step, mode)
-            return
-        may_go_on = threading.Event()
-        self._thread = threading.Thread(
-            target=self._write_behind, args=(rest, step, mode, may_go_on), name=f"{_THREAD}{where}", daemon=True
-        )
-        self._thread.start()
-        may_go_on.wait()
+        with self._job.undisturbed("Checkpoints"):
+            step, mode = self._job.steps_taken, self._schedule.mode
+            where = self._root.within(name_of(step)).url
+            self._schedule.begin(step, self._clock.now())
+            rest = self._job.begin_saving(where, mode)
+            if not self._background:
+                self._write(partial(rest, None), step, mode)
+                return
+            may_go_on = threading.Event()
+            self._thread = threading.Thread(
+                target=self._write_behind, args=(rest, step, mode, may_go_on), name=f"{_THREAD}{where}", daemon=True
+            )
+            self._thread.start()
+            may_go_on.wait()
 
     def _write(self, rest: Callable[[], None], step: int, mode: str) -> None:
         from fleet.checkpoint.series import remove_old

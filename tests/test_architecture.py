@@ -24,7 +24,7 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling", "checksum"),
     ("cluster",),
-    ("environ", "transpiler", "ps.memory", "members", "lifecycle", "observing.names", "observing.process"),
+    ("environ", "transpiler", "ps.memory", "members", "callers", "lifecycle", "observing.names", "observing.process"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
     ("collective.pace", "collective.silence"),
@@ -90,6 +90,7 @@ ONLY: dict[str, dict[str, str]] = {
     "mpi4py": {"mpi.py": "adapter"},
     "numba llvmlite": {"ps/kernels/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
+        "callers.py": "turns",
         "checkpoint/manifest.py": "reader",
         "checkpoint/pieces.py": "writers",
         "collective/clerk.py": "clerk",
@@ -97,6 +98,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/local.py": "waiters",
         "observing/observer.py": "observer",
         "mpi.py": "start",
+        "nn/handle.py": "gradients of several threads",
         "periodic.py": "writer",
         "ps/backend.py": "embedding",
         "ps/kernels/jit.py": "lock",

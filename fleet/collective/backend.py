@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -97,6 +98,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def stop_worker(self) -> None:
         if self._worker is None:
             raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
+        self._worker.callers.refuse_forked("stop_worker()")
         exit_guard.release(self._worker)
         self._worker.stop()
         if self._assignment.when_done is not None:
@@ -145,6 +147,17 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     # ---------------------------------------------------------------- state
 
+    def _quiet_worker(self, call: str) -> CollectiveWorker:
+        """For a call that needs all of the training's state, which a step and a backward alter in place."""
+        worker = self._running_worker(call)
+        worker.callers.refuse_beside(call)
+        return worker
+
+    def undisturbed(self, call: str) -> AbstractContextManager[None]:
+        """Nothing that could disturb what needs quiet is let in here."""
+        self._quiet_worker(call)
+        return nullcontext()
+
     def begin_saving(self, dirname: object, mode: object) -> Callable[[None], None]:
         """What is returned saves; there is nothing to be done before it."""
         worker = self._running_worker("save_persistables()")
@@ -158,17 +171,17 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         return self._running_worker("steps_taken").steps
 
     def load_persistables(self, dirname: object) -> None:
-        saving.load(self._running_worker("load_persistables()"), dirname)
+        saving.load(self._quiet_worker("load_persistables()"), dirname)
 
     def load_state_dict(self, model: object, state: object) -> None:
-        saving.load_state(self._running_worker("load_state_dict()"), model, state)
+        saving.load_state(self._quiet_worker("load_state_dict()"), model, state)
 
     def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
-        worker = self._running_worker("save_inference_model()")
+        worker = self._quiet_worker("save_inference_model()")
         collecting.save_inference_model(worker, dirname, model, example_inputs, self._meeting)
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
-        self._running_worker("state_dict()")
+        self._quiet_worker("state_dict()")
         return collecting.state_dict(model, tables=tables)
 
     def resume_step(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch._C._distributed_c10d import Store
 
+from fleet.callers import Callers
 from fleet.collective.clerk import Clerk
 from fleet.errors import PlanMismatchError
 from fleet.ps.consistency.gathering import BARRIER, Asked, disagreement
@@ -27,18 +28,21 @@ _LOOK_S = 1.0
 
 
 class Gatherings:
-    def __init__(self, clerk: Clerk) -> None:
+    def __init__(self, clerk: Clerk, callers: Callers) -> None:
         self._clerk = clerk
+        self._callers = callers
         self._number = 0
 
     def barrier(self) -> None:
-        self._meet(Asked(BARRIER), None)
+        with self._callers.gathering("barrier_worker()"):
+            self._meet(Asked(BARRIER, beside=self._callers.are_beside), None)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
-            result = self._meet(Asked(op, mine.dtype, mine.shape), mine.wire())
+            with self._callers.gathering(call):
+                result = self._meet(Asked(op, mine.dtype, mine.shape, self._callers.are_beside), mine.wire())
             assert result is not None
             return result
 
@@ -47,7 +51,7 @@ class Gatherings:
     def _meet(self, asked: Asked, mine: WireTensor | None) -> WireTensor | None:
         self._number += 1
         number, rank, clerk = self._number, self._clerk.rank, self._clerk
-        header = {"op": asked.op, "dtype": asked.dtype, "shape": asked.shape}
+        header = {"op": asked.op, "dtype": asked.dtype, "shape": asked.shape, "beside": asked.beside}
         clerk.ask(lambda store: _put(store, f"gather/{number}/{rank}", header, mine))
         if self._wait(lambda store: self._leads(store, number), number, asked):
             self._wait(lambda store: not self._absent(store, number) or None, number, asked)
@@ -59,8 +63,9 @@ class Gatherings:
 
     def _wait(self, ready: Callable[[Store], bool | None], number: int, asked: Asked) -> bool:
         while (found := self._clerk.until(ready, _LOOK_S)) is None:
-            absent = self._clerk.ask(lambda store: self._absent(store, number))
-            self._clerk.refuse_standstill(absent, f"{asked.op} {number}")
+            if not asked.beside:  # else the training goes on meanwhile
+                absent = self._clerk.ask(lambda store: self._absent(store, number))
+                self._clerk.refuse_standstill(absent, f"{asked.op} {number}")
         return found
 
     def _leads(self, store: Store, number: int) -> bool | None:
@@ -85,7 +90,8 @@ class Gatherings:
         came = [other for other in range(self._clerk.size) if store.check([f"gather/{number}/{other}"])]
         brought = {worker: _get(store, f"gather/{number}/{worker}") for worker in came}
         asked = {
-            worker: Asked(told["op"], told["dtype"], tuple(told["shape"])) for worker, (told, _) in brought.items()
+            worker: Asked(told["op"], told["dtype"], tuple(told["shape"]), told["beside"])
+            for worker, (told, _) in brought.items()
         }
         odd = [worker for worker in came if asked[worker] != asked[came[0]]]
         header: dict[str, Any] = {}

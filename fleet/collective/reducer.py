@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size, _register_comm_hook
 from torch._C._distributed_c10d import Reducer as _Reducer
 
+from fleet.callers import Callers
 from fleet.collective.exchange import Exchange, Finish
 from fleet.collective.group import Group
 from fleet.errors import UnsupportedError
@@ -49,11 +50,13 @@ class Reducer:
         group: Group,
         exchange: Exchange,
         on_round: Callable[[Round], None],
+        callers: Callers,
     ) -> None:
         self._params = list(params)
         self._group = group
         self._exchange = exchange
         self._on_round = on_round
+        self._callers = callers
         self.enabled = True
         self._taking_part = True
         self._is_open = False
@@ -107,6 +110,7 @@ class Reducer:
             self._seen.add(index)
 
     def _open(self) -> None:
+        self._callers.refuse_forked("backward()")
         self._is_open = True
         self._seen.clear()
         self._pending.clear()

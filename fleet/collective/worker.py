@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fleet.callers import Callers
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.collective.averaging import MergedGradients, average_parameters
@@ -47,6 +48,7 @@ class CollectiveWorker:
         self.assignment = assignment
         self.optimizers = optimizers
         self.model = model
+        self.callers = Callers()
         self.figures = WorkerFigures(clock)
         self.steps = 0
         self.loads = 0
@@ -77,7 +79,7 @@ class CollectiveWorker:
         self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
             self._observer = Observer(str(self.assignment), "worker", self.told, self._knobs)
-            self.gatherings = Gatherings(self.group.clerk)
+            self.gatherings = Gatherings(self.group.clerk, self.callers)
             if self._pace.sends_gradients:
                 self._exchange = self._make_exchange()
             if self._strategy.sync_batch_norm:
@@ -138,7 +140,7 @@ class CollectiveWorker:
         self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
         if self._exchange is not None:
             names = [member.name for member in trained]
-            self._reducer = Reducer(self._trained, names, self.group, self._exchange, self._after_round)
+            self._reducer = Reducer(self._trained, names, self.group, self._exchange, self._after_round, self.callers)
             self._reducer.enabled = self._pace.reduces_in_backward
 
     def extend(self) -> None:
@@ -176,6 +178,7 @@ class CollectiveWorker:
     def step_here(self, update: Callable[[], None]) -> None:
         """One step on what the gradients are now; ``update`` lets the wrapped optimizers step."""
         self.check("step()")
+        self.callers.train()
         if self._reducer is not None and self._reducer.was_interrupted:
             raise StateError(
                 "a backward ended in an exception, and the other workers wait for its gradients",
@@ -307,7 +310,8 @@ class CollectiveWorker:
         return 0 if exchange is None else exchange.sent_bytes
 
     def check(self, call: str) -> None:
-        """Refuse a call after the end, and tell of a failure."""
+        """Refuse a call after the end, or in another process, and tell of a failure."""
+        self.callers.refuse_forked(call)
         if self.stopped:
             raise StateError(
                 f"{call} came after the job ended for this worker (fleet.stop_worker)", where=str(self.assignment)

@@ -7,6 +7,7 @@ are collected in ``weight.grad`` (see gradient.py).
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,9 @@ from fleet.ps.kernels.jit import Ids
 from fleet.transpiler.specs import Initializer
 
 _ATTRIBUTE = "_fleet_handle"
+
+#: Backwards of several threads may come to one table, as torch lets them come to one parameter.
+_collecting = threading.Lock()
 
 #: What a table is called until a job gives it its name.
 _UNNAMED = "an embedding"
@@ -173,12 +177,14 @@ class TableHandle:
     def _collect(self, ids: torch.Tensor, padding: int | None, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        if not isinstance(self.weight.grad, RowGradient):
-            self.weight.grad = RowGradient.of(self.weight)
         if padding is not None:
             keep = torch.arange(len(ids)) != padding
             ids, grad = ids[keep], grad[keep.to(grad.device)]
-        self.weight.grad.entries.append((ids, grad.detach().cpu()))
+        entry = ids, grad.detach().cpu()
+        with _collecting:
+            if not isinstance(self.weight.grad, RowGradient):
+                self.weight.grad = RowGradient.of(self.weight)
+            self.weight.grad.entries.append(entry)
 
     def collected(self) -> list[Entry]:
         """The gradients since they were last dropped.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             if self._assignment.is_worker:
                 raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
             raise StateError(f"stop_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
+        worker.callers.refuse_forked("stop_worker()")
         exit_guard.release(worker)
         try:
             worker.stop()
@@ -168,6 +170,12 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             self._embedded.join(timeout=10.0)
 
     def _running_worker(self, call: str) -> WorkerRuntime:
+        """Who does what this call asks for; never a fork of the process that joined the job."""
+        worker = self._joined_worker(call)
+        worker.callers.refuse_forked(call)
+        return worker
+
+    def _joined_worker(self, call: str) -> WorkerRuntime:
         where = str(self._assignment)
         if self._worker is None and self._assignment.is_server:
             raise StateError(f"{call} was called on a server", where=where, todo="Guard it with fleet.is_worker().")
@@ -204,6 +212,10 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- state
 
+    def undisturbed(self, call: str) -> AbstractContextManager[None]:
+        """Surrounds what is one call to the user, between whose parts no other thread of this process trains on."""
+        return self._running_worker(call).callers
+
     def begin_saving(self, dirname: object, mode: object) -> Rest:
         """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
         return saving.begin(self._running_worker("save_persistables()"), dirname, mode)
@@ -229,7 +241,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return collecting.state_dict(self._running_worker("state_dict()"), model, tables=tables)
 
     def resume_step(self) -> int:
-        return self._running_worker("resume_step()").floor.progress.steps
+        return self._joined_worker("resume_step()").floor.progress.steps
 
 
 def _run_quietly(server: ServerRuntime) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -957,6 +958,34 @@ def reductions_and_metrics(me: Rank) -> None:
     fleet.barrier_worker()  # those after it go on
     if me.rank:
         assert fleet.all_reduce_worker(1.0) == me.size - 1, "rank 0 has left"
+    fleet.stop_worker()
+
+
+@check(2)
+def another_thread_beside_the_training(me: Rank) -> None:
+    """It may measure; what it would read while steps and backwards alter it is refused."""
+    fleet = me.fleet()
+    model = nn.Linear(8, 4)
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    fleet.init_worker()
+    optimizer.minimize(loss_of(model, me.rank, 0))
+
+    def aside() -> list[float]:
+        sums = [fleet.metrics.sum(me.rank + 1.0) for _ in range(5)]
+        for call in (
+            lambda: fleet.save_persistables(me.scratch / "aside"),
+            lambda: fleet.load_persistables(me.scratch / "aside"),
+            lambda: fleet.state_dict(model),
+        ):
+            raises(StateError, "was called in another thread than the one that trains", call)
+        return sums
+
+    with ThreadPoolExecutor(1) as pool:
+        measured = pool.submit(aside)
+        for step in range(1, 30):
+            optimizer.minimize(loss_of(model, me.rank, step))
+        assert measured.result() == [3.0] * 5
+    alike(me, fleet, values(model))
     fleet.stop_worker()
 
 

@@ -44,9 +44,12 @@ class Asked:
     op: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    #: in another thread than the one that trains: the calls of two threads have no order between them
+    beside: bool = False
 
     def __str__(self) -> str:
-        return self.op if self.op == BARRIER else f"all_reduce {self.op} of {self.dtype} {self.shape}"
+        told = self.op if self.op == BARRIER else f"all_reduce {self.op} of {self.dtype} {self.shape}"
+        return f"{told} in a thread beside the training" if self.beside else told
 
 
 def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) -> PlanMismatchError:
@@ -54,7 +57,7 @@ def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) 
     return PlanMismatchError(
         "workers asked for different things at the same time",
         where=f"gathering {number} of each",
-        expected="the same call, op, element type and shape on every worker",
+        expected="the same call, op, element type and shape on every worker, from the same of its threads",
         got="; ".join(f"worker {worker}: {asked}" for worker, asked in sorted([one, other], key=lambda told: told[0])),
         todo="Let every worker make its calls of barrier_worker, all_reduce_worker and metrics in the same order.",
     )

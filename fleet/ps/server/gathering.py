@@ -129,7 +129,7 @@ def _asked(worker: int, gather: Any, tensors: Sequence[WireTensor]) -> Asked:
     if gather.op == BARRIER:
         if tensors or gather.dtype:
             raise ProtocolError("a barrier brings no tensor", got=f"{len(tensors)} from worker {worker}")
-        return Asked(BARRIER)
+        return Asked(BARRIER, beside=gather.beside)
     if gather.op not in OPS:
         raise ProtocolError("a gathering is of an unknown kind", expected=", ".join(OPS), got=repr(gather.op)[:40])
     if len(tensors) != 1:
@@ -143,7 +143,7 @@ def _asked(worker: int, gather: Any, tensors: Sequence[WireTensor]) -> Asked:
         )
     if tensor.array.nbytes > MAX_BYTES:
         raise ProtocolError("a reduction is too large", expected=f"at most {MAX_BYTES} bytes", got=tensor.array.nbytes)
-    return Asked(gather.op, gather.dtype, tensor.shape)
+    return Asked(gather.op, gather.dtype, tensor.shape, gather.beside)
 
 
 def _outcome(op: str, brought: Sequence[WireTensor | None]) -> Outcome:

@@ -24,7 +24,15 @@ class Meeting:
             return met
 
         what = f"{gather.op[:20]} {gather.number}"
-        waiting = Waiting(arrival.worker, what, floor.clock.now(), arrival.respond, answer, gathering=True)
+        waiting = Waiting(
+            arrival.worker,
+            what,
+            floor.clock.now(),
+            arrival.respond,
+            answer,
+            gathering=True,
+            beside=gather.beside,
+        )
         floor.check_patience(waiting)
         ticket = floor.ticket()
         ready = job.hall.come(ticket, waiting.worker, gather, arrival.tensors)
@@ -36,7 +44,7 @@ class Meeting:
         job = self._floor.job
         if job is None or not job.hall.lacking():
             return
-        parked = [waiting for waiting in job.parked.values() if not waiting.ahead]
+        parked = [waiting for waiting in job.parked.values() if not (waiting.ahead or waiting.beside)]
         meeting = {waiting.worker for waiting in parked if waiting.gathering}
         stepping = {waiting.worker for waiting in parked if not waiting.gathering}
         if not (meeting and stepping) or not meeting | stepping >= {*self._floor.roll.awaited()}:

@@ -51,6 +51,7 @@ class Waiting:
     respond: Respond
     answer: Callable[[], Frame]
     gathering: bool = False
+    beside: bool = False  #: another thread of the worker trains on meanwhile
     ahead: bool = False  #: the worker does not wait for it yet
     has_rows: bool = False  #: the answer
     nbytes: int = 0  #: what it keeps in memory until then

@@ -68,6 +68,11 @@ class DirectChannel:
                 return BrokenCall("the channel is closed")
         return self._control.start(request, timeout_s, urgent=urgent, ahead=ahead)
 
+    def forked(self) -> DirectChannel:
+        made = DirectChannel(self._endpoint, self._control.forked(), self.limit)
+        made._address = self._address
+        return made
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

@@ -87,14 +87,16 @@ class Extend(_message.Message):
     def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Gather(_message.Message):
-    __slots__ = ["dtype", "number", "op"]
+    __slots__ = ["beside", "dtype", "number", "op"]
+    BESIDE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     OP_FIELD_NUMBER: _ClassVar[int]
+    beside: bool
     dtype: str
     number: int
     op: str
-    def __init__(self, number: _Optional[int] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ..., beside: bool = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]

@@ -16,7 +16,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import PIECE_BYTES, Frame, read_frame
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.tls import why_no_handshake
-from fleet.ps.wire.transport import BrokenCall, Call, TransportError
+from fleet.ps.wire.transport import BrokenCall, BrokenChannel, Call, Channel, TransportError
 
 #: One piece and its share of protobuf and HTTP/2 framing.
 MAX_MESSAGE_BYTES = PIECE_BYTES + (64 << 10)
@@ -75,6 +75,9 @@ class GrpcChannel:
             return GrpcCall(started, timeout_s, self._read, self._why_unavailable)
         except ValueError as error:  # gRPC's answer to a request on a closed channel
             return BrokenCall(str(error))
+
+    def forked(self) -> Channel:
+        return BrokenChannel("gRPC does not outlive a fork, and there are no direct connections")
 
     def close(self) -> None:
         self._channel.close()

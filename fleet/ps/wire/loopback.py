@@ -79,8 +79,36 @@ class _Channel:
         serve(listener.handler, request.pieces(), call.respond)()
         return call
 
+    def forked(self) -> _ForkedChannel:
+        return _ForkedChannel(self._network, self._endpoint)
+
     def close(self) -> None:
         self._calls.end("the channel is closed", 0.0)
+
+
+class _ForkedChannel(_Channel):
+    """For a forked child, which has a copy of the server as well. A thread that it does not have may hold one of that
+    server's locks for good, so another thread asks, and nobody waits for it longer than for any other server."""
+
+    def start(
+        self,
+        request: Frame,
+        timeout_s: float | None = None,
+        *,
+        urgent: bool = False,  # noqa: ARG002
+        ahead: bool = False,  # noqa: ARG002
+    ) -> Call:
+        call = _Call(timeout_s)
+
+        def ask() -> None:
+            listener = self._network.listener(self._endpoint)
+            if listener is None:
+                call.fail(TransportError(f"nobody listens at {self._endpoint}"))
+            else:
+                serve(listener.handler, request.pieces(), call.respond)()
+
+        threading.Thread(target=ask, name="fleet-forked", daemon=True).start()
+        return call
 
 
 class _Call:

@@ -53,6 +53,29 @@ class BrokenCall:
         pass
 
 
+class BrokenChannel:
+    """One over which nothing can leave."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def start(
+        self,
+        request: Frame,  # noqa: ARG002
+        timeout_s: float | None = None,  # noqa: ARG002
+        *,
+        urgent: bool = False,  # noqa: ARG002
+        ahead: bool = False,  # noqa: ARG002
+    ) -> Call:
+        return BrokenCall(self._reason)
+
+    def forked(self) -> Channel:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
 class Channel(Protocol):
     """A line to one endpoint. Made without a connection; that comes with the first request."""
 
@@ -61,6 +84,10 @@ class Channel(Protocol):
     ) -> Call:
         """Send a request. An ``urgent`` one is small, and never waits behind others at the server; nobody reads the
         reply soon to one that is ``ahead``, and that must hold up no other."""
+        ...
+
+    def forked(self) -> Channel:
+        """The same for a forked child of this process, with connections of its own, and without a lock of this one."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from fleet.errors import (
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.transport import Call, Network, TransportError
+from fleet.ps.wire.transport import Call, Channel, Network, TransportError
 
 _log = logging.getLogger("fleet.worker")
 
@@ -125,6 +125,14 @@ class ServerClient:
         """Send a last word; whether it arrives is not this worker's concern any more."""
         with contextlib.suppress(TransportError, FleetError):
             self._channel.start(frame, FAREWELL_S).result()
+
+    def forked_channel(self) -> Channel:
+        """For a forked child of this process, which may not use this line."""
+        return self._channel.forked()
+
+    @property
+    def deadline_s(self) -> float:
+        return self._knobs.rpc_deadline_s
 
     def start_pulse(self) -> None:
         if self._pulse is None:

@@ -49,9 +49,11 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
     def collector(handle: TableHandle, spec: TableSpec, seed: int, count: int) -> Collector:
         return SortedRows(spec, count) if spec.num_embeddings is None else AllRows(handle, spec, seed)
 
-    worker.settle("state_dict()")
-    worker.flush()
-    return _collect(worker, serving.state_in_job(model, worker.floor.trained.parts()[1]), collector if tables else None)
+    with worker.callers:
+        worker.settle("state_dict()")
+        worker.flush()
+        state = serving.state_in_job(model, worker.floor.trained.parts()[1])
+        return _collect(worker, state, collector if tables else None)
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
@@ -65,9 +67,10 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
         facts = {key: _facts(handle) for key, handle in serving.remote_tables(state).items()}
         serving.save(dirname, model, learn, facts, example_inputs, worker.unwatched())
 
-    worker.settle("save_inference_model()")
-    worker.flush()
-    once(worker, worker.floor.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
+    with worker.callers:
+        worker.settle("save_inference_model()")
+        worker.flush()
+        once(worker, worker.floor.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
 
 
 def _facts(handle: TableHandle) -> TableFacts:

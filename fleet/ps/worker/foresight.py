@@ -19,6 +19,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
+from fleet.callers import Callers, OfThread
 from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
@@ -102,13 +103,15 @@ class Foresight:
     def __init__(
         self,
         model: torch.nn.Module,
+        callers: Callers,
         fetch: Callable[[Sequence[Wanted]], Mapping[int, Ahead]],
         forget: Callable[[Mapping[int, Ahead] | None], None],
     ) -> None:
+        self._callers = callers
         self._fetch = fetch
         self._forget = forget
         self._known: WeakKeyDictionary[torch.nn.Module, dict[bool, Known]] = WeakKeyDictionary()
-        self._running: list[Forward] = []  #: each inside of the one before
+        self._forwards = OfThread[Forward]()
         self._hooks: WeakKeyDictionary[torch.nn.Module, Sequence[RemovableHandle]] = WeakKeyDictionary()
         for module in _parts(model):
             self._hooks[module] = (
@@ -124,6 +127,11 @@ class Foresight:
             "a model cannot be pickled while it trains in a job: its tables live on the servers",
             todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
         )
+
+    @property
+    def _running(self) -> list[Forward]:
+        """This thread's forwards, each inside of the one before."""
+        return self._forwards.list
 
     def remove(self) -> None:
         for module in list(self._hooks):
@@ -143,11 +151,16 @@ class Foresight:
 
     def clear(self) -> None:
         """No forward runs. One may be thought to: hooks do not see each way in which one can end."""
-        self._running = []
+        self._running.clear()
         self._forget(None)
 
     @_disable_dynamo
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._callers.are_forked:  # such a child asks for each table by itself
+            with self._callers:
+                self._foresee(module, args, kwargs)
+
+    def _foresee(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running:
             self._forget(None)
         known_of = self._known.setdefault(module, {})
@@ -171,6 +184,11 @@ class Foresight:
 
     @_disable_dynamo
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if not self._callers.are_forked:
+            with self._callers:
+                self._look_back(module, output)
+
+    def _look_back(self, module: torch.nn.Module, output: Any) -> None:
         place = self._place(module)
         if place is None:
             return
@@ -196,7 +214,8 @@ class Foresight:
 
     def _stop(self, place: int) -> None:
         """Keep nothing of a forward that is over, nor of what ran inside of it, least of all inputs."""
-        over, self._running = self._running[place:], self._running[:place]
+        over = self._running[place:]
+        del self._running[place:]
         for forward in over:
             self._forget(forward.fetched)
 

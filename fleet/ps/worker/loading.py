@@ -27,6 +27,11 @@ from fleet.ps.worker.uploading import replace
 
 def load(worker: WorkerRuntime, dirname: object) -> None:
     where = place_at(dirname).url
+    with worker.callers:
+        _load(worker, dirname, where)
+
+
+def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
     worker.settle("load_persistables()")
     worker.flush()
 
@@ -44,7 +49,7 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
                 continue
 
     once(worker, worker.floor.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
-    worker.begin_anew()
+    worker.take_replaced()
 
 
 def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
@@ -52,6 +57,11 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
         raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
+    with worker.callers:
+        _load_state(worker, model, state)
+
+
+def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     worker.settle("load_state_dict()")
     worker.flush()
     found = _Sorted(worker, model, state)
@@ -66,7 +76,7 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
     with torch.no_grad():
         for mine, value in found.local:
             mine.copy_(value)
-    worker.begin_anew()
+    worker.take_replaced()
 
 
 def _take_over(worker: WorkerRuntime, attempt: str) -> None:

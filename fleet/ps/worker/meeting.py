@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fleet.callers import Callers
 from fleet.errors import DeadlineError, FleetError
 from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.wire import fleet_pb2 as pb
@@ -13,24 +14,28 @@ from fleet.ps.worker.floor import Floor
 
 
 class Meeting:
-    def __init__(self, floor: Floor, begin_anew: Callable[[], None]) -> None:
+    def __init__(self, floor: Floor, callers: Callers, begin_anew: Callable[[], None]) -> None:
         """``begin_anew`` is called when the server says that its values have been replaced."""
         self._floor = floor
+        self._callers = callers
         self._begin_anew = begin_anew
         self._in_doubt: tuple[int, Frame] | None = None
 
-    def gather(self, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
+    def gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
         """What comes of it, when every worker has come."""
-        progress, client = self._floor.progress, self._floor.lines.clients[0]
-        number = progress.gathered + 1
-        message = pb.Gather(number=number, op=op, dtype=dtype)
-        frame = Frame(client.request(progress.completed, gather=message), [] if mine is None else [mine])
-        return self._finish(number, frame)
+        with self._callers.gathering(call):
+            progress, client = self._floor.progress, self._floor.lines.clients[0]
+            number = progress.gathered + 1
+            message = pb.Gather(number=number, op=op, dtype=dtype, beside=self._callers.are_beside)
+            frame = Frame(client.request(progress.completed, gather=message), [] if mine is None else [mine])
+            return self._finish(number, frame)
 
     def settle(self) -> None:
-        """Before anything else happens: the same request again."""
+        """Before anything else happens: the same request again, unless another thread waits for its answer."""
         if self._in_doubt is not None:
-            self._finish(*self._in_doubt)
+            with self._callers.gathering_if_free() as is_free:
+                if is_free and self._in_doubt is not None:
+                    self._finish(*self._in_doubt)
 
     def _finish(self, number: int, frame: Frame) -> WireTensor | None:
         """Bring one gathering to its end. Interrupted it stays in doubt, as a step does: the server may have it."""
@@ -48,6 +53,7 @@ class Meeting:
             raise
         progress.gathered, self._in_doubt = number, None
         progress.notice([reply])
-        if progress.replaced:
-            self._begin_anew()
+        if progress.replaced and not self._callers.are_beside:  # else the training thread's next step does it
+            with self._callers:
+                self._begin_anew()
         return reply.tensors[0] if reply.tensors else None

@@ -31,12 +31,13 @@ def prefetch(
             if not queue:
                 return
             batch, ahead = queue.popleft()
-            worker.floor.rows.present(ahead)
+            worker.present(ahead)
             yield batch
     finally:
-        worker.floor.rows.present({})
-        for _, ahead in queue:
-            worker.floor.rows.give_up(ahead)
+        if not worker.callers.are_forked:  # else all that is under way is the parent's
+            worker.present({})
+            for _, ahead in queue:
+                worker.floor.rows.give_up(ahead)
 
 
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:

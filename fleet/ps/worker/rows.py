@@ -2,7 +2,8 @@
 
 However many tables a forward asks for at once, every server gets one request. What was fetched ahead is used where that
 makes no difference to what the mode promises: if it is as new as rows asked for now would have to be, and no newer than
-this worker's own steps allow without waiting for itself. Everything here runs on the user's thread.
+this worker's own steps allow without waiting for itself. Everything here runs on the user's threads, one at a time, and
+what is foreseen is for the thread whose forward it is.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from fleet.callers import OfThread
 from fleet.errors import IdOutOfRangeError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.observing.worker import ProfilerRange
@@ -22,9 +25,26 @@ from fleet.ps.kernels.rows import partition, unique
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
-from fleet.ps.worker.client import Pending, ServerClient
 from fleet.ps.worker.geo import Replica
 from fleet.transpiler.specs import TableSpec
+
+
+class UnderWay(Protocol):
+    """A request on a line."""
+
+    def send(self) -> None: ...
+
+    def result(self) -> Frame: ...
+
+    def abandon(self) -> None: ...
+
+
+class Line(Protocol):
+    """To one server."""
+
+    def request(self, step: int, **kind: object) -> Any: ...
+
+    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> UnderWay: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,7 @@ class Asked:
 
     server: int
     parts: Sequence[tuple[int, Ids]]
-    pending: Pending
+    pending: UnderWay
 
 
 @dataclass
@@ -121,14 +141,14 @@ class Ahead:
 
 
 class RowReader:
-    def __init__(self, clients: Sequence[ServerClient], version_after: Callable[[int], int]) -> None:
+    def __init__(self, clients: Sequence[Line], version_after: Callable[[int], int]) -> None:
         """``version_after``: the version that this worker needs when it has completed so many more steps."""
         self._clients = clients
         self._version_after = version_after
         self.read_at: dict[tuple[int, int], int] = {}
         self._read_before: dict[tuple[int, int], int] = {}
         self._present: Mapping[int, Ahead] = {}
-        self._foreseen: list[Mapping[int, Ahead]] = []  #: for forwards, each inside of the one before
+        self._foreseen_here = OfThread[Mapping[int, Ahead]]()
         self._loads = 0
 
     def replaced(self, loads: int) -> None:
@@ -179,6 +199,11 @@ class RowReader:
         distinct, inverse = unique(ids.numpy())
         handle.check_range(distinct)
         return index, distinct, inverse, ahead
+
+    @property
+    def _foreseen(self) -> list[Mapping[int, Ahead]]:
+        """For this thread's forwards, each inside of the one before."""
+        return self._foreseen_here.list
 
     def _innermost(self, index: int) -> Ahead | None:
         """What was foreseen of a table, by the last forward that did."""
@@ -277,7 +302,7 @@ class RowReader:
     def forget(self, begun: Mapping[int, Ahead] | None) -> None:
         """The look-ups that were foreseen are over; all of them for None."""
         over = [each for each in self._foreseen if begun is None or each is begun]
-        self._foreseen = [each for each in self._foreseen if begun is not None and each is not begun]
+        self._foreseen[:] = [each for each in self._foreseen if begun is not None and each is not begun]
         for each in over:
             self.give_up(each)
 
@@ -306,7 +331,7 @@ class RowReader:
         self,
         queries: Sequence[Query],
         here: Sequence[tuple[int, Ids]],
-        client: ServerClient,
+        client: Line,
         completed: int,
         version: int,
         ahead: bool,

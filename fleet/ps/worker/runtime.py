@@ -1,7 +1,7 @@
 """A worker of a running job, put together: what the user's calls come to, and the order in which its parts are asked.
 
-Everything here runs on the user's thread. What else may run are the pulses of the lines to the servers, and the threads
-that push and fetch behind an asynchronous step or send gradients ahead of a push.
+Everything here runs on the user's threads, which take turns (``Callers``). What else may run are the pulses of the
+lines to the servers, and the threads that push and fetch behind an asynchronous step or send gradients ahead of a push.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fleet.callers import Callers
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
@@ -32,6 +33,7 @@ from fleet.ps.worker.delivering import Delivering
 from fleet.ps.worker.fetching import Fetching
 from fleet.ps.worker.floor import Floor
 from fleet.ps.worker.foresight import Foresight
+from fleet.ps.worker.forked import ForkedReader
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.gradients import UserGradients
 from fleet.ps.worker.joining import join
@@ -61,6 +63,7 @@ class WorkerRuntime:
     ) -> None:
         """``describe`` tells what the user's optimizers and model are now."""
         self._describe = describe
+        self.callers = Callers()
         self.figures = WorkerFigures(clock)
         mode = MODES[strategy.mode]
         progress = Progress(mode, strategy.staleness)
@@ -82,8 +85,9 @@ class WorkerRuntime:
         self._delivering = Delivering(floor, self.begin_anew)
         self._stepping = Stepping(floor, gradients, self._pushing, self._delivering, self.begin_anew)
         self._agreeing = Agreeing(floor, gradients, self._pushing, self._delivering)
-        self._meeting = Meeting(floor, self.begin_anew)
+        self._meeting = Meeting(floor, self.callers, self.begin_anew)
         self._foresight: Foresight | None = None
+        self._forked: ForkedReader | None = None
         self.stopped = False
         try:
             self._observer = Observer(str(assignment), "worker", self.told, knobs)
@@ -119,8 +123,20 @@ class WorkerRuntime:
         self._pushing.forget_rounding()
         self._agreeing.begin_from(floor.fetching.take(replies))
 
+    def take_replaced(self) -> None:
+        """Other values are there by this worker's own call. A thread that trains beside it has them after its next
+        step: nothing changes under one."""
+        if self.callers.are_beside:
+            self.floor.progress.replaced = True
+        else:
+            self.begin_anew()
+
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
+        with self.callers:
+            self._extend()
+
+    def _extend(self) -> None:
         floor, trained = self.floor, self.floor.trained
         if not floor.mode.lockstep:
             raise UnsupportedError(
@@ -156,15 +172,18 @@ class WorkerRuntime:
         return self._stepping.during_backward()
 
     def step(self) -> None:
-        self._prepare_step()
-        self._stepping.step()
+        with self.callers:
+            self._prepare_step()
+            self._stepping.step()
 
     def step_here(self, update: Callable[[], None]) -> None:
         """Take a step on this worker's own values; from time to time agree with the servers."""
-        self._prepare_step()
-        self._agreeing.step(update)
+        with self.callers:
+            self._prepare_step()
+            self._agreeing.step(update)
 
     def _prepare_step(self) -> None:
+        self.callers.train()
         self.settle("step()")
         if self._foresight is not None:
             self._foresight.clear()
@@ -177,7 +196,7 @@ class WorkerRuntime:
         self._stepping.flush()
 
     def settle(self, call: str) -> None:
-        """Before anything else happens, what was interrupted comes to its end."""
+        """Before anything else happens in a call's turn, what was interrupted comes to its end."""
         if self.stopped:
             raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)")
         self._delivering.settle()
@@ -194,42 +213,58 @@ class WorkerRuntime:
                 return self.floor.rows.foresee(wanted, self.floor.progress.completed, self.replica)
 
         if self.floor.trained.description.handles:
-            self._foresight = Foresight(model, fetch, self.floor.rows.forget)
+            self._foresight = Foresight(model, self.callers, fetch, self.floor.rows.forget)
 
     def unwatched(self) -> dict[int, object]:
         """For a copy of the model that stands in no job: by identity, what it has in the place of what watches."""
-        blind = Foresight(torch.nn.Module(), lambda _: {}, lambda _: None)
+        blind = Foresight(torch.nn.Module(), self.callers, lambda _: {}, lambda _: None)
         return {} if self._foresight is None else {id(self._foresight): blind}
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
-        self.settle("a look-up")
-        with self.figures.pull:
-            found = self.floor.rows.lookup(wanted, self.floor.progress.completed, self.replica)
-        if self._foresight is not None:
-            self._foresight.saw(wanted)
-        self._stepping.looked_up()
-        return found
+        if self.callers.are_forked:
+            return self._forked_reader().lookup(wanted, self.replica)
+        with self.callers:
+            self.settle("a look-up")
+            with self.figures.pull:
+                found = self.floor.rows.lookup(wanted, self.floor.progress.completed, self.replica)
+            if self._foresight is not None:
+                self._foresight.saw(wanted)
+            self._stepping.looked_up()
+            return found
+
+    def _forked_reader(self) -> ForkedReader:
+        if self._forked is None or self._forked.callers.are_forked:
+            self._forked = ForkedReader(self.floor)
+        return self._forked
 
     def fetch_ahead(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Ahead]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
-        self.settle("prefetch()")
-        with self.figures.pull:
-            return self.floor.rows.fetch_ahead(wanted, self.floor.progress.completed, steps, self.replica)
+        with self.callers:
+            self.settle("prefetch()")
+            with self.figures.pull:
+                return self.floor.rows.fetch_ahead(wanted, self.floor.progress.completed, steps, self.replica)
+
+    def present(self, ahead: Mapping[int, Ahead]) -> None:
+        """From now on forwards may use this, which was fetched ahead; what was there before is given up."""
+        with self.callers:
+            self.floor.rows.present(ahead)
 
     # ---------------------------------------------------------------- among workers
 
     def barrier(self) -> None:
         """Return when every worker has come here."""
-        self.settle("barrier_worker()")
-        self.flush()  # what this worker computed before the barrier is applied when the others have passed it
-        self._meeting.gather(BARRIER)
+        with self.callers:
+            self.settle("barrier_worker()")
+            self.flush()  # what this worker computed before the barrier is applied when the others have passed it
+        self._meeting.gather("barrier_worker()", BARRIER)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
-            self.settle(call)
-            tensor = self._meeting.gather(op, mine.dtype, mine.wire())
+            with self.callers:
+                self.settle(call)
+            tensor = self._meeting.gather(call, op, mine.dtype, mine.wire())
             assert tensor is not None
             return tensor
 
@@ -238,9 +273,10 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        self.settle("summary()")
         floor = self.floor
-        surveys = [reply.message.about for reply in floor.lines.ask("summary", survey=pb.Survey())]
+        with self.callers:
+            self.settle("summary()")
+            surveys = [reply.message.about for reply in floor.lines.ask("summary", survey=pb.Survey())]
         return summary(floor.assignment.index, floor.mode.name, floor.progress.steps, surveys, self.told())
 
     def told(self) -> dict[str, float]:
@@ -263,9 +299,10 @@ class WorkerRuntime:
             self.abort("its job had already failed, and its script went on to stop_worker()")
             return
         try:
-            self.settle("stop_worker()")
-            self._flush_or_abort()
-            self.floor.lines.ask("goodbye", bye=pb.Bye())
+            with self.callers:
+                self.settle("stop_worker()")
+                self._flush_or_abort()
+                self.floor.lines.ask("goodbye", bye=pb.Bye())
         except FleetError:
             raise
         except BaseException as error:

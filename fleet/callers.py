@@ -1,0 +1,98 @@
+"""Who may call into a running job: the threads of the process that joined it, one at a time, and no fork of it.
+
+Training is one thread's: the one that took the last step. What other threads call, an evaluation beside the training
+say, takes its turn between two calls of that one. A forked child has the parent's connections and a copy of everything
+that is known of the job; what it sent would count as the parent's, so it may look at the job and not act in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from fleet.errors import StateError
+
+T = TypeVar("T")
+
+
+class Callers:
+    """``with callers:`` is one call's turn. It may contain further ones of the same thread."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        # Not the turn of all calls: while one thread waits for the other workers, another may have to train for them.
+        self._gathering = threading.RLock()
+        self._process = os.getpid()
+        self._trainer = threading.current_thread()
+
+    def __enter__(self) -> None:
+        self.refuse_forked("this call")  # a thread that the fork does not have may have the turn for good
+        self._turn.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._turn.__exit__(kind, error, at)
+
+    def train(self) -> None:
+        """The calling thread takes a step."""
+        self._trainer = threading.current_thread()
+
+    @contextmanager
+    def gathering(self, call: str) -> Iterator[None]:
+        """Surrounds a ``call`` in which all workers meet; only one can be under way."""
+        with self.gathering_if_free() as is_free:
+            if not is_free:
+                raise StateError(
+                    f"{call} was called while another thread of this worker waits for the other workers",
+                    expected="one such call at a time, in the same order on every worker",
+                    todo="Call barrier_worker, all_reduce_worker and metrics from one thread.",
+                )
+            yield
+
+    @contextmanager
+    def gathering_if_free(self) -> Iterator[bool]:
+        """Whether no other thread is in such a call; none can begin one meanwhile."""
+        is_free = self._gathering.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._gathering.release()
+
+    def refuse_beside(self, call: str) -> None:
+        """For what needs the whole state of a training to stand still, which another thread goes on with."""
+        if self.are_beside:
+            raise StateError(
+                f"{call} was called in another thread than the one that trains",
+                expected=f"a call by the thread {self._trainer.name!r}, between two of its steps",
+                got=f"one by the thread {threading.current_thread().name!r}",
+            )
+
+    @property
+    def are_beside(self) -> bool:
+        """Whether the calling thread is another one than the one that trains."""
+        return threading.current_thread() is not self._trainer and self._trainer.is_alive()
+
+    @property
+    def are_forked(self) -> bool:
+        """Whether the calling process is a fork of the one that joined the job."""
+        return os.getpid() != self._process
+
+    def refuse_forked(self, call: str) -> None:
+        if self.are_forked:
+            raise StateError(
+                f"{call} was called in a forked child of a worker, which is no member of the job",
+                where=f"process {os.getpid()}",
+                expected=f"the process that called init_worker(), {self._process}",
+                todo="Call it there. A forked child may look rows up; who is to train needs a place in the job.",
+            )
+
+
+class OfThread(threading.local, Generic[T]):
+    """A list of which every thread has its own."""
+
+    def __init__(self) -> None:
+        self.list: list[T] = []
