@@ -130,14 +130,16 @@ def directory_first(
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @wraps(method)
         def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            is_late = len(args) + len(kwargs) > 1 and args and not isinstance(args[0], str | os.PathLike)
+            given: list[object] = [*args, kwargs.get("dirname")]
+            first, *rest = given
+            is_late = not _is_path(first) and any(map(_is_path, rest))
             if is_late or not _FLUID.isdisjoint(kwargs):
                 if needs_init:
                     self._me(method.__name__)
-                given = [*(type(each).__name__ for each in args), *(f"{name}=…" for name in kwargs)]
+                told = [*(type(each).__name__ for each in args), *(f"{name}=…" for name in kwargs)]
                 raise ArgumentTypeError(
                     f"{method.__name__}() takes a directory first, and neither an executor nor programs and variables",
-                    got=f"{method.__name__}({', '.join(given)})",
+                    got=f"{method.__name__}({', '.join(told)})",
                     todo=f"Write fleet.{example}.",
                 )
             return method(self, *args, **kwargs)
@@ -145,3 +147,7 @@ def directory_first(
         return checked
 
     return decorate
+
+
+def _is_path(given: object) -> bool:
+    return isinstance(given, str | os.PathLike)

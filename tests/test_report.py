@@ -189,7 +189,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong in ("empty", "missing"):
         assert cli.main(["report", str(tmp_path / wrong)]) == 2
         assert "no job has left a record here" in capsys.readouterr().err
-    assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "r.html")]) == 1
+    assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "r.html")]) == 2
+    assert "the report cannot be written; at" in capsys.readouterr().err
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -94,7 +94,12 @@ def _sinks(process: str, knobs: Knobs) -> list[_Sink]:
         try:
             sinks.append(Record(observing.record_dir, process))
         except OSError as error:
-            raise ConfigurationError("FLEET_RECORD_DIR cannot be written to", got=str(error)) from None
+            raise ConfigurationError(
+                "FLEET_RECORD_DIR cannot be written to",
+                where=observing.record_dir,
+                got=str(error),
+                todo="Name a directory in which this process may make files, or unset the variable.",
+            ) from None
     if observing.tensorboard_dir:
         from fleet.observing.tensorboard import Scalars
 

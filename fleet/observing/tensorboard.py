@@ -29,7 +29,12 @@ class Scalars:
         try:
             self._writer = SummaryWriter(str(Path(directory) / process.replace(" ", ".")))
         except OSError as error:
-            raise ConfigurationError("FLEET_TENSORBOARD_DIR cannot be written to", got=str(error)) from None
+            raise ConfigurationError(
+                "FLEET_TENSORBOARD_DIR cannot be written to",
+                where=directory,
+                got=str(error),
+                todo="Name a directory in which this process may make files, or unset the variable.",
+            ) from None
         self._before: Figures | None = None
 
     def write(self, at: float, kind: str, told: Mapping[str, Any], _is_last: bool = False) -> None:
