@@ -104,7 +104,11 @@ class Recorded:
     def look(self) -> View:
         lines = newest(self._directory, self._processes)
         if not lines and self._processes is None:
-            raise ConfigurationError("no job has left a record in this directory", where=str(self._directory))
+            raise ConfigurationError(
+                "no job has left a record in this directory",
+                where=str(self._directory),
+                todo="Give the directory that fleetrun logs into, or that FLEET_RECORD_DIR names.",
+            )
         return view_of(wall_time(), lines)
 
     def whole(self) -> tuple[View, View, View] | None:
