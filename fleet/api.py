@@ -13,6 +13,7 @@ from fleet.clock import SystemClock
 from fleet.cluster import Assignment
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError, UnsupportedError
+from fleet.instead import directory_first, missing
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.resolve import resolve
@@ -344,6 +345,7 @@ class Fleet:
 
     # ---------------------------------------------------------------- state
 
+    @directory_first("save_persistables(dirname)")
     def save_persistables(self, dirname: str | PathLike[str], mode: str = "full") -> None:
         """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
         a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one.
@@ -369,6 +371,7 @@ class Fleet:
         """
         return self._backend("resume_step").resume_step()
 
+    @directory_first("load_persistables(dirname)")
     def load_persistables(self, dirname: str | PathLike[str]) -> None:
         """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all.
 
@@ -382,6 +385,7 @@ class Fleet:
         """
         self._backend("load_persistables").load_persistables(dirname)
 
+    @directory_first("save_inference_model(dirname, model, example_inputs), where the model stands for all of them")
     def save_inference_model(
         self, dirname: str, model: torch.nn.Module, example_inputs: tuple[Any, ...] | None = None
     ) -> None:
@@ -401,6 +405,7 @@ class Fleet:
 
         backend.save_inference_model(serving.check_dirname(dirname), serving.check_model(model), example_inputs)
 
+    @directory_first("load_inference_model(dirname, model)", needs_init=False)
     def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
         """The tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class that was
         saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program.
@@ -480,6 +485,11 @@ class Fleet:
         self._backend("report").report(examples, loss, figures)
 
     # ---------------------------------------------------------------- shorthands
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(f"{type(self).__name__!r} object", name)
 
     def _me(self, call: str) -> Assignment:
         if self._assignment is None:

@@ -121,6 +121,19 @@ class StateError(FleetError, RuntimeError):
     """
 
 
+class UnknownNameError(FleetError, AttributeError):
+    """A name that the source documents have and this package has not; the message says what to write instead.
+
+    Examples:
+        >>> fleet.main_program
+        Traceback (most recent call last):
+            ...
+        fleet.errors.UnknownNameError: module 'fleet' has no attribute 'main_program'. PyTorch is eager and runs no ...
+        >>> hasattr(fleet, "main_program")
+        False
+    """
+
+
 class DeadlineError(FleetError, TimeoutError):
     """A peer was silent, or something did not come up, for longer than its deadline.
 

@@ -33,7 +33,10 @@ def members(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module 
         given = group.get("param_names")
         for place, param in enumerate(group["params"]):
             if id(param) in found:
-                raise ConfigurationError(f"the parameter {found[id(param)].name!r} stands in two groups")
+                raise ConfigurationError(
+                    f"the parameter {found[id(param)].name!r} stands in two groups",
+                    todo="Give each parameter to one group of one optimizer.",
+                )
             name = by_model.get(id(param), given[place] if given else f"group{number}.param{place}")
             if id(param) not in by_model and (not given or len(optimizers) > 1):
                 name = f"optimizer{position}.{name}"  # each optimizer has names of its own
@@ -41,7 +44,10 @@ def members(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module 
     names = [member.name for member in found.values()]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigurationError(f"parameters share a name: {', '.join(twice)}")
+        raise ConfigurationError(
+            f"parameters share a name: {', '.join(twice)}",
+            todo="Pass model= to distributed_optimizer, which names them, or give the optimizer other names.",
+        )
     return list(found.values())
 
 

@@ -122,7 +122,12 @@ def _check_fits(dirname: str, saved: InferenceModel, model: torch.nn.Module) -> 
         if there.get(key) != wanted.get(key)
     ]
     if problems:
-        raise CheckpointError("the model is not the one that was saved", where=dirname, got="; ".join(problems))
+        raise CheckpointError(
+            "the model is not the one that was saved",
+            where=dirname,
+            got="; ".join(problems),
+            todo="Build it as it was for save_inference_model.",
+        )
 
 
 def _wanted(model: torch.nn.Module, tables: Mapping[str, TableFacts]) -> dict[str, str]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleet.api import Fleet, optimizer_list
 from fleet.cluster import Endpoint, Role
 from fleet.collective.options import DistributedStrategy, as_collective
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
+from fleet.instead import OF_A_PROGRAM, OF_A_TRAINER, missing
 from fleet.role_maker import checks
 from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
 from fleet.strategy import Strategy, as_strategy
@@ -51,6 +52,11 @@ class Program:
         self.model = model
         self.optimizers = optimizer_list(optimizer)
         Program._last = self
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(f"{type(self).__name__!r} object", name, OF_A_PROGRAM)
 
     @classmethod
     def last(cls) -> Program:
@@ -270,6 +276,11 @@ class TrainerProgram:
     def close(self) -> None:
         """Tell every server, or the other trainers, that this one is done. A second time does nothing."""
         self.fleet.stop_worker()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(f"{type(self).__name__!r} object", name, OF_A_TRAINER)
 
 
 class ServerProgram:

@@ -23,7 +23,7 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "clock", "spelling", "checksum"),
-    ("cluster",),
+    ("cluster", "instead"),
     ("environ", "transpiler", "ps.memory", "members", "callers", "lifecycle", "observing.names", "observing.process"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
     ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, run_job, until
 from small_job import STRATEGIES, join, same, train
 
-from fleet import Fleet
+from fleet import Checkpoints, Fleet
 from fleet.checkpoint import places, writer
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Directory, place_at
@@ -239,7 +240,7 @@ def test_a_disk_that_may_only_be_read(tiny: Path) -> None:
         before = everything(tiny)
         for dirname in ("ckpt", "another"):
             optimizer.minimize(weight.sum())
-            with pytest.raises(OSError, match="Read-only file system"):
+            with pytest.raises(CheckpointError, match=r"could not be written; .*Read-only file system"):
                 fleet_.save_persistables(tiny / dirname)
         assert everything(tiny) == before
         fleet_.load_persistables(tiny / "ckpt")
@@ -249,6 +250,44 @@ def test_a_disk_that_may_only_be_read(tiny: Path) -> None:
         fleet_.save_persistables(tiny / "ckpt")
 
     run_job(body, 1, 2)
+
+
+def write_by(call: str, fleet_: Fleet, model: torch.nn.Module, where: Path) -> None:
+    """All that a script can write."""
+    if call == "Checkpoints":
+        Checkpoints(where, every_steps=1, background=False, fleet=fleet_).save()
+    elif call == "Checkpoints behind the training":
+        with Checkpoints(where, every_steps=1, fleet=fleet_) as checkpoints:
+            checkpoints.save()
+    elif call == "save_inference_model":
+        fleet_.save_inference_model(str(where), model)
+    else:
+        fleet_.save_persistables(where)
+
+
+@pytest.mark.parametrize("place", ["below a file", "a system's", "no right"])
+@pytest.mark.parametrize(
+    "call", ["save_persistables", "Checkpoints", "Checkpoints behind the training", "save_inference_model"]
+)
+def test_where_nobody_may_write(call: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    where = {"below a file": tmp_path / "file" / "ckpt", "a system's": Path("/proc/fleet"), "no right": tmp_path / "a"}
+    if place == "no right":  # whoever is root has every right
+        refuse = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+        monkeypatch.setattr(Path, "mkdir", Mock(side_effect=refuse))
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(1))
+        with pytest.raises(CheckpointError, match="could not be written") as caught:
+            write_by(call, fleet_, model, where[place])
+        assert str(where[place]) in str(caught.value.where)
+        assert "[Errno" in str(caught.value.got)
+        assert "may make files" in str(caught.value.todo)
+        train(model, optimizer, range(1, 3))  # and the job goes on
+
+    run_job(body)
+    assert sorted(os.listdir(tmp_path)) == ["file"]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])

@@ -23,16 +23,20 @@ from patience import PATIENCE_S
 import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint.places import Directory
+from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
+from fleet.environ import Knobs
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError
 from fleet.ps.server import loading
 from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.remembering import Memory
+from fleet.ps.server.service import Service
 from fleet.ps.server.shares import write_pieces
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import client
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.transpiler import DistributeTranspilerConfig, HashName
 
 ROWS, DIM = 40, 4
 
@@ -753,6 +757,54 @@ def test_what_is_carried_along_is_not_written_more_often_than_as_much_has_happen
     kept.record(Kind.REQUEST, [bytes(1000)])
     assert kept.is_due
     kept.close()
+
+
+@pytest.mark.parametrize("journal_bytes", [1, 1 << 30], ids=["a snapshot", "a journal alone"])
+def test_state_of_another_placement_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal_bytes: int
+) -> None:
+    """A server that goes on would hold other blocks than what it finds: HashName once put a parameter on one server."""
+    config = DistributeTranspilerConfig()
+    config.split_method, config.min_block_size = "HashName", 1
+    root, copy = tmp_path / "state", tmp_path / "copy"
+
+    def body(made: Fleet, index: int) -> None:
+        model = torch.nn.Linear(8, 8)
+        optimizer = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), config, model=model)
+        made.init_worker()
+        optimizer.minimize(model(torch.ones(1, 8)).sum())
+        until(is_copied)
+
+    def is_copied() -> bool:
+        if journal_bytes == 1 and len(list(root.glob("*/snapshot-*/state.json"))) < 2:
+            return False
+        try:
+            shutil.copytree(root, copy, dirs_exist_ok=True)
+        except shutil.Error:  # a snapshot has just made something superfluous
+            shutil.rmtree(copy)
+            return False
+        return True
+
+    monkeypatch.setattr("fleet.ps.server.durable.JOURNAL_BYTES", journal_bytes)
+    with monkeypatch.context() as before:
+        before.setattr(HashName, "dispatch", lambda self, blocks: [len(block) % 2 for block in blocks])
+        run_job(body, 1, 2, environ={**PATIENT, "FLEET_DURABLE_DIR": str(root)})
+        goes_on(copy, "server0:1").close()
+    for endpoint in ("server0:1", "server1:1"):
+        with pytest.raises(ConfigurationError, match=r"gave servers other parts of the parameters; at .*copy"):
+            goes_on(copy, endpoint)
+
+
+def goes_on(directory: Path, endpoint: str) -> Service:
+    """A server that starts again with what was kept there."""
+    durable = Durable(str(directory), Endpoint.parse(endpoint), "os")
+    try:
+        service = Service(Endpoint.parse(endpoint), Knobs.read(PATIENT), SystemClock(), durable=durable)
+    except ConfigurationError:
+        durable.close()
+        raise
+    assert service.floor.job is not None
+    return service
 
 
 def test_one_directory_for_all_servers_of_a_host(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 
 import fleet
-from fleet.errors import NotInitializedError
+from fleet.errors import ArgumentTypeError, NotInitializedError, UnknownNameError
+from fleet.instead import NAMES, OF_A_PROGRAM, OF_A_TRAINER
 
 NEEDS_NO_INIT = {"Checkpoints", "Fleet", "Program", "StrategyFactory", "data", "init", "metrics", "nn", "optim"}
 CALLS = sorted(set(fleet.__all__) - NEEDS_NO_INIT)
@@ -107,3 +110,66 @@ def test_every_call_before_init_says_to_call_init(name: str) -> None:
     with pytest.raises(NotInitializedError, match=rf"{name}\(\).*[Cc]all fleet\.init\(\)") as caught:
         call(*[None] * len(required))
     assert isinstance(caught.value, RuntimeError)
+
+
+def owners() -> dict[str, Any]:
+    from fleet.collective import fleet as collective
+    from fleet.transpiler import fleet as parameter_server
+
+    return {"fleet": fleet, "a Fleet": fleet.Fleet(environ={}), "ps": parameter_server, "collective": collective}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("owner", ["fleet", "a Fleet", "ps", "collective"])
+def test_a_name_of_the_source_documents_has_a_pointer(owner: str, name: str) -> None:
+    if hasattr(fleet, name):
+        assert name in ("Program", "StrategyFactory"), "there is such a name, and the pointer is never seen"
+        return
+    with pytest.raises(UnknownNameError, match=f"has no attribute '{name}'") as caught:
+        getattr(owners()[owner], name)
+    assert caught.value.todo == NAMES[name]
+    assert not hasattr(owners()[owner], name)
+    assert name not in dir(fleet)
+
+
+def test_what_pointers_point_at_is_there() -> None:
+    for todo in {*NAMES.values(), *OF_A_TRAINER.values(), *OF_A_PROGRAM.values()}:
+        for path in re.findall(r"fleet((?:\.\w+)+)", todo):
+            place: Any = fleet
+            for part in path.split(".")[1:]:
+                place = getattr(place, part)
+
+
+@pytest.mark.parametrize("place", [fleet, importlib.import_module("fleet.transpiler"), fleet.Fleet(environ={})])
+def test_any_other_name_is_python_s_own_error(place: Any) -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'shine'") as caught:
+        place.shine  # noqa: B018
+    assert type(caught.value) is AttributeError
+
+
+PROGRAM = object()
+
+
+@pytest.mark.parametrize("door", ["fleet", "ps", "collective"])
+@pytest.mark.parametrize(
+    ("call", "given", "named", "todo"),
+    [
+        ("save_persistables", (None, "ckpt"), {}, "save_persistables(dirname)"),
+        ("save_persistables", (PROGRAM, "ckpt", PROGRAM), {}, "save_persistables(dirname)"),
+        ("save_persistables", (), {"executor": PROGRAM, "dirname": "ckpt"}, "save_persistables(dirname)"),
+        ("save_persistables", (PROGRAM,), {"dirname": "ckpt"}, "save_persistables(dirname)"),
+        ("load_persistables", (PROGRAM, "ckpt"), {}, "load_persistables(dirname)"),
+        ("save_inference_model", (PROGRAM, "d", ["x"], [PROGRAM], None), {}, "save_inference_model(dirname, model"),
+        ("save_inference_model", ("d",), {"feeded_var_names": []}, "save_inference_model(dirname, model"),
+        ("load_inference_model", ("d",), {"executor": PROGRAM}, "load_inference_model(dirname, model)"),
+    ],
+)
+def test_a_call_as_fluid_has_it_says_how_it_is_called(
+    door: str, call: str, given: tuple[Any, ...], named: dict[str, Any], todo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = fleet.Fleet(environ={})
+    alone.init()
+    monkeypatch.setattr(fleet, call, getattr(alone, call))
+    with pytest.raises(ArgumentTypeError, match="takes a directory first") as caught:
+        getattr(owners()[door], call)(*given, **named)
+    assert todo in str(caught.value.todo)

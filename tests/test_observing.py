@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 import torch
 from harness import PATIENT, Job, run_job, until
-from small_job import join
+from patience import PATIENCE_S
+from small_job import STRATEGIES, join, train
 
 from fleet import Fleet
 from fleet.cluster import Endpoint
@@ -40,10 +41,10 @@ from fleet.launch.view import LiveView
 from fleet.observing.diagnosis import diagnose
 from fleet.observing.names import SERVER, WORKER, Figure, rate
 from fleet.observing.observer import Observer
-from fleet.observing.picture import History, Row, View, WorkerView, held_up, rows, seen
+from fleet.observing.picture import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
 from fleet.observing.prometheus import BESIDE
 from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, training_of, view_of
-from fleet.observing.table import HEADS, cells, plain, rich_table
+from fleet.observing.table import HEADS, cells, plain, rich_table, title, with_heads
 from fleet.observing.tensorboard import scalars
 from fleet.observing.worker import MOST_REPORTED
 from fleet.ps.wire import fleet_pb2 as pb
@@ -79,7 +80,7 @@ def test_a_worker_counts_what_it_does() -> None:
         return fleet_.summary()["figures"], loss.item()
 
     for figures, loss in run_job(body, workers=2, servers=2):
-        assert figures["steps"] == 5
+        assert (figures["step"], figures["steps"], figures["lockstep"]) == (5, 5, 1)
         assert figures["examples"] == 30
         assert figures["loss"] == pytest.approx(loss)
         assert (figures["auc"], figures["seen"]) == (0.75, 4)
@@ -92,6 +93,26 @@ def test_a_worker_counts_what_it_does() -> None:
         assert set(figures) - {"auc", "seen"} == set(WORKER)
 
 
+@pytest.mark.parametrize("mode", STRATEGIES)
+def test_steps_of_before_are_no_speed(mode: str, tmp_path: Path) -> None:
+    """A job that goes on from a checkpoint is at its step, and has not taken it."""
+    network = LoopbackNetwork()
+
+    def body(fleet_: Fleet, index: int) -> tuple[dict[str, float], dict[str, float]]:
+        model, optimizer = join(fleet_, mode)
+        train(model, optimizer, range(4))
+        fleet_.save_persistables(tmp_path / "checkpoint")
+        return fleet_.summary()["figures"], status_of(network, "server0:1")["figures"]
+
+    ((first, _),) = run_job(body, network=network)
+    ((worker, server),) = run_job(body, network=network, model_dir=str(tmp_path / "checkpoint"))
+    assert (first["step"], first["steps"]) == (4, 4)
+    assert (worker["step"], worker["steps"]) == (8, 4)
+    assert worker["lockstep"] == (mode == "sync")
+    assert 0 < server["updates"] <= 4, "and the versions before are none of this server's"
+    assert server["version"] == 4 + server["updates"] or mode != "sync"
+
+
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
@@ -100,6 +121,7 @@ def test_a_worker_counts_what_it_does() -> None:
         ({"loss": torch.zeros(2)}, ArgumentTypeError, "loss must be a number or a tensor of one element"),
         ({"auc": "high"}, ArgumentTypeError, "auc must be"),
         ({"steps": 3}, ConfigurationError, "counts itself"),
+        ({"lockstep": 3}, ConfigurationError, "counts itself"),
         ({"a b": 3}, ConfigurationError, "no name of a figure"),
         ({f"f{i}": i for i in range(MOST_REPORTED + 1)}, ConfigurationError, "too many"),
     ],
@@ -177,6 +199,54 @@ def test_a_server_tells_a_stranger_who_waits_for_whom() -> None:
     assert seen["tables"]["closed.weight"][0] == 30
 
 
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [("minimize", "push of step 2"), ("barrier_worker", "barrier 1"), ("all_reduce_worker", "sum 1")],
+)
+def test_a_wait_without_an_end_is_not_the_script_s_own_time(call: str, what: str) -> None:
+    """Worker 1 keeps worker 0 waiting: seen twice meanwhile, only one of them is in code of its own."""
+    network = LoopbackNetwork()
+    has_looked = threading.Event()
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        optimizer.minimize(model.loss(0))
+        loss = model.loss(1)
+        if index == 1:
+            assert has_looked.wait(PATIENCE_S)
+        {
+            "minimize": lambda: optimizer.minimize(loss),
+            "barrier_worker": fleet_.barrier_worker,
+            "all_reduce_worker": lambda: fleet_.all_reduce_worker(1.0),
+        }[call]()
+
+    job = Job(body, workers=2, network=network, environ=BEATING)
+    threads = job.start()
+    try:
+        views: list[View] = []
+
+        def has_waited() -> bool:
+            if network.listener(Endpoint.parse(job.endpoints[0])) is None:
+                return False
+            view = seen(time.monotonic(), {"server 0": status_of(network, job.endpoints[0])}, {})
+            first = view.workers.get(0, WorkerView())
+            if first.wait is not None and first.wait.what == what and all(w.figures for w in view.workers.values()):
+                views.append(view)
+            uptime = [view.workers[0].figures["uptime_seconds"] for view in views]
+            return len(uptime) > 1 and uptime[-1] - uptime[0] > 0.2
+
+        until(has_waited)
+    finally:
+        has_looked.set()
+        job.join(threads)
+    assert not job.errors
+    text = " ".join(diagnose(views[0], views[-1]))
+    assert "Worker 1" in text
+    assert "Of the time of worker 1" in text, "which waits for something that Fleet does not see"
+    assert "of worker 0" not in text
+    assert "though none is slower" not in text
+
+
 def test_waits_are_put_down_to_whoever_came_last() -> None:
     network = LoopbackNetwork()
     seen: dict[str, Any] = {}
@@ -248,7 +318,8 @@ def told(**of: Any) -> dict[str, Any]:
 
 
 def status(*workers: dict[str, Any], **of: Any) -> dict[str, Any]:
-    figures = dict.fromkeys(("version", "parked", "uptime_seconds", "sent_bytes", "received_bytes"), 0.0)
+    names = ("version", "updates", "parked", "uptime_seconds", "sent_bytes", "received_bytes")
+    figures = dict.fromkeys(names, 0.0)
     return {"phase": "training", "figures": {**figures, **of}, "workers": list(workers)}
 
 
@@ -266,6 +337,7 @@ def test_rows_of_a_picture() -> None:
     def figures(uptime: float) -> dict[str, float]:
         return {
             "uptime_seconds": uptime,
+            "step": 1000 + 10 * uptime,
             "steps": 10 * uptime,
             "examples": 640 * uptime,
             "sent_bytes": 2e6 * uptime,
@@ -279,20 +351,20 @@ def test_rows_of_a_picture() -> None:
         one = told(figures=figures(uptime), staleness=[3 * uptime, 2 * uptime], waits=waits)
         other = told(figures=figures(uptime), waited={"0": 0.4 * uptime})
         gone = told(standing="lost", steps=7)
-        server = status(one, other, gone, uptime_seconds=uptime, version=20 * uptime, busy_seconds=0.9 * uptime)
+        server = status(one, other, gone, uptime_seconds=uptime, updates=20 * uptime, busy_seconds=0.9 * uptime)
         return seen(uptime, {"server 0": server, "server 1": "does not answer"}, {})
 
     waits = {"what": "push of step 41", "seconds": 3.0, "for": [1]}
     first, second, third, server, away = rows(view(2.0, None), view(4.0, waits))
     assert first.note == "waits 3.0 s for worker 1: push of step 41"
-    assert (first.step, first.steps_a_second, first.examples_a_second) == (40, 10.0, 640.0)
+    assert (first.step, first.steps_a_second, first.examples_a_second) == (1040, 10.0, 640.0)
     assert (first.loss, first.staleness, first.queue, first.sent_a_second) == (0.25, 1.5, 2, 2e6)
-    assert second.note == "waits 40% for worker 0"
-    assert (first.weight, second.weight, server.weight) == pytest.approx((0.4, 0.0, 0.9))
+    assert second.note == "others wait 100% for it", "the wait that goes on counts"
+    assert (first.weight, second.weight, server.weight) == pytest.approx((0.4, 1.0, 0.9))
     assert (third.note, third.is_well, third.steps_a_second) == ("given up on", False, None)
     assert (server.process, server.note, server.steps_a_second) == ("server 0", "busy 90%", 20.0)
     assert (away.note, away.is_well) == ("does not answer", False)
-    assert cells(first)[1:-1] == (*("40", "10", "640", "0.25", "1.5", "2", "2 MB", "1 MB", "300 MB"),)
+    assert cells(first)[1:-1] == (*("1040", "10", "640", "0.25", "1.5", "2", "2 MB", "1 MB", "300 MB"),)
     table = plain([first, away]).splitlines()
     assert len({line.index("memory") for line in table if "memory" in line}) == 1
     assert [line.split()[:2] for line in table[1:]] == [["worker", "0"], ["server", "1"]]
@@ -340,6 +412,31 @@ def test_the_table_of_rich_fits_the_terminal(width: int, left_out: set[str]) -> 
     assert {head for head in HEADS if head not in text} == left_out
     assert all(word in text for word in ("worker 0", "1234567", "nan", note[:20]))
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize(("lockstep", "steps", "unit"), [(1, 50.0, "steps"), (0, 100.0, "workers' steps")])
+def test_a_step_of_all_workers_counts_once(lockstep: int, steps: float, unit: str) -> None:
+    """Two workers, a hundred rounds in two seconds: a hundred steps of the job, or two hundred of its workers."""
+
+    def view(at: float) -> View:
+        figures = {"uptime_seconds": at, "steps": 50 * at, "examples": 640 * at, "lockstep": lockstep}
+        return seen(at, {}, {0: (figures, 0.0), 1: (figures, 0.0)})
+
+    shown = rows(view(1.0), view(3.0))
+    assert total_speed(shown) == Speed(steps, 1280.0, bool(lockstep))
+    assert title(shown) == f"{steps:.3g} {unit}/s, 1,280 examples/s"
+    assert diagnose(view(1.0), view(3.0))[0].endswith(f": {steps:.3g} {unit} a second, 1,280 examples a second.")
+
+
+def test_what_scripts_report_has_columns() -> None:
+    shown = [Row("worker 0", loss=0.5, reported={"auc": 0.75, "copc": math.nan}), Row("worker 1"), Row("server 0")]
+    heads, *lines = with_heads(shown)
+    assert heads[4:8] == ("loss", "auc", "copc", "stale")
+    assert [line[5:7] for line in lines] == [("0.75", "nan"), ("·", "·"), ("·", "·")]
+    assert plain(shown).splitlines()[1].split()[:8] == [*("worker", "0", "·", "·", "·", "0.5", "0.75", "nan")]
+    wide, narrow = (on_screen(shown, width, 24)[1] for width in (120, 54))
+    assert all(head in wide for head in heads)
+    assert ("auc" in narrow, "copc" in narrow, "examples/s" in narrow) == (True, False, True), "the last goes first"
 
 
 def test_a_low_terminal_shows_the_processes_that_matter() -> None:
@@ -515,7 +612,7 @@ def test_the_view_is_taken_off_before_it_is_drawn_again(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     try:
         view = LiveView(theirs, tmp_path, ["worker 0", "worker 1"])
-        record.write(0.0, "worker", {"steps": 7, "uptime_seconds": 1.0})
+        record.write(0.0, "worker", {"step": 7, "uptime_seconds": 1.0})
         drawn = view.draw(100.0).decode()
         assert "worker 0" in drawn
         assert "starting" in drawn, "worker 1 has told nothing yet"
@@ -681,8 +778,16 @@ def test_what_is_not_installed_is_named(
 
 
 def test_scalars_of_two_readings() -> None:
-    before = {"uptime_seconds": 1.0, "steps": 10, "examples": 100, "loss": 0.5, "memory_bytes": 5.0}
-    now = {"uptime_seconds": 3.0, "steps": 30, "examples": 300, "loss": 0.25, "memory_bytes": 6.0, "auc": 0.75}
+    before = {"uptime_seconds": 1.0, "step": 110, "steps": 10, "examples": 100, "loss": 0.5, "memory_bytes": 5.0}
+    now = {
+        "uptime_seconds": 3.0,
+        "step": 130,
+        "steps": 30,
+        "examples": 300,
+        "loss": 0.25,
+        "memory_bytes": 6.0,
+        "auc": 0.75,
+    }
     assert scalars("worker", before, now) == {
         "loss": 0.25,
         "memory_bytes": 6.0,
@@ -690,7 +795,9 @@ def test_scalars_of_two_readings() -> None:
         "steps_per_second": 10.0,
         "examples_per_second": 100.0,
     }
-    assert "version_per_second" in scalars("server", {**before, "version": 1}, {**now, "version": 2})
+    served = scalars("server", {**before, "version": 0, "updates": 0}, {**now, "version": 1704, "updates": 4})
+    assert served["updates_per_second"] == 2.0
+    assert "version_per_second" not in served, "it leaps to where a job goes on from"
 
 
 def test_scalars_of_a_job(tmp_path: Path) -> None:
@@ -714,7 +821,7 @@ def test_scalars_of_a_job(tmp_path: Path) -> None:
 
 
 def views(
-    workers: list[dict[str, Any]], busy: tuple[float, ...] = (0.1,), phase: str = "training"
+    workers: list[dict[str, Any]], busy: tuple[float, ...] = (0.1,), phase: str = "training", errand: str = ""
 ) -> tuple[View, View]:
     """Two views ten seconds apart, of workers that spend parts of each second as told, and servers that are so busy."""
 
@@ -726,6 +833,7 @@ def views(
                 "meet_seconds": 0,
                 "steps": 10,
                 "cpu_seconds": 1,
+                "lockstep": 0,
             }
             figures |= of.get("spends", {})
             grown = {name: each * at for name, each in figures.items()} | {"uptime_seconds": at} | of.get("says", {})
@@ -737,10 +845,12 @@ def views(
             f"server {index}": {
                 **status(*map(worker, workers), uptime_seconds=at, busy_seconds=share * at),
                 "phase": phase,
+                "errand": errand,
             }
             for index, share in enumerate(busy)
         }
-        return seen(at, {**servers}, {})
+        own = {} if busy else {index: (worker(of)["figures"], 0.0) for index, of in enumerate(workers)}
+        return seen(at, {**servers}, own)
 
     return view(10.0), view(20.0)
 
@@ -779,6 +889,7 @@ HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 
         (views([{"stale": 9}]), ["is 9 updates old", "1 worker"]),
         (views([{}]), ["own code (data, forward, backward) 100% of the time, and the servers busy 10%: more"]),
         (views([{"spends": {"push_seconds": 0.3}}]), ["Nothing stands out."]),
+        (views([{"says": {"auc": math.nan}}]), ["The auc of worker 0 (host:1) is nan: so its script says."]),
         (views([{"says": {"loss": math.nan}}]), ["The loss of worker 0 (host:1) is nan", "FLEET_CHECK_FINITE=1"]),
         (views([{}, {"is": {"standing": "expected"}}]), ["waits for a first hello of worker 1 (host:1)."]),
         (views([{}, {"is": {"standing": "lost"}}]), ["given up on worker 1 (host:1);"]),
@@ -789,6 +900,21 @@ HELD = {"waits_for": {"1": 0.5}, "spends": {"push_seconds": 0.6, "cpu_seconds": 
         ),
         (views([], phase="waiting for the first worker"), ["Server 0 is not training: waiting for the first worker"]),
         ((View(0.0), seen(1.0, {"server 1": "does not answer"}, {})), ["Server 1 does not answer"]),
+        (views([{}], errand="writing its share"), ["Server 0 is writing its share."]),
+        (views([], phase="waiting for the first worker"), ["0 workers and 1 server: how fast is not known."]),
+        (
+            views([{"spends": {"push_seconds": 1.0, "steps": 0}, "waits_for": {"1": 1.0}}, {"spends": {"steps": 0}}]),
+            ["Worker 1 (host:1) holds the others back: they wait 100%", "not come to the end of a step."],
+        ),
+        (
+            views([{"spends": {"push_seconds": 1.0, "steps": 0}}]),
+            ["100% goes into exchanges", "No step came to its end in that time."],
+        ),
+        (
+            views([{"spends": {"push_seconds": 0.6, "sent_bytes": 4e6}}], busy=()),
+            ["60% goes into exchanging gradients, waits for each other among it (400 kB a step)"],
+        ),
+        (views([{}], busy=()), ["100% of the time: more or faster workers make the job faster."]),
     ],
 )  # fmt: skip
 def test_what_the_doctor_says(given: tuple[View, View], sentences: list[str]) -> None:
@@ -822,12 +948,50 @@ def test_the_doctor_of_a_job_that_is_over(tmp_path: Path, capsys: pytest.Capture
         for record in records:
             steps = 0 if second == 0 else 10 * second
             times = {"push_seconds": 0.2 * second, "pull_seconds": 0.0, "meet_seconds": 0.0, "cpu_seconds": second}
-            figures = {"steps": steps, "uptime_seconds": float(second), "examples": 64 * steps, **times}
-            record.write(1000.0 + second, "worker", figures)
+            counted = {"steps": steps, "lockstep": 1, "examples": 64 * steps}
+            record.write(1000.0 + second, "worker", {"uptime_seconds": float(second), **counted, **times})
     for record in records:
         record.close()
     assert cli.main(["doctor", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("2 workers and 0 servers: 20 steps a second, 1,280 examples a second.")
+    assert capsys.readouterr().out.startswith("2 workers and 0 servers: 10 steps a second, 1,280 examples a second.")
+
+
+def test_a_job_that_has_just_ended_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody has to wait until its records are old, with servers or without."""
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        train(model, optimizer, range(3))
+        fleet_.save_persistables(tmp_path / "checkpoint")
+
+    run_job(body, workers=2, servers=2, environ={**BEATING, "FLEET_RECORD_DIR": str(tmp_path)})
+    assert {line.process: line.is_last for line in newest(tmp_path)} == dict.fromkeys(
+        ("server 0", "server 1", "worker 0", "worker 1"), True
+    )
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("2 workers and 2 servers, mode sync: ")
+    assert "not training" not in told
+    for process in ("server 0", "server 1"):
+        (tmp_path / f"{process.replace(' ', '.')}.record.jsonl").unlink()
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("2 workers and 0 servers: ")
+    assert cli.main(["top", str(tmp_path), "--interval", "0.1"]) == 0, "it ends"
+    assert "The job is over." in capsys.readouterr().out
+
+
+def test_what_was_broken_at_the_end_is_told_of_the_end() -> None:
+    """How the training went and how the job ended are two views; what passed in between, a checkpoint, is neither."""
+    before, now = views([{}, {}], errand="writing its share")
+    ended = seen(30.0, {"server 0": {**status(told(standing="left"), told(standing="left")), "phase": "over"}}, {})
+    assert not [each for each in diagnose(before, now, ended) if "erver 0 is" in each]
+    waits = {"what": "barrier 3", "seconds": 75.2, "for": [1]}
+    killed = seen(30.0, {"server 0": status(told(waits=waits), told())}, {})
+    assert (
+        "At the end of the record: Worker 0 (host:1): for 75 s waiting for worker 1" in diagnose(before, now, killed)[1]
+    )
+    failed = seen(30.0, {"server 0": {**status(told()), "phase": "failed: no disk"}}, {})
+    assert diagnose(before, now, failed)[1] == "At the end of the record: Server 0 is not training: failed: no disk."
 
 
 def test_a_job_that_is_over_is_seen_while_all_of_it_trained(tmp_path: Path) -> None:
@@ -838,8 +1002,8 @@ def test_a_job_that_is_over_is_seen_while_all_of_it_trained(tmp_path: Path) -> N
         worker.write(1000.0 + second, "worker", {"steps": 10 * second, "uptime_seconds": float(second)})
     server.close()
     worker.close()
-    began, ended = training_of(read_records(tmp_path))
-    assert (began.at, ended.at) == (1001.0, 1003.0)
+    began, ended, last = training_of(read_records(tmp_path))
+    assert (began.at, ended.at, last.at) == (1001.0, 1003.0, 1004.0)
     assert ended.workers[0].standing == "live", "the last line of a worker is of its leaving"
 
 

@@ -236,3 +236,14 @@ def test_every_option_is_there(capsys: pytest.CaptureFixture[str]) -> None:
             told = capsys.readouterr().out
         assert [option for option in options - {"--help"} if option not in told] == [], command
     assert {"fleetrun", "fleet checkpoint export", "examples/flight_delays.py"} <= set(asked)
+
+
+def test_what_is_to_be_copied_has_no_prompt() -> None:
+    """A block of commands alone is pasted as a whole; beside what they print, a prompt tells them apart."""
+    found = []
+    for path, text in PAGES.items():
+        for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            lines = block.splitlines()
+            if lines and all(line.startswith("$ ") for line in lines):
+                found.append(f"{path}: {lines[0]}")
+    assert found == []

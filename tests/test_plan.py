@@ -207,12 +207,22 @@ def test_golden_hashes(name: str) -> None:
         assert HashName(server_num).dispatch([name]) == [CRC32[name] % server_num]
 
 
-def test_all_blocks_of_a_parameter_hash_to_one_server() -> None:
+def test_blocks_hash_by_their_own_names() -> None:
+    """Those of a parameter that is cut spread over the servers; a whole one goes by its own name."""
     made = make_plan(job((1000, 1000), (10, 9000), (13, 1), server_num=3, split_method="HashName"))
-    for param in range(3):
-        on = {server for block, server in zip(made.blocks, made.servers, strict=True) if block.param == param}
-        assert on == {crc32(f"p{param}".encode()) % 3}
-    assert len(sizes(made, 0)) == 3
+    names = [f"p{param}.block{index}" for param in (0, 1) for index in range(3)] + ["p2"]
+    assert [made.block_name(block) for block in made.blocks] == names
+    assert list(made.servers) == [crc32(name.encode()) % 3 for name in names]
+    large = make_plan(job((10000, 100), server_num=8, split_method="HashName", min_block_size=1))
+    assert len(set(large.servers)) > 3
+
+
+def test_the_placement_stands_for_cuts_and_servers_alone() -> None:
+    """They are what a server that goes on has to find as it left them."""
+    ours = make_plan(job((16385,), (3,)))
+    assert make_plan(replace(job((16385,), (3,)), settings=PlanSettings(2, 7))).placement == ours.placement
+    assert make_plan(job((16384,), (3,))).placement != ours.placement
+    assert make_plan(job((16385,), (3,), split_method="HashName")).placement != ours.placement
 
 
 SCRIPT = """
@@ -239,7 +249,10 @@ def test_placement_is_the_same_in_every_process() -> None:
     ((fingerprint, *servers),) = seen
     assert len(fingerprint) == 64
     owners = [index for index in range(40) for _ in slice_variable([(200 + index, 100)], 7)[0]]
-    assert servers == [str(crc32(f"layer{index}.weight".encode()) % 7) for index in owners]
+    names = [f"layer{owner}.weight.block{place - owners.index(owner)}" for place, owner in enumerate(owners)]
+    whole = {index for index in owners if owners.count(index) == 1}
+    names = [name.partition(".block")[0] if owner in whole else name for owner, name in zip(owners, names, strict=True)]
+    assert servers == [str(crc32(name.encode()) % 7) for name in names]
 
 
 # --- The plan ---------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def run(seconds: int, workers: int = 2, began: float = 1e9) -> list[Line]:
             figures = {
                 "uptime_seconds": float(second),
                 "steps": 10 * second,
+                "auc": 0.5 + 0.01 * second,
                 "examples": 640 * second,
                 "loss": math.nan if second == 1 else 1.0 / (1 + second),
                 "sent_bytes": 1e6 * second,
@@ -104,13 +105,23 @@ def test_the_page_holds_the_run() -> None:
     read = Reader(text)
     titles = re.findall("<h2>(.*?)</h2>", text)
     assert titles == [
-        *("Throughput", "Loss", "Staleness", "Time in exchanges", "Time waiting for other workers", "Bytes", "Memory"),
+        *(
+            "Throughput",
+            "Loss",
+            "auc",
+            "Staleness",
+            "Time in exchanges",
+            "Time waiting for other workers",
+            "Bytes",
+            "Memory",
+        ),
         *("Who waited for whom", "Events", "At the end"),
     ]
-    throughput, loss, staleness, exchanges, waiting, moved, memory = read.charts()
+    throughput, loss, auc, staleness, exchanges, waiting, moved, memory = read.charts()
     assert throughput["moments"] == [float(second) for second in range(30)]
     assert throughput["curves"]["worker 0"][5:25] == [640.0] * 20
     assert loss["curves"]["worker 1"][1] is None, "what is no number has no place in a chart"
+    assert auc["curves"]["worker 0"][10] == 0.6
     assert staleness["curves"]["worker 0"][10] == 3.0
     assert exchanges["curves"]["worker 0"][10] == 60.0
     assert waiting["curves"]["worker 0"][10] == 25.0
@@ -178,7 +189,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong in ("empty", "missing"):
         assert cli.main(["report", str(tmp_path / wrong)]) == 2
         assert "no job has left a record here" in capsys.readouterr().err
-    assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "r.html")]) == 1
+    assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "missing" / "r.html")]) == 2
+    assert "the report cannot be written; at" in capsys.readouterr().err
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

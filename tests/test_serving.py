@@ -698,7 +698,7 @@ def test_a_disk_that_fails_leaves_the_old_or_the_new(
     for fails_at in range(operations):
         prepare()
         disk.fails_at = fails_at
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        with pytest.raises(CheckpointError, match=f"could not be written; .*{os.strerror(errno.ENOSPC)}"):
             inference.write(str(target), small(2.0), program)
         assert os.listdir(tmp_path) == (["model"] if target.exists() else [])
         found = inference.read(str(target)).values["a"][0, 0].item() if (target / "inference.json").exists() else 0

@@ -32,8 +32,10 @@ from fleet.errors import (
     FleetError,
     NotInitializedError,
     StateError,
+    UnknownNameError,
     UnsupportedError,
 )
+from fleet.instead import OF_A_PROGRAM, OF_A_TRAINER
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.role_maker import EnvRoleMaker, Role, UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
@@ -499,7 +501,9 @@ def test_without_slice_var_up_parameters_stay_whole(capsys: pytest.CaptureFixtur
 def test_hash_name_goes_by_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     for given in (HashName, "HashName"):
         rows = plan_of(capsys, print_log=True, split_method=given)
-        assert [row[2] for row in rows] == HashName(2).dispatch([row[0] for row in rows])
+        cut = {name for name, block, *_ in rows if block}
+        names = [f"{name}.block{block}" if name in cut else name for name, block, *_ in rows]
+        assert [row[2] for row in rows] == HashName(2).dispatch(names)
         assert [row[2] for row in rows] != [position % 2 for position in range(len(rows))]
 
 
@@ -771,6 +775,24 @@ def default_fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     for name, value in {"_assignment": None, "_chosen": None, "_environ": {}, "_knobs": None}.items():
         monkeypatch.setattr(default, name, value, raising=False)
     return default
+
+
+def test_programs_point_at_what_to_write_instead() -> None:
+    def body(trainer: TrainerProgram, index: int) -> list[str]:
+        told = []
+        for name in OF_A_TRAINER:
+            with pytest.raises(UnknownNameError) as caught:
+                getattr(trainer, name)
+            told.append(str(caught.value.todo))
+        return told
+
+    made = program()
+    (told,) = TranspiledJob(lambda _: made, body).run()
+    assert "call trainer.minimize(" in told[0]
+    for name in OF_A_PROGRAM:
+        with pytest.raises(UnknownNameError, match="'Program' object"):
+            getattr(made, name)
+        assert not hasattr(made, name)
 
 
 @pytest.mark.parametrize("package", DOORS)

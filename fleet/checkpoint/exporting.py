@@ -18,10 +18,11 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
+from fleet.checkpoint.files import remove
 from fleet.checkpoint.inspection import WEIGHT, Rows, buffers, parameters, scratch
 from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint
 from fleet.checkpoint.pieces import NAMES
-from fleet.checkpoint.places import Buffer
+from fleet.checkpoint.places import Buffer, writing
 from fleet.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fleet.transpiler.specs import TableSpec
 
@@ -46,9 +47,10 @@ def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, 
             "will not overwrite what is there", where=", ".join(map(str, present)), todo="Give --force to replace it."
         )
     for path, write in jobs.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _beside(path) as draft:
-            write(draft)
+        with writing("an export", str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _beside(path) as draft:
+                write(draft)
     return list(jobs)
 
 
@@ -119,7 +121,7 @@ def _beside(path: Path) -> Iterator[Path]:
         yield draft
         os.replace(draft, path)
     finally:
-        draft.unlink(missing_ok=True)
+        remove(draft)
 
 
 # ---------------------------------------------------------------------------------------------- safetensors

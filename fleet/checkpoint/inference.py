@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from fleet.checkpoint.files import measure, remove, sync_directory, sync_file, write_file
+from fleet.checkpoint.places import writing
 from fleet.checkpoint.readme import readme
 from fleet.checksum import crc32
 from fleet.errors import CheckpointError
@@ -115,6 +116,11 @@ def write(dirname: str, model: InferenceModel, save_program: Callable[[Path], No
     """Make the directory appear; ``save_program`` writes the program to the path it is given."""
     check_place(dirname)
     final = Path(dirname).resolve()
+    with writing("a model to serve", str(final)):
+        _write(final, model, save_program)
+
+
+def _write(final: Path, model: InferenceModel, save_program: Callable[[Path], None] | None) -> None:
     staged = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
     aside = staged.with_name(f"{staged.name}.old")
     try:

@@ -180,7 +180,11 @@ class Checkpoint:
         ]
         if problems:
             raise CheckpointError(
-                "the checkpoint does not fit the model and its optimizer", where=self.where, got="; ".join(problems)
+                "the checkpoint does not fit the model and its optimizer",
+                where=self.where,
+                got="; ".join(problems),
+                todo="Build model and optimizer as they were when it was saved, or name another checkpoint; what else "
+                "can be used of it, fleet checkpoint export writes as plain tensors.",
             )
 
     def lineage(self) -> list[Checkpoint]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fleet.checkpoint.files import read_past_cache, remove, sync_directory
 from fleet.clock import SystemClock
-from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError
+from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError, FleetError
 
 #: Bytes that can be written: of anything that has a buffer.
 Buffer = Any
@@ -28,6 +28,27 @@ MARK = "in-progress"
 _PROOF_BYTES = 16
 #: Publishing takes milliseconds, and removing what it superseded seconds.
 _LOCK_DEADLINE_S, _LOCK_PAUSE_S = 60.0, 0.05
+
+
+@contextlib.contextmanager
+def writing(what: str, where: str) -> Iterator[None]:
+    """Around what writes ``what`` (in words): if the system does not let it, a ``CheckpointError`` says so."""
+    try:
+        yield
+    except OSError as error:
+        refuse_unwritable(what, where, error)
+        raise
+
+
+def refuse_unwritable(what: str, where: str, error: BaseException | None) -> None:
+    """Raise a ``CheckpointError`` if this is what the system said; some errors of this package are OSErrors too."""
+    if isinstance(error, OSError) and not isinstance(error, FleetError):
+        raise CheckpointError(
+            f"{what} could not be written",
+            where=where,
+            got=str(error),
+            todo="Name a directory in which this process may make files, with room for them.",
+        ) from error
 
 
 class Place(Protocol):

@@ -19,12 +19,23 @@ from types import TracebackType
 from fleet.checkpoint.files import sync_directory
 from fleet.checkpoint.manifest import MANIFEST, TABLE, Checkpoint, Manifest, Parent, Saved, is_checkpoint
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
-from fleet.checkpoint.places import Claimed, Directory, Place, is_abandoned, place_at, reference
+from fleet.checkpoint.places import (
+    Claimed,
+    Directory,
+    Place,
+    is_abandoned,
+    place_at,
+    reference,
+    refuse_unwritable,
+    writing,
+)
 from fleet.errors import CheckpointError
 from fleet.transpiler.specs import JobSpec
 
 _TOKEN = "[0-9a-f]{8}"
 _FOLDER = "fleet-pieces-"
+#: What errors call it.
+_WHAT = "a checkpoint"
 #: Names of what a checkpoint is made of, or was to be: nobody else's things look like that.
 _OURS = re.compile(rf"\.?{_FOLDER}{_TOKEN}|\.{re.escape(MANIFEST)}-{_TOKEN}")
 
@@ -82,6 +93,11 @@ class CheckpointWriter:
         self._parent = Parent(reference(before.place, self._final), after.id)
 
     def __enter__(self) -> CheckpointWriter:
+        with writing(_WHAT, self._final.url):
+            self._begin()
+        return self
+
+    def _begin(self) -> None:
         self._ground.make()
         with self._ground.alone():  # a folder that is just being made looks abandoned
             self._remove_dead_drafts()
@@ -91,7 +107,6 @@ class CheckpointWriter:
             except BaseException:
                 self._drop()
                 raise
-        return self
 
     def _remove_dead_drafts(self) -> None:
         """What writers left beside this place that were killed."""
@@ -198,6 +213,7 @@ class CheckpointWriter:
         self._claimed.close()
         if not (self._publishing and self._may_be_there()):
             self._drop()
+        refuse_unwritable(_WHAT, self._final.url, error)
 
     def _may_be_there(self) -> bool:
         """Whether the manifest stands there that names the pieces, or nobody can tell: then they must stay."""

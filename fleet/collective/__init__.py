@@ -21,4 +21,6 @@ def __getattr__(name: str) -> Any:
         from fleet.facade import collective
 
         return collective
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fleet.instead import missing
+
+    raise missing(f"module {__name__!r}", name)

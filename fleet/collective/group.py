@@ -12,6 +12,7 @@ import itertools
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -41,14 +42,18 @@ _jobs = itertools.count()
 
 
 class Group:
-    """``start`` connects; then ``everyone`` is the group of all workers, and ``control`` the one for CPU tensors."""
+    """``start`` connects; then ``everyone`` is the group of all workers, and ``control`` the one for CPU tensors.
+    ``exchanging`` is around every wait for a collective."""
 
-    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
+    def __init__(
+        self, assignment: Assignment, knobs: Knobs, clock: Clock, exchanging: AbstractContextManager[None]
+    ) -> None:
         self.rank = assignment.index
         self.size = assignment.worker_num
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
+        self.exchanging = exchanging
         self._adopted = False
         self._made: list[dist.ProcessGroup] = []
         self._control: dist.ProcessGroup | None = None
@@ -198,10 +203,11 @@ class Group:
 
         ``needs_all`` names what cannot go on once a worker has stopped.
         """
-        if device.type == "cuda":
-            work.wait()
-        else:
-            self.clerk.wait(lambda slice_s: _done_within(work, slice_s), needs_all)
+        with self.exchanging:
+            if device.type == "cuda":
+                work.wait()
+            else:
+                self.clerk.wait(lambda slice_s: _done_within(work, slice_s), needs_all)
 
     def at_once(self, call: Callable[[], object]) -> None:
         """Run a collective of torch's own that cannot be waited for in slices, to which all workers come now."""

@@ -58,7 +58,8 @@ class LowRank:
     def _complete(self) -> None:
         future, self._under_way = self._under_way, None
         if future is not None:
-            self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
+            with self._group.exchanging:
+                self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
 
     def _done_within(self, future: torch.futures.Future[torch.Tensor], slice_s: float) -> bool:
         """Futures cannot be waited for with a deadline: look, often at first."""

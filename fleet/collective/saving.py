@@ -87,7 +87,11 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:  # it names each parameter, with both shapes, and has copied what fits
         model.load_state_dict(before)
-        raise CheckpointError("the state does not fit the model", got=str(error)) from None
+        raise CheckpointError(
+            "the state does not fit the model",
+            got=str(error),
+            todo="Build the model as it was when the state was taken.",
+        ) from None
     worker.group.broadcast(list(model.state_dict().values()), 0)
 
 

@@ -12,7 +12,10 @@ from fleet.errors import UnsupportedError
 def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError("LBFGS cannot be honoured: it decides by the loss, which differs between workers")
+            raise UnsupportedError(
+                "LBFGS cannot be honoured: it decides by the loss, which differs between workers",
+                todo="Take one that goes by gradients alone, such as torch.optim.Adam, or train in one process.",
+            )
     for name, module in [] if model is None else model.named_modules():
         is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
         if is_table or "_handle" in module.__dict__:

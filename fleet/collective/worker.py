@@ -51,9 +51,11 @@ class CollectiveWorker:
         self.callers = Callers()
         self.figures = WorkerFigures(clock)
         self.steps = 0
+        #: of these, what this process has taken itself
+        self._own_steps = 0
         self.loads = 0
         self.stopped = False
-        self.group = Group(assignment, knobs, clock)
+        self.group = Group(assignment, knobs, clock, self.figures.push)
         self._strategy = strategy
         self._pace = Pace.of(strategy)
         self._meeting = meeting
@@ -189,6 +191,7 @@ class CollectiveWorker:
         if late:
             self.extend()
         self.steps += 1
+        self._own_steps += 1
         if self._pace.merged > 1:
             self._merged.add()
             if not self._pace.updates(self.steps):
@@ -302,7 +305,7 @@ class CollectiveWorker:
 
     def told(self) -> dict[str, float]:
         """What this worker tells of itself, from any thread."""
-        return self.figures.read(steps=self.steps, sent_bytes=self._sent_bytes)
+        return self.figures.read(step=self.steps, steps=self._own_steps, lockstep=True, sent_bytes=self._sent_bytes)
 
     @property
     def _sent_bytes(self) -> int:

@@ -111,17 +111,13 @@ def _run(argv: list[str], prog: str) -> int:
         raise ConfigurationError("--grace is not usable", expected="seconds, 0 or more", got=f"{options.grace:g}")
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
     plan = _plan(options, [sys.executable, *_checked(command, as_module=options.m)])
-    log_dir = Path(options.log_dir)
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError("--log_dir cannot be made", got=str(error)) from None
-    if not os.access(log_dir, os.W_OK):
-        raise ConfigurationError(f"--log_dir {log_dir} is not writable")
+    log_dir, record_dir = Path(options.log_dir), _record_dir(options)
+    _make_writable("--log_dir", log_dir)
+    _make_writable("--log_dir" if record_dir == log_dir.resolve() else "FLEET_RECORD_DIR", record_dir)
     return local.run(
         plan,
         log_dir=log_dir,
-        record_dir=_record_dir(options),
+        record_dir=record_dir,
         live=_wants_live_view(options.view),
         grace_s=options.grace,
         inherited=PROCESS_ENVIRONMENT,
@@ -338,6 +334,16 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         record_dir=str(_record_dir(options)),
         metrics_port=_metrics_port(options),
     )
+
+
+def _make_writable(name: str, directory: Path) -> None:
+    todo = f"Give {name} a directory in which you may make files."
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{name} cannot be made", where=str(directory), got=str(error), todo=todo) from None
+    if not os.access(directory, os.W_OK):
+        raise ConfigurationError(f"{name} is not writable", where=str(directory), todo=todo)
 
 
 def _record_dir(options: argparse.Namespace) -> Path:

@@ -29,13 +29,15 @@ def doctor(argv: list[str], prog: str) -> int:
         raise ConfigurationError("--seconds is not usable", expected="1 to 3600", got=f"{options.seconds:g}")
     source = source_of(options.target)
     try:
-        ends = source.whole()
-        if ends is None:
+        whole = source.whole()
+        if whole is not None:
+            sentences = diagnose(*whole)
+        else:
             before = source.look()
             SystemClock().sleep(options.seconds)
-            ends = before, source.look()
+            sentences = diagnose(before, source.look())
     finally:
         source.close()
-    for sentence in diagnose(*ends):
+    for sentence in sentences:
         print(textwrap.fill(sentence, _WIDTH, subsequent_indent="  "))
     return 0

@@ -30,6 +30,15 @@ def report(argv: list[str], prog: str) -> int:
             todo="Give the directory that fleetrun logs into, or that FLEET_RECORD_DIR names.",
         )
     output = directory / "report.html" if options.output is None else Path(options.output)
-    output.write_text(page(story_of(lines), directory.resolve().name), encoding="utf-8")
+    text = page(story_of(lines), directory.resolve().name)
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            "the report cannot be written",
+            where=str(output),
+            got=error.strerror,
+            todo="Name a file in a directory that is there with --output FILE.",
+        ) from None
     print(output)
     return 0

@@ -12,8 +12,8 @@ from fleet.clock import wall_time
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ConfigurationError, DeadlineError, FleetError
-from fleet.observing.picture import SILENT_S, View, seen, server_name
-from fleet.observing.record import newest, read_records, training_of, view_of
+from fleet.observing.picture import View, seen, server_name
+from fleet.observing.record import is_over, newest, read_records, training_of, view_of
 
 #: A server that says nothing for so long is not waited for.
 PATIENCE_S = 3.0
@@ -22,8 +22,8 @@ PATIENCE_S = 3.0
 class Source(Protocol):
     def look(self) -> View: ...
 
-    def whole(self) -> tuple[View, View] | None:
-        """The beginning and the end of its training, if it is over."""
+    def whole(self) -> tuple[View, View, View] | None:
+        """The beginning and the end of its training, and its own end, if it is over."""
         ...
 
     def close(self) -> None: ...
@@ -104,12 +104,16 @@ class Recorded:
     def look(self) -> View:
         lines = newest(self._directory, self._processes)
         if not lines and self._processes is None:
-            raise ConfigurationError("no job has left a record in this directory", where=str(self._directory))
+            raise ConfigurationError(
+                "no job has left a record in this directory",
+                where=str(self._directory),
+                todo="Give the directory that fleetrun logs into, or that FLEET_RECORD_DIR names.",
+            )
         return view_of(wall_time(), lines)
 
-    def whole(self) -> tuple[View, View] | None:
+    def whole(self) -> tuple[View, View, View] | None:
         view = self.look()
-        if max(line.at for line in newest(self._directory, self._processes)) > view.at - SILENT_S:
+        if not is_over(newest(self._directory, self._processes), view.at):
             return None
         return training_of(read_records(self._directory))
 

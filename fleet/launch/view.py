@@ -67,7 +67,9 @@ class LiveView:
         for process in self._processes:
             known.setdefault(process, Row(process, note="starting"))
         return [
-            row if process not in self._ended else Row(process, row.step, loss=row.loss, note=self._ended[process])
+            row
+            if process not in self._ended
+            else Row(process, row.step, loss=row.loss, note=self._ended[process], reported=row.reported)
             for process, row in sorted(known.items(), key=_place)
         ]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fleet.observing.names import rate
-from fleet.observing.picture import SILENT_S, View, held_up, mean_staleness, waited_shares
+from fleet.observing.names import rate, reported
+from fleet.observing.picture import SILENT_S, View, held_up, mean_staleness, rows, total_speed, waited_shares
 
 #: So large a part of the time is worth a sentence.
 _NOTABLE = 0.10
@@ -71,6 +71,8 @@ class _Time:
 class _Case:
     before: View
     now: View
+    last: View
+    is_over: bool
     times: dict[int, _Time]
     busy: dict[str, float]
 
@@ -79,11 +81,17 @@ class _Case:
         return max(self.busy.values(), default=0.0)
 
 
-def diagnose(before: View, now: View) -> list[str]:
-    """Sentences, what matters most first; the first says how the job does at all."""
-    case = _Case(before, now, dict(_times(before, now)), dict(_busy(before, now)))
-    found = [sentence for rule in _RULES for sentence in rule(case)]
-    return [_overview(case), *(found or ["Nothing stands out."])]
+def diagnose(before: View, now: View, last: View | None = None) -> list[str]:
+    """Sentences, what matters most first; the first says how the job does at all.
+
+    ``last`` is how a record ends whose training is between the other two: what is broken was so then.
+    """
+    times, busy = dict(_times(before, now)), dict(_busy(before, now))
+    case = _Case(before, now, now if last is None else last, last is not None, times, busy)
+    lead = "At the end of the record: " if case.is_over else ""
+    broken = [lead + sentence for rule in _BROKEN for sentence in rule(case)]
+    slow = [sentence for rule in _SLOW for sentence in rule(case)]
+    return [_overview(case), *(broken + slow or ["Nothing stands out."])]
 
 
 def _times(before: View, now: View) -> Iterator[tuple[int, _Time]]:
@@ -118,38 +126,38 @@ def _busy(before: View, now: View) -> Iterator[tuple[str, float]]:
 
 
 def _overview(case: _Case) -> str:
-    live = [worker for worker in case.now.workers.values() if worker.standing == "live"]
-    steps = sum(spent.steps for spent in case.times.values())
-    examples = sum(
-        rate("examples", case.before.workers[index].figures, case.now.workers[index].figures) or 0.0
-        for index in case.times
-    )
-    speed = f"{steps:.3g} steps a second" + (f", {examples:,.0f} examples a second" if examples else "")
+    counted = ("live", "left") if case.is_over else ("live",)
+    there = [worker for worker in case.now.workers.values() if worker.standing in counted]
+    told = total_speed(rows(case.before, case.now))
+    speed = "how fast is not known" if told.steps is None else f"{told.steps:.3g} {told.unit} a second"
+    speed += f", {told.examples:,.0f} examples a second" if told.examples else ""
     modes = {server.mode for server in case.now.servers.values() if server.mode}
     mode = f", mode {modes.pop()}" if len(modes) == 1 else ""
-    return f"{_count(len(live), 'worker')} and {_count(len(case.now.servers), 'server')}{mode}: {speed}."
+    return f"{_count(len(there), 'worker')} and {_count(len(case.now.servers), 'server')}{mode}: {speed}."
 
 
 # ---------------------------------------------------------------- rules: what is broken
 
 
 def _servers_away(case: _Case) -> Iterator[str]:
-    for name, server in case.now.servers.items():
+    for name, server in case.last.servers.items():
         if not server.figures:
             yield f"{_capital(name)} {server.phase}: its log says why, or the network between."
-        elif server.phase != "training":
+        elif server.phase != "training" and not (case.is_over and server.phase == "over"):
             yield f"{_capital(name)} is not training: {server.phase}."
+        elif server.errand and not case.is_over:
+            yield f"{_capital(name)} is {server.errand}."
 
 
 def _workers_away(case: _Case) -> Iterator[str]:
     def standing(wanted: str) -> list[int]:
-        return [index for index, worker in case.now.workers.items() if worker.standing == wanted]
+        return [index for index, worker in case.last.workers.items() if worker.standing == wanted]
 
     if expected := standing("expected"):
         yield f"The job waits for a first hello of {_named(expected, case)}."
     if lost := standing("lost"):
         yield f"The servers have given up on {_named(lost, case)}; the others go on."
-    heard = {index: case.now.workers[index].heard_seconds or 0.0 for index in standing("live")}
+    heard = {index: case.last.workers[index].heard_seconds or 0.0 for index in standing("live")}
     if silent := [index for index, seconds in heard.items() if seconds >= SILENT_S]:
         yield (
             f"Nothing has been heard of {_named(silent, case)} for {min(map(heard.__getitem__, silent)):.0f} s: the "
@@ -157,13 +165,18 @@ def _workers_away(case: _Case) -> Iterator[str]:
         )
 
 
-def _stuck(case: _Case) -> Iterator[str]:
+def _stuck_for(case: _Case) -> dict[tuple[str, tuple[int, ...]], list[int]]:
+    """Who waits, by what for and for whom."""
     stuck: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for index, worker in case.now.workers.items():
+    for index, worker in case.last.workers.items():
         if worker.standing == "live" and worker.wait is not None and worker.wait.seconds >= _STUCK_S:
             stuck.setdefault((worker.wait.what, worker.wait.workers), []).append(index)
-    for (what, whom), waiting in stuck.items():
-        waits = (case.now.workers[index].wait for index in waiting)
+    return stuck
+
+
+def _stuck(case: _Case) -> Iterator[str]:
+    for (what, whom), waiting in _stuck_for(case).items():
+        waits = (case.last.workers[index].wait for index in waiting)
         seconds = max(wait.seconds for wait in waits if wait is not None)
         yield (
             f"{_capital(_named(waiting, case))}: for {seconds:.0f} s waiting for "
@@ -172,13 +185,15 @@ def _stuck(case: _Case) -> Iterator[str]:
 
 
 def _not_finite(case: _Case) -> Iterator[str]:
-    losses = {index: worker.figures.get("loss", 0.0) for index, worker in case.now.workers.items()}
-    if wrong := {index: loss for index, loss in losses.items() if not math.isfinite(loss)}:
-        values = " or ".join(sorted({str(loss) for loss in wrong.values()}))
-        yield (
-            f"The loss of {_named(list(wrong), case)} is {values}: FLEET_CHECK_FINITE=1 names the parameter that is to "
-            "blame."
-        )
+    told: dict[str, dict[int, float]] = {}
+    for index, worker in case.last.workers.items():
+        for name, value in {"loss": worker.figures.get("loss", 0.0), **reported(worker.figures)}.items():
+            if not math.isfinite(value):
+                told.setdefault(name, {})[index] = value
+    for name, wrong in told.items():
+        values = " or ".join(sorted(set(map(str, wrong.values()))))
+        todo = "FLEET_CHECK_FINITE=1 names the parameter that is to blame" if name == "loss" else "so its script says"
+        yield f"The {name} of {_named(list(wrong), case)} is {values}: {todo}."
 
 
 # ---------------------------------------------------------------- rules: what is slow
@@ -193,7 +208,13 @@ def _straggler(case: _Case) -> Iterator[str]:
         return
     theirs = median(spent.own_of_a_step for index, spent in case.times.items() if index != worst)
     mine = case.times[worst].own_of_a_step
-    if math.isfinite(mine) and mine > _LONGER * theirs:
+    if not case.times[worst].steps:
+        if worst not in {other for waiting in _stuck_for(case) for other in waiting[1]}:  # else that is told already
+            yield (
+                f"{_capital(_named([worst], case))} holds the others back: they wait {held[worst]:.0%} of their time "
+                "for it, and it has not come to the end of a step."
+            )
+    elif mine > _LONGER * theirs:
         yield (
             f"{_capital(_named([worst], case))} holds the others back: they wait {held[worst]:.0%} of their time for "
             f"it. Of its own, a step takes it {_ms(mine)}, and the others {_ms(theirs)}."
@@ -234,13 +255,21 @@ def _exchange(case: _Case) -> Iterator[str]:
 
     moved, steps = usual(lambda spent: spent.moved), usual(lambda spent: spent.steps)
     push, pull = usual(lambda spent: spent.push), usual(lambda spent: spent.pull)
-    a_step = f"{moved / steps / 1e3:,.3g} kB a step" if steps else "no step is done"
+    a_step = f"{moved / steps / 1e3:,.3g} kB a step" if steps else "no step came to its end"
+    if not case.now.servers:
+        yield (
+            f"Of the time of {_named([index for index, _ in times], case)}, {push:.0%} goes into exchanging gradients, "
+            f"waits for each other among it ({a_step}): larger batches or gradient_merge exchange less for an example."
+        )
+        return
     told = (
         f"Of the time of {_named([index for index, _ in times], case)}, {usual(lambda spent: spent.exchange):.0%} goes "
         f"into exchanges (push {push:.0%}, pull {pull:.0%}), {usual(lambda spent: sum(spent.waited.values())):.0%} of "
         f"it for other workers; the servers are busy {case.most_busy:.0%}."
     )
-    if moved < steps * _FEW_BYTES:
+    if not steps:
+        yield f"{told} No step came to its end in that time."
+    elif moved < steps * _FEW_BYTES:
         yield f"{told} It moves little ({a_step}), so what costs is each exchange itself: larger batches need fewer."
     else:
         prefetch = pull > push and usual(lambda spent: spent.own) >= _NOTABLE
@@ -289,16 +318,19 @@ def _compute(case: _Case) -> Iterator[str]:
         return
     own = median(spent.own for spent in case.times.values())
     if own >= 0.8 and not any(spent.waits_unseen or spent.delay >= _STARVED for spent in case.times.values()):
-        yield (
-            f"The workers are in the script's own code (data, forward, backward) {own:.0%} of the time, and the "
-            f"servers busy {case.most_busy:.0%}: more or faster workers make the job faster, more servers do not."
-        )
+        told = f"The workers are in the script's own code (data, forward, backward) {own:.0%} of the time"
+        if case.now.servers:
+            yield (
+                f"{told}, and the servers busy {case.most_busy:.0%}: more or faster workers make the job faster, more "
+                "servers do not."
+            )
+        else:
+            yield f"{told}: more or faster workers make the job faster."
 
 
-_RULES: tuple[Callable[[_Case], Iterator[str]], ...] = (
-    *(_servers_away, _workers_away, _stuck, _not_finite),
-    *(_straggler, _busy_server, _starved, _exchange, _waits_unseen, _stale, _compute),
-)
+_Rules = tuple[Callable[[_Case], Iterator[str]], ...]
+_BROKEN: _Rules = (_servers_away, _workers_away, _stuck, _not_finite)
+_SLOW: _Rules = (_straggler, _busy_server, _starved, _exchange, _waits_unseen, _stale, _compute)
 
 
 def _named(workers: Sequence[int], case: _Case) -> str:

@@ -31,12 +31,14 @@ _OF_EVERY_PROCESS = {
 }
 
 WORKER = {
-    "steps": Figure("steps taken"),
+    "step": Figure("how far it is: its steps, with those of the job that it went on from", counts=False),
+    "steps": Figure("steps that this process has taken"),
+    "lockstep": Figure("1 where a step is one step of all workers together, 0 where each takes its own", counts=False),
     "examples": Figure("examples trained on, as fleet.report() was told"),
     "loss": Figure("the last loss, of minimize(), of step(closure) or as fleet.report() was told", counts=False),
     "push_seconds": Figure("time of the training thread in exchanging gradients for values, or waiting to queue them"),
     "pull_seconds": Figure("time of the training thread in fetching rows"),
-    "meet_seconds": Figure("time of the training thread in barriers and reductions"),
+    "meet_seconds": Figure("time of the training thread in barriers and reductions, or until another's save is done"),
     "delay_seconds": Figure("time for which the process's first thread was ready to run and had no processor"),
     "queue": Figure("steps that wait to be sent, in the asynchronous mode", counts=False),
     **_OF_EVERY_PROCESS,
@@ -44,11 +46,17 @@ WORKER = {
 
 SERVER = {
     "version": Figure("updates applied, those of the checkpoint it started from among them", counts=False),
+    "updates": Figure("updates that this process has applied"),
     "requests": Figure("requests taken, heartbeats not among them"),
     "busy_seconds": Figure("time in carrying out requests, one after the other"),
     "parked": Figure("requests that wait for something", counts=False),
     **_OF_EVERY_PROCESS,
 }
+
+
+def reported(figures: Figures) -> dict[str, float]:
+    """Those of a worker that its script has told under names of its own."""
+    return {name: value for name, value in figures.items() if name not in WORKER}
 
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:

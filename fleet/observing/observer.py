@@ -22,7 +22,7 @@ PERIOD_S = 1.0
 
 
 class _Sink(Protocol):
-    def write(self, at: float, kind: str, told: Any) -> None: ...
+    def write(self, at: float, kind: str, told: Any, is_last: bool) -> None: ...
 
     def close(self) -> None: ...
 
@@ -60,16 +60,16 @@ class Observer:
     def _run(self) -> None:
         while self._sinks:
             is_last = self._ending.wait(PERIOD_S)
-            self._write()
+            self._write(is_last)
             if is_last:
                 break
         self._close_sinks()
 
-    def _write(self) -> None:
+    def _write(self, is_last: bool) -> None:
         try:
             told = self._read()
             for sink in self._sinks:
-                sink.write(wall_time(), self._kind, told)
+                sink.write(wall_time(), self._kind, told, is_last)
         except Exception as error:
             _log.warning("figures are no longer recorded: %s", error)
             self._close_sinks()
@@ -94,7 +94,12 @@ def _sinks(process: str, knobs: Knobs) -> list[_Sink]:
         try:
             sinks.append(Record(observing.record_dir, process))
         except OSError as error:
-            raise ConfigurationError("FLEET_RECORD_DIR cannot be written to", got=str(error)) from None
+            raise ConfigurationError(
+                "FLEET_RECORD_DIR cannot be written to",
+                where=observing.record_dir,
+                got=str(error),
+                todo="Name a directory in which this process may make files, or unset the variable.",
+            ) from None
     if observing.tensorboard_dir:
         from fleet.observing.tensorboard import Scalars
 

@@ -7,11 +7,12 @@ which hear from them with every heartbeat, and where their own records can be re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from fleet.observing.names import Figures, rate
+from fleet.observing.names import Figures, rate, reported
 
 #: Rates are over so many seconds.
 WINDOW_S = 5.0
@@ -49,10 +50,13 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class ServerView:
+    """``errand`` is what it does beside the training, a checkpoint say."""
+
     phase: str
     figures: Figures = field(default_factory=dict)
     tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     mode: str = ""
+    errand: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,21 @@ class View:
 
     @property
     def is_over(self) -> bool:
-        """Whether its servers say so."""
+        """Whether its servers say so; where there are none, whether all its workers have left."""
         heard = [server.phase for server in self.servers.values() if server.figures]
+        if not self.servers:
+            return bool(self.workers) and all(worker.standing == "left" for worker in self.workers.values())
         return bool(heard) and all(phase == "over" or phase.startswith("failed") for phase in heard)
 
 
-def seen(at: float, statuses: Mapping[str, Mapping[str, Any] | str], own: Mapping[int, tuple[Figures, float]]) -> View:
+def seen(
+    at: float,
+    statuses: Mapping[str, Mapping[str, Any] | str],
+    own: Mapping[int, tuple[Figures, float]],
+    gone: Container[int] = (),
+) -> View:
     """A view of what servers answered, by their names, or why they did not; and of workers' own figures, where known,
-    with how old they are."""
+    with how old they are. Workers that are ``gone`` have said so themselves."""
     servers: dict[str, ServerView] = {}
     workers: dict[int, WorkerView] = {}
     for name, status in statuses.items():
@@ -85,12 +96,14 @@ def seen(at: float, statuses: Mapping[str, Mapping[str, Any] | str], own: Mappin
             servers[name] = ServerView(status)
             continue
         tables = {table: (int(rows), int(nbytes)) for table, (rows, nbytes) in status.get("tables", {}).items()}
-        servers[name] = ServerView(status["phase"], status["figures"], tables, status.get("mode", ""))
+        servers[name] = ServerView(
+            status["phase"], status["figures"], tables, status.get("mode", ""), status.get("errand", "")
+        )
         for index, told in enumerate(status.get("workers", ())):
             worker = _worker(told)
             workers[index] = worker if index not in workers else _both(workers[index], worker)
     for index, (figures, age_s) in own.items():
-        known = workers.get(index, WorkerView(heard_seconds=age_s))
+        known = workers.get(index, WorkerView("left" if index in gone else "live", heard_seconds=age_s))
         workers[index] = replace(known, figures=figures)
     return View(at, servers, dict(sorted(workers.items())))
 
@@ -154,8 +167,8 @@ class History:
 
 @dataclass(frozen=True)
 class Row:
-    """One process. ``None`` is what is not known, or means nothing for it. ``weight`` is the part of the time for which
-    others had to wait for it, or a server was busy."""
+    """One process. ``None`` is what is not known, or means nothing for it. ``reported`` are figures of its script's
+    own; ``weight`` is the part of the time for which others had to wait for it, or a server was busy."""
 
     process: str
     step: int | None = None
@@ -170,6 +183,8 @@ class Row:
     note: str = ""
     is_well: bool = True
     weight: float = 0.0
+    reported: Mapping[str, float] = field(default_factory=dict)
+    lockstep: bool = False
 
 
 def rows(before: View, now: View) -> list[Row]:
@@ -187,7 +202,7 @@ def _worker_row(index: int, before: WorkerView | None, now: WorkerView, held: fl
     examples = rate("examples", earlier, figures) if is_here else None
     return Row(
         f"worker {index}",
-        int(max(figures.get("steps", 0), now.steps)),
+        int(max(figures.get("step", 0), now.steps)),
         rate("steps", earlier, figures) if is_here else None,
         examples if figures.get("examples") else None,
         figures.get("loss"),
@@ -199,6 +214,8 @@ def _worker_row(index: int, before: WorkerView | None, now: WorkerView, held: fl
         _note(before, now, held),
         now.standing in ("live", "left"),
         held,
+        reported(figures),
+        bool(figures.get("lockstep")),
     )
 
 
@@ -229,14 +246,25 @@ def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float
     """The part of its time that a worker waited for each of the others between two views."""
     if before is None:
         return {}
+    earlier = waited_seconds(before)
     seconds = now.figures.get("uptime_seconds", 0.0) - before.figures.get("uptime_seconds", 0.0)
     if seconds <= 0:
         return {}
     return {
-        other: min(1.0, (waited - before.waited.get(other, 0.0)) / seconds)
-        for other, waited in now.waited.items()
-        if waited > before.waited.get(other, 0.0)
+        other: min(1.0, (waited - earlier.get(other, 0.0)) / seconds)
+        for other, waited in waited_seconds(now).items()
+        if waited > earlier.get(other, 0.0)
     }
+
+
+def waited_seconds(worker: WorkerView) -> dict[int, float]:
+    """How long it has waited for each of the others. A wait that goes on counts as well, to equal parts for all that it
+    may be for: who of them comes last is not known yet."""
+    waited = dict(worker.waited)
+    if worker.wait is not None:
+        for other in worker.wait.workers:
+            waited[other] = waited.get(other, 0.0) + worker.wait.seconds / len(worker.wait.workers)
+    return waited
 
 
 def held_up(before: View, now: View) -> dict[int, float]:
@@ -263,11 +291,11 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
         return Row(name, note=now.phase, is_well=False)
     busy = rate("busy_seconds", earlier, figures)
     is_well = not now.phase.startswith("failed")
-    doing = "" if now.phase == "training" else now.phase
+    doing = now.errand if now.phase == "training" else now.phase
     return Row(
         name,
         int(figures["version"]),
-        rate("version", earlier, figures),
+        rate("updates", earlier, figures),
         queue=int(figures["parked"]),
         sent_a_second=rate("sent_bytes", earlier, figures),
         received_a_second=rate("received_bytes", earlier, figures),
@@ -278,7 +306,26 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
     )
 
 
-def total_speed(shown: Iterable[Row]) -> tuple[float, float]:
-    """Steps and examples a second of all workers."""
+@dataclass(frozen=True)
+class Speed:
+    """How fast a job is: ``steps`` and ``examples`` a second; of steps None where nobody has told yet.
+
+    In lockstep a step is one of all workers together, and counts once. Elsewhere each takes its own, and they add up.
+    """
+
+    steps: float | None
+    examples: float
+    lockstep: bool
+
+    @property
+    def unit(self) -> str:
+        return "steps" if self.lockstep else "workers' steps"
+
+
+def total_speed(shown: Iterable[Row]) -> Speed:
+    """Of all workers."""
     workers = [row for row in shown if row.process.startswith("worker")]
-    return sum(row.steps_a_second or 0.0 for row in workers), sum(row.examples_a_second or 0.0 for row in workers)
+    steps = [row.steps_a_second for row in workers if row.steps_a_second is not None]
+    lockstep = any(row.lockstep for row in workers)
+    in_all = None if not steps else median(steps) if lockstep else sum(steps)
+    return Speed(in_all, sum(row.examples_a_second or 0.0 for row in workers), lockstep)

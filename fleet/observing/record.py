@@ -17,7 +17,7 @@ from typing import Any
 
 from fleet.clock import wall_time
 from fleet.observing.names import Figures
-from fleet.observing.picture import View, seen
+from fleet.observing.picture import SILENT_S, View, seen
 
 #: A file is thinned out when it is larger than this; half of that stays.
 MOST_BYTES = 8 << 20
@@ -29,12 +29,14 @@ _LONGEST_LINE = 16 << 20
 
 @dataclass(frozen=True)
 class Line:
-    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``event`` (what happened to whom)."""
+    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``event`` (what happened to whom); ``is_last``
+    is what a process writes as it leaves."""
 
     at: float
     process: str
     kind: str
     told: Mapping[str, Any]
+    is_last: bool = False
 
 
 class Record:
@@ -51,8 +53,10 @@ class Record:
         if self._bytes:  # an earlier process may have died in the midst of a line
             self._append(b"\n")
 
-    def write(self, at: float, kind: str, told: object) -> None:
+    def write(self, at: float, kind: str, told: object, is_last: bool = False) -> None:
         line = {"at": round(at, 3), "process": self._process, "kind": kind, "told": told}
+        if is_last:
+            line["last"] = True
         self._append(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
         if self._bytes > self._most_bytes:
             self._thin_out()
@@ -122,16 +126,25 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
     """What the records' newest lines tell."""
     statuses: dict[str, Mapping[str, Any] | str] = {}
     own: dict[int, tuple[Figures, float]] = {}
+    gone: set[int] = set()
     for line in lines:
         if line.kind == "server":
             statuses[line.process] = line.told
         elif line.kind == "worker":
-            own[int(line.process.rpartition(" ")[2])] = line.told, at - line.at
-    return seen(at, statuses, own)
+            index = int(line.process.rpartition(" ")[2])
+            own[index] = line.told, at - line.at
+            gone |= {index} if line.is_last else set()
+    return seen(at, statuses, own, gone)
 
 
-def training_of(lines: Sequence[Line]) -> tuple[View, View]:
-    """How a job stood when the last of its workers had begun to train, and while all of them still did."""
+def is_over(lines: Iterable[Line], at: float) -> bool:
+    """Whether every process has left, or has written nothing for so long that it must have ended; ``lines`` are their
+    newest."""
+    return all(line.is_last or line.at <= at - SILENT_S for line in lines)
+
+
+def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
+    """How a job stood when the last of its workers had begun to train, while all of them still did, and in the end."""
     trained: dict[str, list[float]] = {}
     for line in lines:
         if line.kind == "worker" and line.told.get("steps", 0) > 0:
@@ -139,7 +152,7 @@ def training_of(lines: Sequence[Line]) -> tuple[View, View]:
     start = max((instants[0] for instants in trained.values()), default=0.0)
     # A worker's last line is written as it leaves.
     end = min((instants[-2] if len(instants) > 2 else instants[-1] for instants in trained.values()), default=0.0)
-    return view_at(lines, start), view_at(lines, end)
+    return view_at(lines, start), view_at(lines, max(start, end)), view_at(lines, lines[-1].at)
 
 
 def view_at(lines: Iterable[Line], at: float) -> View:
@@ -194,7 +207,7 @@ def _parsed(line: bytes) -> Line | None:
     """None for what is no line of ours, or not all of one."""
     try:
         told = json.loads(line)
-        made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"])
+        made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)
     except (ValueError, KeyError, TypeError):
         return None
     return made if isinstance(made.told, Mapping) else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fleet.observing.picture import View, rows
 from fleet.observing.story import Chart, Curve, Happening, Story
-from fleet.observing.table import HEADS, cells
+from fleet.observing.table import with_heads
 
 _WIDTH, _HEIGHT = 900, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 26
@@ -44,7 +44,8 @@ def _body(story: Story, title: str) -> Iterator[str]:
         yield _matrix(story.waited)
     if story.happenings:
         yield _table_of("Events", ("after", "process", "what happened"), [_told(each) for each in story.happenings])
-    yield _table_of("At the end", HEADS, [cells(row) for row in rows(View(0.0), story.last)])
+    heads, *last = with_heads(rows(View(0.0), story.last))
+    yield _table_of("At the end", heads, last)
     yield "</main>"
 
 

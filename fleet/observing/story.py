@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fleet.observing.diagnosis import diagnose
 from fleet.observing.names import Figures, rate
-from fleet.observing.picture import Row, View, rows, waited_shares
+from fleet.observing.picture import Row, View, rows, waited_seconds, waited_shares
 from fleet.observing.record import Line, training_of, view_of
 
 #: So many pictures at most, and no closer than heartbeats.
@@ -69,7 +70,7 @@ def story_of(lines: Sequence[Line]) -> Story:
         began,
         [moment - began for moment in moments],
         _charts(pictures),
-        {index: dict(worker.waited) for index, worker in views[-1].workers.items()},
+        {index: waited_seconds(worker) for index, worker in views[-1].workers.items()},
         sorted([*told, *_losses(views, began)], key=lambda happening: happening.at),
         diagnose(*training_of(lines)),
         views[-1],
@@ -112,6 +113,7 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
         return curves(lambda row: None if row.steps_a_second is None else of(row), workers)
 
     examples = curves(lambda row: row.examples_a_second, workers)
+    own = dict.fromkeys(name for shown in rowed for row in shown.values() for name in row.reported)
     has_examples = any(value for curve in examples.values() for value in curve)
     charts = [
         Chart(
@@ -121,6 +123,10 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
             examples if has_examples else curves(lambda row: row.steps_a_second, workers),
         ),
         Chart("Loss", "", "The last loss that each worker told of.", while_training(lambda row: row.loss)),
+        *(
+            Chart(name, "", "As scripts told fleet.report().", while_training(partial(_reported, name=name)))
+            for name in own
+        ),
         Chart(
             "Staleness",
             "updates",
@@ -148,6 +154,10 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
         ),
     ]
     return [chart for chart in charts if any(value is not None for curve in chart.curves.values() for value in curve)]
+
+
+def _reported(row: Row, name: str) -> float | None:
+    return row.reported.get(name)
 
 
 def _moved(row: Row) -> float | None:

@@ -10,21 +10,25 @@ from fleet.observing.picture import Row, total_speed
 
 HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "sent/s", "received/s", "memory", "")
 _NOTHING = "·"
-#: What a narrow terminal does without, one after the other.
-_SPARED = ("received/s", "sent/s", "memory", "queue", "stale", "examples/s")
+#: What a script reports under names of its own stands behind its loss.
+_OWN = HEADS.index("loss") + 1
+#: What a narrow terminal does without, one after the other: these, then the script's own, then what it trained on.
+_SPARED_FIRST, _SPARED_LAST = ("received/s", "sent/s", "memory", "queue", "stale"), "examples/s"
 _ROOM_FOR_NOTE = 24
 _BETWEEN = 2
 #: Lines of a table that are no rows: its title, the heads, a rule.
 _FRAME = 3
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
+    """What stands in a row; ``names`` are figures of scripts' own that have a column."""
     return (
         row.process,
         _NOTHING if row.step is None else str(row.step),
         _number(row.steps_a_second),
         _number(row.examples_a_second),
-        _loss(row.loss),
+        _value(row.loss),
+        *(_value(row.reported.get(name)) for name in names),
         _number(row.staleness),
         _NOTHING if row.queue is None else str(row.queue),
         _bytes(row.sent_a_second),
@@ -34,15 +38,22 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def with_heads(shown: Sequence[Row]) -> list[tuple[str, ...]]:
+    """What stands in a table: its heads, what these scripts report among them, then a line for each row."""
+    names = list(dict.fromkeys(name for row in shown for name in row.reported))
+    return [(*HEADS[:_OWN], *names, *HEADS[_OWN:]), *(cells(row, names) for row in shown)]
+
+
 def title(shown: Sequence[Row]) -> str:
-    steps, examples = total_speed(shown)
-    speed = f"{_number(steps)} steps/s"
-    return f"{speed}, {_number(examples)} examples/s" if examples else speed
+    speed = total_speed(shown)
+    steps = f"{_number(speed.steps)} {speed.unit}/s"
+    return f"{steps}, {_number(speed.examples)} examples/s" if speed.examples else steps
 
 
 def plain(shown: Sequence[Row]) -> str:
     """Columns side by side; numbers to the right."""
-    widths, last = _widths(shown), len(HEADS) - 1
+    lines = with_heads(shown)
+    widths, last = _widths(lines), len(lines[0]) - 1
 
     def laid_out(line: tuple[str, ...]) -> str:
         padded = [
@@ -51,7 +62,7 @@ def plain(shown: Sequence[Row]) -> str:
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join(map(laid_out, [HEADS, *map(cells, shown)]))
+    return "\n".join(map(laid_out, lines))
 
 
 def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
@@ -71,15 +82,16 @@ def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
         pad_edge=False,
         show_edge=False,
     )
-    widths = _widths(shown)
+    heading, *lines = with_heads(shown)
+    widths = _widths([heading, *lines])
     columns = fitting(widths, width)
     for column in columns:
-        is_note = column == len(HEADS) - 1
+        is_note = column == len(heading) - 1
         justify: Any = "left" if column == 0 or is_note else "right"
         least = None if is_note else widths[column]
-        table.add_column(HEADS[column], justify=justify, min_width=least, no_wrap=True, overflow="ellipsis")
-    for row in shown:
-        texts = [Text(text) for text in cells(row)]
+        table.add_column(heading[column], justify=justify, min_width=least, no_wrap=True, overflow="ellipsis")
+    for row, line in zip(shown, lines, strict=True):
+        texts = [Text(text) for text in line]
         texts[0].stylize("bold cyan" if row.process.startswith("worker") else "bold magenta")
         texts[-1].stylize("yellow")
         if row.loss is not None and not math.isfinite(row.loss):
@@ -98,15 +110,20 @@ def fitting(widths: Sequence[int], room: int) -> list[int]:
     """The columns that there is room for, and some for the note."""
     needed = [*widths[:-1], min(widths[-1], _ROOM_FOR_NOTE)]
     columns = list(range(len(widths)))
-    for head in _SPARED:
-        if sum(needed[column] + _BETWEEN for column in columns) > room:
-            columns.remove(HEADS.index(head))
+    own = len(widths) - len(HEADS)
+
+    def place(head: str) -> int:
+        column = HEADS.index(head)
+        return column if column < _OWN else column + own
+
+    for column in (*map(place, _SPARED_FIRST), *reversed(range(_OWN, _OWN + own)), place(_SPARED_LAST)):
+        if sum(needed[each] + _BETWEEN for each in columns) > room:
+            columns.remove(column)
     return columns
 
 
-def _widths(shown: Sequence[Row]) -> list[int]:
-    lines = [HEADS, *map(cells, shown)]
-    return [max(len(line[column]) for line in lines) for column in range(len(HEADS))]
+def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
 
 
 def _number(value: float | None) -> str:
@@ -118,7 +135,7 @@ def _number(value: float | None) -> str:
     return f"{value:.3g}" if value >= 0.01 or value == 0 else f"{value:.1e}"
 
 
-def _loss(value: float | None) -> str:
+def _value(value: float | None) -> str:
     return _NOTHING if value is None else f"{value:.4g}"
 
 

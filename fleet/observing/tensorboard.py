@@ -13,7 +13,7 @@ from fleet.errors import ConfigurationError, UnsupportedError
 from fleet.observing.names import SERVER, WORKER, Figures, rate
 
 #: They say when the others were read.
-_CLOCKS = ("uptime_seconds", "steps", "version")
+_CLOCKS = ("uptime_seconds", "step", "version")
 
 
 class Scalars:
@@ -29,12 +29,17 @@ class Scalars:
         try:
             self._writer = SummaryWriter(str(Path(directory) / process.replace(" ", ".")))
         except OSError as error:
-            raise ConfigurationError("FLEET_TENSORBOARD_DIR cannot be written to", got=str(error)) from None
+            raise ConfigurationError(
+                "FLEET_TENSORBOARD_DIR cannot be written to",
+                where=directory,
+                got=str(error),
+                todo="Name a directory in which this process may make files, or unset the variable.",
+            ) from None
         self._before: Figures | None = None
 
-    def write(self, at: float, kind: str, told: Mapping[str, Any]) -> None:
+    def write(self, at: float, kind: str, told: Mapping[str, Any], _is_last: bool = False) -> None:
         figures: Figures = told if kind == "worker" else told["figures"]
-        step = int(figures["steps" if kind == "worker" else "version"])
+        step = int(figures["step" if kind == "worker" else "version"])
         for name, value in scalars(kind, self._before, figures).items():
             self._writer.add_scalar(f"fleet/{name}", value, step, at)
         self._writer.flush()
@@ -49,8 +54,6 @@ def scalars(kind: str, before: Figures | None, now: Figures) -> dict[str, float]
     known = WORKER if kind == "worker" else SERVER
     shown = {name: value for name, value in now.items() if not (name in known and known[name].counts)}
     grown = {f"{name}_per_second": rate(name, before, now) for name in now if name in known and known[name].counts}
-    speed = "steps" if kind == "worker" else "version"
-    grown[f"{speed}_per_second"] = rate(speed, before, now)
     return {
         **{name: value for name, value in shown.items() if name not in _CLOCKS},
         **{name: value for name, value in grown.items() if value is not None and name != "uptime_seconds_per_second"},

@@ -97,16 +97,24 @@ class Span:
     """``with span:`` adds the time that it takes, and is a range in a profile of torch's. For one thread at a time."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        self.seconds = 0.0
+        #: what is over, and when the one that goes on began: one value, for whoever reads it from another thread
+        self._state: tuple[float, float | None] = (0.0, None)
         self._clock = clock
         self._range = ProfilerRange(name)
 
+    @property
+    def seconds(self) -> float:
+        """What goes on counts as well: a wait that never ends is not to look like time of the script's own."""
+        now = self._clock.now()
+        over, began = self._state
+        return over if began is None else over + max(0.0, now - began)
+
     def __enter__(self) -> None:
         self._range.__enter__()
-        self._began = self._clock.now()
+        self._state = self._state[0], self._clock.now()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.seconds += self._clock.now() - self._began
+        self._state = self.seconds, None
         self._range.__exit__(kind, error, at)
 
 

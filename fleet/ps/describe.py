@@ -175,7 +175,10 @@ def describe(
 def _rule(optimizer: torch.optim.Optimizer) -> Rule:
     name = type(optimizer).__name__
     if name in REFUSED:
-        raise UnsupportedError(f"{name} cannot be honoured by parameter servers: {REFUSED[name]}")
+        raise UnsupportedError(
+            f"{name} cannot be honoured by parameter servers: {REFUSED[name]}",
+            todo="Take one that steps once for a gradient, such as torch.optim.Adam, or train without Fleet.",
+        )
     rule = RULES.get(name)
     if rule is None or type(optimizer) is not rule.optimizer:
         raise UnsupportedError(

@@ -42,7 +42,9 @@ def __getattr__(name: str) -> Any:
         from fleet.facade import parameter_server
 
         return parameter_server
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fleet.instead import missing
+
+    raise missing(f"module {__name__!r}", name)
 
 
 def __dir__() -> list[str]:

@@ -12,8 +12,9 @@ class Dispatcher(Protocol):
 
     def __init__(self, server_num: int) -> None: ...
 
-    def dispatch(self, block_owners: Sequence[str]) -> list[int]:
-        """One server index for each block, given the name of the parameter each block belongs to."""
+    def dispatch(self, blocks: Sequence[str]) -> list[int]:
+        """One server index for each block, given their names: ``weight`` of a whole parameter, ``weight.block0`` and
+        so on of one that is cut."""
         ...
 
 
@@ -22,31 +23,31 @@ class RoundRobin:
 
     Examples:
         >>> from fleet.transpiler import RoundRobin
-        >>> RoundRobin(2).dispatch(["weight", "weight", "weight", "bias"])
-        [0, 1, 0, 1]
+        >>> RoundRobin(2).dispatch(["weight.block0", "weight.block1", "bias"])
+        [0, 1, 0]
     """
 
     def __init__(self, server_num: int) -> None:
         self.server_num = server_num
 
-    def dispatch(self, block_owners: Sequence[str]) -> list[int]:
-        return [position % self.server_num for position in range(len(block_owners))]
+    def dispatch(self, blocks: Sequence[str]) -> list[int]:
+        return [position % self.server_num for position in range(len(blocks))]
 
 
 class HashName:
-    """A stable hash of the parameter's name: the same on every machine and in every process.
+    """A stable hash of the block's name: the same on every machine and in every process.
 
     Examples:
         >>> from fleet.transpiler import HashName
-        >>> HashName(2).dispatch(["weight", "weight", "weight", "bias"])
-        [1, 1, 1, 1]
+        >>> HashName(3).dispatch(["weight.block0", "weight.block1", "weight.block2", "bias"])
+        [0, 2, 2, 2]
     """
 
     def __init__(self, server_num: int) -> None:
         self.server_num = server_num
 
-    def dispatch(self, block_owners: Sequence[str]) -> list[int]:
-        return [zlib.crc32(name.encode()) % self.server_num for name in block_owners]
+    def dispatch(self, blocks: Sequence[str]) -> list[int]:
+        return [zlib.crc32(name.encode()) % self.server_num for name in blocks]
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {cls.__name__: cls for cls in (RoundRobin, HashName)}

@@ -27,11 +27,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec together with the server of every block (``servers[i]`` serves ``blocks[i]``)."""
+    """A spec together with the server of every block (``servers[i]`` serves ``blocks[i]``).
+
+    ``placement`` stands for the cuts and the servers alone: who keeps a server's blocks can tell by it that they are
+    still that server's.
+    """
 
     spec: JobSpec
     blocks: tuple[Block, ...]
     servers: tuple[int, ...]
+    placement: str = field(repr=False)
     fingerprint: str = field(repr=False)
 
     @cached_property
@@ -46,9 +51,7 @@ class Plan:
         return self.spec.params[block.param]
 
     def block_name(self, block: Block) -> str:
-        """``weight`` for a whole parameter, ``weight.block1`` for the second of several."""
-        param = self.param_of(block)
-        return param.name if block.numel == param.numel else f"{param.name}.block{block.index}"
+        return _name(self.param_of(block), block)
 
     def dense_bytes(self, server: int) -> int:
         """What the dense blocks of one server weigh."""
@@ -77,7 +80,12 @@ def make_plan(spec: JobSpec) -> Plan:
             blocks.append(Block(position, index, offset, numel))
             offset += numel
     dispatcher = DISPATCHERS[settings.split_method](settings.server_num)
-    servers = tuple(dispatcher.dispatch([spec.params[block.param].name for block in blocks]))
-    placement = repr(([block.numel for block in blocks], servers))
+    servers = tuple(dispatcher.dispatch([_name(spec.params[block.param], block) for block in blocks]))
+    placement = hashlib.sha256(repr(([block.numel for block in blocks], servers)).encode()).hexdigest()
     fingerprint = hashlib.sha256(spec.common.to_json().encode() + placement.encode()).hexdigest()
-    return Plan(spec, tuple(blocks), servers, fingerprint)
+    return Plan(spec, tuple(blocks), servers, placement, fingerprint)
+
+
+def _name(param: ParamSpec, block: Block) -> str:
+    """``weight`` for a whole parameter, ``weight.block1`` for the second of several."""
+    return param.name if block.numel == param.numel else f"{param.name}.block{block.index}"

@@ -1067,6 +1067,9 @@ def a_job_goes_on_where_it_was_saved(me: Rank) -> list[float]:
         for step in range(fleet.resume_step(), 6):
             optimizer.minimize(loss_of(model, me.rank, step))
         close(values(model), expected, 0)
+        figures = fleet.summary()["figures"]
+        assert (figures["step"], figures["steps"], figures["lockstep"]) == (6, 3, 1), "the first three are no speed"
+        assert figures["push_seconds"] > 0, "it has waited for the others' gradients"
         fleet.stop_worker()
     return [float(value) for value in saved[0].reshape(-1)]
 

@@ -87,7 +87,12 @@ class Durable:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.directory, os.O_RDONLY)
         except OSError as error:
-            raise ConfigurationError("FLEET_DURABLE_DIR cannot be used", where=root, got=str(error)) from None
+            raise ConfigurationError(
+                "FLEET_DURABLE_DIR cannot be used",
+                where=root,
+                got=str(error),
+                todo="Name a directory on a disk of this machine in which the server may make files.",
+            ) from None
         if locked(self._lock) is False:
             os.close(self._lock)
             raise ConfigurationError(

@@ -99,6 +99,7 @@ class Floor:
             for effect in effects:
                 if isinstance(effect, Apply):
                     job.apply(effect.step, effect.contributors)
+                    self.ledger.updated()
                 else:
                     self.answer([effect.ticket], by, outbox)
         except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from fleet.errors import ConfigurationError, FleetError
 from fleet.ps.server.floor import Floor
@@ -70,11 +71,16 @@ def resume(
     if state is not None:
         spec = JobSpec.from_json(state["spec"])
         floor.job = new_job(spec, state["job_id"], str(floor.endpoint), floor.knobs.rpc_deadline_s)
+        if state.get("placement") != floor.job.plan.placement:
+            raise _placed_otherwise(memory.directory)
         memory.resume(floor.job, state, floor.clock.now())
         floor.roll.resume(spec.settings, state["members"])
 
     def again(act: Callable[[Frame], None]) -> Callable[[Frame], None]:
         def redo(request: Frame) -> None:
+            if floor.job is None and request.message.WhichOneof("kind") != "hello":
+                # There was a job: its first hello is refused now, and what followed would be dropped without a word.
+                raise _placed_otherwise(memory.directory)
             with contextlib.suppress(FleetError):  # it was refused then as well
                 act(request)
 
@@ -95,3 +101,12 @@ def resume(
             todo="Remove the directory if that job is over, or let this one keep its state elsewhere.",
         )
     _log.warning("%s: goes on from %s, at version %d", floor.endpoint, memory.directory, job.gate.version)
+
+
+def _placed_otherwise(directory: Path) -> ConfigurationError:
+    return ConfigurationError(
+        "the state that is kept here is of a version of this package that gave servers other parts of the parameters",
+        where=str(directory),
+        todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
+        "not depend on it.",
+    )

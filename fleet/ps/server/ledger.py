@@ -25,6 +25,7 @@ class Ledger:
         self._clock = clock
         self._process = ProcessFigures(clock)
         self._requests = self._sent_bytes = self._received_bytes = 0
+        self._updates = 0
         self._busy_s = 0.0
         #: (who waited, for whom) -> seconds
         self._waited: dict[tuple[int, int], float] = defaultdict(float)
@@ -50,6 +51,10 @@ class Ledger:
         finally:
             self._busy_s += self._clock.now() - began
 
+    def updated(self) -> None:
+        """What workers have pushed has been applied, a round or one push."""
+        self._updates += 1
+
     def released(self, waiting: Waiting, by: int) -> None:
         """A request that waited can be answered, since worker ``by`` has done something."""
         if waiting.worker != by and not waiting.ahead:
@@ -65,13 +70,17 @@ class Ledger:
             )
         self._told[worker] = dict(figures)
 
-    def status(self, job: Job | None, members: Sequence[tuple[str, str, float | None]], phase: str) -> dict[str, Any]:
+    def status(
+        self, job: Job | None, members: Sequence[tuple[str, str, float | None]], phase: str, errand: str
+    ) -> dict[str, Any]:
         """All of it, and how the job and its members stand (``Membership.glance``), as JSON has it."""
         parked = [] if job is None else job.all_waiting()
         about: dict[str, Any] = {
             "phase": phase,
+            "errand": errand,
             "figures": {
                 "version": 0 if job is None else job.gate.version,
+                "updates": self._updates,
                 "requests": self._requests,
                 "busy_seconds": self._busy_s,
                 "parked": len(parked),

@@ -165,6 +165,7 @@ class Memory:
                 pending[worker] = min(number, pending.get(worker, number))
         state = {
             "spec": job.plan.spec.to_json(),
+            "placement": job.plan.placement,
             "job_id": job.job_id,
             "server": shard.server,
             "seed": shard.seed,

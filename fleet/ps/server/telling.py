@@ -19,7 +19,8 @@ class Telling:
         floor = self._floor
         with floor.lock:
             glance = floor.roll.glance(floor.clock.now())
-            return {"server": str(floor.endpoint), **floor.ledger.status(floor.job, glance, self._phase())}
+            known = floor.ledger.status(floor.job, glance, self._phase(), self._errand())
+            return {"server": str(floor.endpoint), **known}
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""
@@ -58,7 +59,12 @@ class Telling:
             return "waiting for the first worker"
         if not job.initialized:
             return "waiting for initial values"
-        return "training" if job.errand is None or job.errand.is_done else on_one_line(job.errand.what)
+        return "training"
+
+    def _errand(self) -> str:
+        """What it does beside the training, if anything: the workers may wait for it, or go on."""
+        job = self._floor.job
+        return "" if job is None or job.errand is None or job.errand.is_done else on_one_line(job.errand.what)
 
 
 def on_one_line(text: str) -> str:

@@ -56,7 +56,7 @@ class Agreeing:
         if self._gradients.check_finite:
             self._gradients.dense()
         self.replica.train(update, self._gradients.rows(), self._fetch)
-        self._floor.progress.taken += 1
+        self._floor.progress.take_step()
         self._unsent += 1
         if self._unsent >= self._floor.strategy.update_frequency:
             self._agree(self.replica)

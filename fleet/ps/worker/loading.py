@@ -114,7 +114,11 @@ class _Sorted:
                 self.local.append((mine, value))
         self._problems += [f"{name!r}: in the state, absent in the model" for name in state if name not in wanted]
         if self._problems:
-            raise CheckpointError("the state does not fit the model", got="; ".join(self._problems))
+            raise CheckpointError(
+                "the state does not fit the model",
+                got="; ".join(self._problems),
+                todo="Build the model as it was when the state was taken.",
+            )
 
     def _checked(self, name: str, state: Mapping[str, Any], shape: tuple[int | None, ...]) -> torch.Tensor | None:
         """A tensor of the state, if it is there in this shape; None stands for any length."""

@@ -26,7 +26,8 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
     """
     arbiter, step = worker.floor.lines.clients[0], worker.floor.progress.completed
     asked = pb.Claim(name=name, by_anyone=by_anyone)
-    claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
+    with worker.floor.figures.meet:
+        claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
     if not claim.message.granted:
         return
     failure = "it was interrupted"

@@ -20,6 +20,8 @@ class Progress:
         self.steps = 0
         #: how many it has taken; the difference is on its way, or still to be sent
         self.taken = 0
+        #: how many this process has taken, wherever it began
+        self.own = 0
         #: gatherings of all workers that this one has come to
         self.gathered = 0
         #: how often the values of each server had been replaced when this worker took them over
@@ -36,6 +38,10 @@ class Progress:
         self.steps = self.taken = min(reply.steps for reply in hellos)
         self.gathered = hellos[0].gathered
         self._loads = [reply.loads for reply in hellos]
+
+    def take_step(self) -> None:
+        self.taken += 1
+        self.own += 1
 
     def version_needed(self, more_steps: int = 0) -> int:
         """The version that this worker needs to go on, now or when it has completed some more steps."""

@@ -282,7 +282,9 @@ class WorkerRuntime:
     def told(self) -> dict[str, float]:
         """What this worker tells of itself, from any thread."""
         return self.figures.read(
-            steps=self.floor.progress.taken,
+            step=self.floor.progress.taken,
+            steps=self.floor.progress.own,
+            lockstep=self.floor.mode.lockstep,
             queue=self._stepping.queued,
             sent_bytes=self.floor.lines.sent_bytes,
             received_bytes=self.floor.lines.received_bytes,

@@ -100,7 +100,7 @@ class Stepping:
         # When the values were read that the gradients were computed on; rows are read anew in the next step.
         rows, read = self._gradients.rows(), Clocks(floor.fetching.read_at, floor.rows.take_clocks())
         gradients = Gradients(dense, rows, read, options, ahead=ahead)
-        floor.progress.taken += 1
+        floor.progress.take_step()
         if self._communicator is not None:
             self._leave_to(self._communicator, gradients)
             return
