@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fleet import Fleet
 from fleet.cluster import Endpoint
 from fleet.errors import (
     DeadlineError,
+    FleetError,
     IdentityError,
     JobAbortedError,
     NonFiniteGradientError,
@@ -171,6 +173,44 @@ def test_no_worker_ever_comes() -> None:
     job.join([server])
     assert isinstance(job.errors["server 0"], DeadlineError)
     assert "no worker said hello" in str(job.errors["server 0"])
+
+
+def init(job: Job, index: int, workers: int, servers: list[str] | None = None, **environ: str) -> Fleet:
+    made = Fleet(environ={**HASTY, **environ}, network=job.network)
+    made.init(UserDefinedRoleMaker(index, Role.WORKER, workers, servers or job.endpoints))
+    return made
+
+
+def test_a_server_tells_why_it_refused_all_that_came() -> None:
+    job = Job(lambda fleet_, index: None, workers=2, environ={**HASTY, "FLEET_JOB_ID": "ours"})
+    server = threading.Thread(target=job.serve, args=(0,), daemon=True)
+    server.start()
+    strangers = [
+        (init(job, 0, 2, [*job.endpoints, "elsewhere:1"]), "different lists of servers"),
+        (init(job, 1, 2, FLEET_JOB_ID="another"), "serves another job"),
+        (init(job, 2, 3), "different numbers of workers; at server0:1; expected 2, as this server was told; got 3"),
+    ]
+    for stranger, why in strangers:
+        with pytest.raises(FleetError, match=why):
+            join(stranger)
+    job.join([server])
+    told = str(job.errors["server 0"])
+    assert "every worker that came was refused" in told
+    assert all(why in told for _, why in strangers)
+
+
+def test_a_refusal_from_before_the_job_began_is_told_of_who_never_came() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        with pytest.raises(PlanMismatchError):
+            join(init(job, 1, 3))
+        step(join(fleet_))
+
+    job = Job(body, workers=2, environ=HASTY)
+    threads = [threading.Thread(target=job.serve, args=(0,)), threading.Thread(target=job.work, args=(0,))]
+    for thread in threads:
+        thread.start()
+    job.join(threads)
+    assert re.search(r"worker 1 did not say hello.* worker 1 .* was refused: .*got 3", str(job.errors["server 0"]))
 
 
 def test_a_worker_that_never_comes() -> None:
