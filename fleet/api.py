@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fleet.clock import SystemClock
 from fleet.cluster import Assignment
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
-from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError, UnsupportedError
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remark
+from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.resolve import resolve
@@ -72,6 +72,7 @@ class Fleet:
         if self._chosen is not None and self._chosen.running:
             raise StateError("fleet.init() was called while a job is running", todo="Call fleet.stop_worker() first.")
         knobs = Knobs.read(self._environ)
+        remark(self._environ)
         if role_maker is None:
             assignment = resolve(is_collective, self._environ)
         else:
@@ -506,10 +507,6 @@ class Fleet:
         from fleet.ps.backend import ParameterServerBackend
 
         return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
-
-    def _not_yet(self, call: str) -> NoReturn:
-        self._me(call)
-        raise UnsupportedError(f"fleet.{call}() is not supported yet")
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:

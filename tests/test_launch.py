@@ -150,6 +150,7 @@ for name in sorted(os.environ):
             "PADDLE_PSERVERS_IP_PORT_LIST": servers,
             "PADDLE_TRAINERS_NUM": "2",
             "FLEET_JOB_ID": job_id,
+            "FLEET_LAUNCHER": "fleetrun",
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "FLEET_RECORD_DIR": str(tmp_path / "logs"),
@@ -164,6 +165,15 @@ def test_what_the_user_set_is_kept(launch: Launch) -> None:
     code, out, err = finish(launcher)
     assert (code, sorted(out.splitlines())) == (0, ["[server 0] 3 mine", "[worker 0] 3 mine"])
     assert "OMP" not in err
+
+
+def test_variables_without_effect_are_told_of_once_a_job(launch: Launch) -> None:
+    script = "import fleet; fleet.init()"
+    variables = {"PADDLE_TRAINERS_NUMBER": "9", "FLEET_BEET": "1", "FLAGS_rpc_send_thread_num": "12"}
+    code, _, err = finish(launch(script, "--server_num", "1", "--worker_num", "1", **variables))
+    assert code == 0
+    for name in variables:
+        assert [line.split()[0] for line in err.splitlines() if name in line] == ["[fleetrun]"], err
 
 
 def test_streams_prefixes_and_logs(launch: Launch, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from fleet.cluster import Endpoint
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options, environment, local, network
 from fleet.launch.job import (
@@ -55,6 +56,7 @@ one it is:
   PADDLE_TRAINER_ID                      which worker this is (workers)
   PADDLE_CURRENT_ENDPOINT                which server this is (servers)
   FLEET_JOB_ID                           the same for the whole job
+  FLEET_LAUNCHER                         fleetrun, which tells what concerns all processes
   FLEET_RECORD_DIR                       where figures are kept: --log_dir, unless it is set
   FLEET_METRICS_PORT                     with --metrics_port
   PYTHONUNBUFFERED=1; OMP_NUM_THREADS=1  unless OMP_NUM_THREADS is set
@@ -327,7 +329,7 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         worker_hosts = (network.LOOPBACK,) * options.worker_num
         here = frozenset([network.LOOPBACK])
         made_up = secrets.token_hex(8)
-    return plan_launch(
+    plan = plan_launch(
         servers=servers,
         worker_hosts=worker_hosts,
         here=here,
@@ -338,6 +340,7 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         record_dir=str(_record_dir(options)),
         metrics_port=_metrics_port(options),
     )
+    return replace(plan, notes=(*remarks(PROCESS_ENVIRONMENT), *plan.notes))
 
 
 def _record_dir(options: argparse.Namespace) -> Path:
