@@ -15,6 +15,7 @@ from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remark
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
+from fleet.role_maker.doubts import doubts
 from fleet.role_maker.resolve import resolve
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class Fleet:
             assignment.server_num,
             assignment.origin,
         )
+        doubt = doubts(self._environ) if assignment.embedded else None
+        if doubt is not None:
+            _log.warning("%s", doubt)
         if assignment.collective:
             self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
         elif assignment.is_server and self._network is None:

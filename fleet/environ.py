@@ -274,11 +274,19 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
             said.append(f"the environment variable {name} has nothing to act on here (docs/environment.md says why)")
         elif name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
             said.append(_unknown(name, nearest(name, _KNOWN)))
-        elif name.startswith("PADDLE_") and not is_service_link(name, environ[name]):
-            meant = nearest(name, ROLE_VARIABLES | _OF_PADDLE)
-            if meant in ROLE_VARIABLES and meant != name:  # other names of another system's are none of our business
-                said.append(_unknown(name, meant))
-    return said
+    misspelt = {name: meant for name, meant in names_of_paddle(environ).items() if meant != name}
+    # What would be another of Paddle's own is none of our business.
+    return said + [_unknown(name, meant) for name, meant in misspelt.items() if meant in ROLE_VARIABLES]
+
+
+def names_of_paddle(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are Paddle's or nearly so, and what each probably means."""
+    found = {
+        name: nearest(name, ROLE_VARIABLES | _OF_PADDLE)
+        for name in sorted(environ)
+        if name.startswith("PADDLE_") and not _is_service_link(name, environ[name])
+    }
+    return {name: meant for name, meant in found.items() if meant is not None}
 
 
 def remark(environ: Mapping[str, str]) -> None:
@@ -291,7 +299,7 @@ def remark(environ: Mapping[str, str]) -> None:
             _log.warning("%s", said)
 
 
-def is_service_link(name: str, value: str) -> bool:
+def _is_service_link(name: str, value: str) -> bool:
     """Whether it is one of the variables that Kubernetes gives every pod for each service."""
     return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
 
