@@ -32,7 +32,7 @@ class Leaving:
     def abort(self, arrival: Arrival) -> None:
         reason = f"worker {arrival.worker} failed and ended the job"
         told = arrival.request.abort.reason[:MOST_REASON]
-        self._floor.fail(JobAbortedError(reason, got=told), arrival.outbox)
+        self._floor.fail(JobAbortedError(reason, got=told), arrival.outbox, by_worker=True)
         self._floor.ending.tell([arrival.worker])
         arrival.answer(pb.Reply())
 

@@ -45,7 +45,9 @@ class ServerRuntime:
         self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
         durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
         try:
-            self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore, durable=durable)
+            self._service = Service(
+                endpoint, knobs, clock, expected=expected, restore=restore, durable=durable, name=self._name
+            )
             self._listener = network.listen(endpoint, self._service.handle)
         except BaseException:
             if durable is not None:

@@ -46,11 +46,13 @@ class Service:
         expected: Expected | None = None,
         restore: Restore | None = None,
         durable: Durable | None = None,
+        name: str = "",
     ) -> None:
-        """``expected`` is the number of workers and the servers this process was told of, where it was told;
+        """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
+        was told of, where it was told;
         ``restore`` the checkpoint to start from; ``durable`` where what is acknowledged is kept, and where it may be
         from before."""
-        self.floor = floor = Floor(endpoint, knobs, clock, durable)
+        self.floor = floor = Floor(endpoint, knobs, clock, durable, name or f"server {endpoint}")
         self.ended = floor.ending.ended
         self._keeping = keeping = Keeping(floor)
         replacing = Replacing(floor, keeping)

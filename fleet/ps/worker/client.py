@@ -239,6 +239,10 @@ class ServerClient:
             self._fail(error)
             raise
 
+    @property
+    def let_in(self) -> bool:
+        return self._pulse is not None
+
     def heard_since(self, instant: float) -> bool:
         return self._last_heard >= instant
 
