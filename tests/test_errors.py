@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
+from fleet.observing.cause import claimed
 from fleet.ps.table.memory import MemoryStore
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
@@ -181,14 +183,18 @@ def init(job: Job, index: int, workers: int, servers: list[str] | None = None, *
     return made
 
 
-def test_a_server_tells_why_it_refused_all_that_came() -> None:
-    job = Job(lambda fleet_, index: None, workers=2, environ={**HASTY, "FLEET_JOB_ID": "ours"})
+def test_a_server_tells_why_it_refused_all_that_came(tmp_path: Path) -> None:
+    records = {"FLEET_RECORD_DIR": str(tmp_path)}
+    job = Job(lambda fleet_, index: None, workers=2, environ={**HASTY, **records, "FLEET_JOB_ID": "ours"})
     server = threading.Thread(target=job.serve, args=(0,), daemon=True)
     server.start()
     strangers = [
-        (init(job, 0, 2, [*job.endpoints, "elsewhere:1"]), "different lists of servers"),
-        (init(job, 1, 2, FLEET_JOB_ID="another"), "serves another job"),
-        (init(job, 2, 3), "different numbers of workers; at server0:1; expected 2, as this server was told; got 3"),
+        (init(job, 0, 2, [*job.endpoints, "elsewhere:1"], **records), "different lists of servers"),
+        (init(job, 1, 2, **records, FLEET_JOB_ID="another"), "serves another job"),
+        (
+            init(job, 2, 3, **records),
+            "different numbers of workers; at server0:1; expected 2, as this server was told; got 3",
+        ),
     ]
     for stranger, why in strangers:
         with pytest.raises(FleetError, match=why):
@@ -197,6 +203,9 @@ def test_a_server_tells_why_it_refused_all_that_came() -> None:
     told = str(job.errors["server 0"])
     assert "every worker that came was refused" in told
     assert all(why in told for _, why in strangers)
+    cause = claimed(tmp_path)
+    assert cause is not None
+    assert cause.process == "server 0"  # and none of those that were not let in
 
 
 def test_a_refusal_from_before_the_job_began_is_told_of_who_never_came() -> None:
@@ -211,6 +220,24 @@ def test_a_refusal_from_before_the_job_began_is_told_of_who_never_came() -> None
         thread.start()
     job.join(threads)
     assert re.search(r"worker 1 did not say hello.* worker 1 .* was refused: .*got 3", str(job.errors["server 0"]))
+
+
+def test_who_fails_says_that_it_is_the_cause_and_who_follows_does_not(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        for count in range(3):
+            if (index, count) == (1, 2):
+                raise ValueError("boom")
+            step(optimizer)
+
+    claims: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("worker.runtime", "server.floor"):
+            patched.setattr(f"fleet.ps.{module}.claim", lambda *told: claims.append([*told[:2], told[2].split()[-1]]))
+        job = Job(body, workers=2, servers=2, environ={**PATIENT, "FLEET_RECORD_DIR": str(tmp_path)})
+        job.join(job.start())
+    assert set(job.errors) == {"worker 0", "worker 1", "server 0", "server 1"}
+    assert claims == [[str(tmp_path), "worker 1", "boom"]]
 
 
 def test_a_worker_that_never_comes() -> None:

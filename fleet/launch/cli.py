@@ -63,9 +63,9 @@ one it is:
 
 Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. On a terminal a
 table below it shows how the job does. fleet report draws what was recorded in --log_dir. With --max_restarts
-a process that a signal has killed is started again. Otherwise the first process to fail ends the job, and its exit code
-becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second one kills it. After a mistake in the
-options nothing is started and the exit code is 2.
+a process that a signal has killed is started again. Otherwise a process that fails ends the job: the one that was the
+cause is named, its traceback comes last, and its exit code becomes this command's (128 + n after signal n). Ctrl-C ends
+the job, a second one kills it. After a mistake in the options nothing is started and the exit code is 2.
 """
 
 
