@@ -192,6 +192,8 @@ class Knobs:
     beat_s: float = 1.0
     check_finite: bool = False
     job_id: str = ""
+    #: who looks after all processes of the job, and tells what concerns them; empty: nobody does
+    launcher: str = ""
     #: where a server takes direct connections, 0: at any free port; None: no direct connections
     direct_port: int | None = 0
     #: where a server listens, where that is not its endpoint
@@ -253,6 +255,7 @@ class Knobs:
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
+            launcher=environ.get("FLEET_LAUNCHER", "").strip(),
             direct_port=direct_port,
             binding=_binding(environ, "FLEET_BIND"),
             health_port=_port_if_any(environ, "FLEET_HEALTH_PORT"),

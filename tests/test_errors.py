@@ -167,7 +167,7 @@ def test_wait_port_false_does_not_wait() -> None:
     assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE"])
 
 
-def test_no_worker_ever_comes() -> None:
+def test_no_worker_ever_comes(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(lambda fleet_, index: None, workers=0, environ=HASTY)
     job.workers = 1
     server = threading.Thread(target=job.serve, args=(0,), daemon=True)
@@ -175,6 +175,8 @@ def test_no_worker_ever_comes() -> None:
     job.join([server])
     assert isinstance(job.errors["server 0"], DeadlineError)
     assert "no worker said hello" in str(job.errors["server 0"])
+    assert "server 0 listens at server0:1" in caplog.messages
+    assert any(message.startswith("server0:1: waiting for worker 0, ") for message in caplog.messages)
 
 
 def init(job: Job, index: int, workers: int, servers: list[str] | None = None, **environ: str) -> Fleet:
@@ -240,14 +242,26 @@ def test_who_fails_says_that_it_is_the_cause_and_who_follows_does_not(tmp_path: 
     assert claims == [[str(tmp_path), "worker 1", "boom"]]
 
 
-def test_a_worker_that_never_comes() -> None:
-    """The one that came is told at the start-up deadline, not left waiting in its first round."""
+def test_a_job_that_somebody_looks_after_says_less(caplog: pytest.LogCaptureFixture) -> None:
+    run_job(lambda fleet_, index: step(join(fleet_)), environ={**PATIENT, "FLEET_LAUNCHER": "fleetrun"})
+    alone = Fleet(environ=PATIENT)
+    alone.init()
+    step(join(alone))
+    alone.stop_worker()
+    assert caplog.messages == []
+
+
+def test_a_worker_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """The one that came is told at the start-up deadline, not left waiting in its first round, and everybody who waits
+    has said for whom."""
     job = Job(lambda fleet_, index: step(join(fleet_)), workers=2, environ=HASTY)
     threads = [threading.Thread(target=job.serve, args=(0,)), threading.Thread(target=job.work, args=(0,))]
     for thread in threads:
         thread.start()
     job.join(threads)
     assert isinstance(job.errors["worker 0"], JobAbortedError)
+    for told in ("server0:1: waiting for worker 1, ", "worker 0 waits for worker 1, "):
+        assert any(message.startswith(told) for message in caplog.messages), told
     assert "worker 1 did not say hello" in str(job.errors["worker 0"])
     assert "worker 1 did not say hello" in str(job.errors["server 0"])
 

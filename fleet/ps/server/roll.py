@@ -127,6 +127,10 @@ class Roll:
         with self._lock:
             return () if self._members is None else self._members.awaited()
 
+    def absent(self) -> tuple[int, ...]:
+        with self._lock:
+            return () if self._members is None else self._members.absent()
+
     def gone(self) -> tuple[int, ...]:
         with self._lock:
             return () if self._members is None else self._members.gone()

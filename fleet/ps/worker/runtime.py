@@ -67,8 +67,8 @@ class WorkerRuntime:
         progress = Progress(mode, strategy.staleness)
         incarnation = secrets.randbits(63)
         clients = [
-            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation, self.told)
-            for endpoint in assignment.servers
+            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation, self.told, place == 0)
+            for place, endpoint in enumerate(assignment.servers)
         ]
         lines = Lines(clients, progress)
         rows = RowReader(clients, progress.version_needed)
