@@ -127,3 +127,4 @@ def test_a_worker_that_does_not_come(start: Start) -> None:
     for code, _, err in ended.values():
         assert code == 1
         assert "workers 1 did not come within 12 s" in err
+        assert re.search(r"^worker [02] waits for workers 1, \d+ s so far", err, re.MULTILINE)
