@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fleet.clock import SystemClock
 from fleet.cluster import Assignment
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remark
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError, UnsupportedError
 from fleet.instead import directory_first, missing
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
+from fleet.role_maker.doubts import doubts
 from fleet.role_maker.resolve import resolve
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Fleet:
         if self._chosen is not None and self._chosen.running:
             raise StateError("fleet.init() was called while a job is running", todo="Call fleet.stop_worker() first.")
         knobs = Knobs.read(self._environ)
+        remark(self._environ)
         if role_maker is None:
             assignment = resolve(is_collective, self._environ)
         else:
@@ -96,6 +98,9 @@ class Fleet:
             assignment.server_num,
             assignment.origin,
         )
+        doubt = doubts(self._environ) if assignment.embedded else None
+        if doubt is not None:
+            _log.warning("%s", doubt)
         if assignment.collective:
             self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
         elif assignment.is_server and self._network is None:
@@ -518,10 +523,6 @@ class Fleet:
         from fleet.ps.backend import ParameterServerBackend
 
         return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
-
-    def _not_yet(self, call: str) -> NoReturn:
-        self._me(call)
-        raise UnsupportedError(f"fleet.{call}() is not supported yet")
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:

@@ -27,3 +27,33 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+#: Whoever waits says so about this often.
+NOTICE_S = 10.0
+
+
+def notice_every_s(deadline_s: float) -> float:
+    """How often a wait is told of that ends at its deadline: several times before it."""
+    return min(NOTICE_S, deadline_s / 4)
+
+
+class Wait:
+    """A wait that has begun now, and is told of from time to time."""
+
+    def __init__(self, clock: Clock, deadline_s: float) -> None:
+        self._clock = clock
+        self._every_s = notice_every_s(deadline_s)
+        self._began = self._told = clock.now()
+
+    @property
+    def so_far_s(self) -> float:
+        return self._clock.now() - self._began
+
+    def is_due(self) -> bool:
+        """Whether it is time to say once more that it goes on."""
+        now = self._clock.now()
+        if now - self._told < self._every_s:
+            return False
+        self._told = now
+        return True

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleet.cluster import Binding, parse_address
 from fleet.errors import ConfigurationError
+from fleet.spelling import nearest
 
 _log = logging.getLogger("fleet")
 
@@ -37,11 +39,34 @@ _SECURITY = (
 )
 _KNOWN = {
     *(*_IDLE, *_ACTING, *_SECURITY),
-    *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_DIRECT_PORT"),
+    *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_LAUNCHER", "FLEET_DIRECT_PORT"),
     *("FLEET_DURABLE_DIR", "FLEET_DURABLE_SYNC"),
     *("FLEET_SLURM_SERVERS", "FLEET_SLURM_PORT", "FLEET_BIND", "FLEET_HEALTH_PORT"),
     *("FLEET_RECORD_DIR", "FLEET_METRICS_PORT", "FLEET_METRICS_HOST", "FLEET_TENSORBOARD_DIR"),
 }
+#: What role makers read of the source system's variables.
+ROLE_VARIABLES = {
+    *("PADDLE_TRAINING_ROLE", "PADDLE_TRAINER_ID", "PADDLE_PSERVER_ID", "PADDLE_CURRENT_ENDPOINT", "PADDLE_CURRENT_IP"),
+    *("PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_PSERVER_IPS", "PADDLE_PSERVERS", "PADDLE_PSERVER_PORT", "PADDLE_PORT"),
+    *("PADDLE_TRAINER_ENDPOINTS", "PADDLE_TRAINER_IPS", "PADDLE_TRAINERS", "PADDLE_TRAINERS_NUM"),
+}
+#: Others of its own, which mean nothing here and are no misspelling.
+_OF_PADDLE = {
+    *("PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_SERVER_NUM", "PADDLE_TRAINER_NUM", "PADDLE_START_PORT"),
+    *("PADDLE_SERVERS_ENDPOINTS", "PADDLE_TRAINERS_ENDPOINTS", "PADDLE_MAX_RESTART", "PADDLE_LOG_DIR"),
+    *("PADDLE_ELASTIC_LEVEL", "PADDLE_ELASTIC_TIMEOUT", "PADDLE_ELASTIC_NP", "PADDLE_ELASTIC_SERVER"),
+    *("PADDLE_WITH_GLOO", "PADDLE_GLOO_RENDEZVOUS", "PADDLE_GLOO_FS_PATH", "PADDLE_GLOO_FS_NAME", "PADDLE_GLOO_FS_UGI"),
+    *("PADDLE_GLOO_HTTP_ENDPOINT", "PADDLE_IS_BARRIER_ALL_ROLE", "PADDLE_ENABLE_REMOTE_PREFETCH", "PADDLE_JOB_ID"),
+    *("PADDLE_RANK_IN_NODE", "PADDLE_GLOBAL_RANK", "PADDLE_GLOBAL_SIZE", "PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE"),
+    *("PADDLE_LOCAL_DEVICE_IDS", "PADDLE_WORLD_DEVICE_IDS", "PADDLE_CLUSTER_TRAIN", "PADDLE_IS_LOCAL"),
+    *("PADDLE_COORDINATOR_ENDPOINTS", "PADDLE_COORDINATOR_ID", "PADDLE_HETER_TRAINER_ID", "PADDLE_INIT_TRAINER_ID"),
+    *("PADDLE_INIT_PORT", "PADDLE_INIT_PSERVERS", "PADDLE_PSERVER_NUM", "PADDLE_TRAINER_COUNT"),
+}
+#: How Kubernetes tells every pod of a service; one may be called paddle.
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
+
+#: What this process has been told of already.
+_remarked: set[str] = set()
 
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
 _LONGEST_TOKEN = 1024
@@ -167,6 +192,8 @@ class Knobs:
     beat_s: float = 1.0
     check_finite: bool = False
     job_id: str = ""
+    #: who looks after all processes of the job, and tells what concerns them; empty: nobody does
+    launcher: str = ""
     #: where a server takes direct connections, 0: at any free port; None: no direct connections
     direct_port: int | None = 0
     #: where a server listens, where that is not its endpoint
@@ -201,9 +228,6 @@ class Knobs:
     def read(cls, environ: Mapping[str, str]) -> Knobs:
         for name in _IDLE:
             _number(environ, name, 1, whole=True, least=0)
-        for name in sorted(environ):
-            if name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
-                _log.warning("the environment variable %s is not known here and has no effect", name)
         deadline_s = _number(environ, "FLAGS_rpc_deadline", cls.rpc_deadline_s, unit=1e-3)
         # A short deadline alone is no contradiction: the heart just beats faster.
         beat_s = _number(environ, "FLEET_BEAT", min(cls.beat_s, deadline_s / 4), unit=1.0)
@@ -231,6 +255,7 @@ class Knobs:
             beat_s=beat_s,
             check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
             job_id=environ.get("FLEET_JOB_ID", "").strip(),
+            launcher=environ.get("FLEET_LAUNCHER", "").strip(),
             direct_port=direct_port,
             binding=_binding(environ, "FLEET_BIND"),
             health_port=_port_if_any(environ, "FLEET_HEALTH_PORT"),
@@ -241,6 +266,50 @@ class Knobs:
             observing=ObservingKnobs.read(environ),
             environ=dict(environ),
         )
+
+
+def remarks(environ: Mapping[str, str]) -> list[str]:
+    """What there is to say of variables that are set and have no effect: misspelt ones, and those with nothing to act
+    on."""
+    said = []
+    for name in sorted(environ):
+        if name in _IDLE:
+            said.append(f"the environment variable {name} has nothing to act on here (docs/environment.md says why)")
+        elif name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
+            said.append(_unknown(name, nearest(name, _KNOWN)))
+    misspelt = {name: meant for name, meant in names_of_paddle(environ).items() if meant != name}
+    # What would be another of Paddle's own is none of our business.
+    return said + [_unknown(name, meant) for name, meant in misspelt.items() if meant in ROLE_VARIABLES]
+
+
+def names_of_paddle(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are Paddle's or nearly so, and what each probably means."""
+    found = {
+        name: nearest(name, ROLE_VARIABLES | _OF_PADDLE)
+        for name in sorted(environ)
+        if name.startswith("PADDLE_") and not _is_service_link(name, environ[name])
+    }
+    return {name: meant for name, meant in found.items() if meant is not None}
+
+
+def remark(environ: Mapping[str, str]) -> None:
+    """Log the remarks, each once. A launcher has made them for all processes that it started."""
+    if environ.get("FLEET_LAUNCHER", "").strip():
+        return
+    for said in remarks(environ):
+        if said not in _remarked:
+            _remarked.add(said)
+            _log.warning("%s", said)
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether it is one of the variables that Kubernetes gives every pod for each service."""
+    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
+
+
+def _unknown(name: str, meant: str | None) -> str:
+    hint = "" if meant is None else f"; did you mean {meant}?"
+    return f"the environment variable {name} is not known here and has no effect{hint}"
 
 
 def _number(

@@ -101,4 +101,8 @@ def _chain_sigterm() -> None:
 
 
 def _at_exit() -> None:
-    _let_all(lambda worker: worker.abort("its script ended without fleet.stop_worker()"))
+    def say(worker: Guarded) -> None:
+        _log.warning("the script ended without fleet.stop_worker(), so its job has failed: call it after the training")
+        worker.abort("its script ended without fleet.stop_worker(), which has to be called after the training")
+
+    _let_all(say)

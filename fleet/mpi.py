@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from fleet.clock import Clock
+from fleet.clock import Clock, Wait
 from fleet.errors import ConfigurationError, DeadlineError, StateError, UnsupportedError
 
 _log = logging.getLogger("fleet")
@@ -116,7 +116,11 @@ class World:
 
         starting = threading.Thread(target=start, name="mpi-start", daemon=True)
         starting.start()
-        starting.join(deadline_s)
+        waits = Wait(self._clock, deadline_s)
+        while starting.is_alive() and waits.so_far_s < deadline_s:
+            starting.join(LEAVING_LOOK_S)
+            if waits.is_due():
+                _log.warning("%s: MPI waits for the other ranks, %.0f s so far", self._place, waits.so_far_s)
         if starting.is_alive():
             # The launcher may end all others when the first one has gone: let them say it too.
             atexit.register(self._clock.sleep, TOLD_GRACE_S)
@@ -163,10 +167,12 @@ class World:
         return [json.loads(mine if rank == self.rank else bytes(received[rank])) for rank in range(self.size)]
 
     def _await(self, requests: Sequence[Any], deadline_s: float, what: Callable[[], str]) -> None:
-        until = self._clock.now() + deadline_s
+        waits = Wait(self._clock, deadline_s)
         for request in requests:
             while not request.Test():
-                if self._clock.now() > until:
+                if waits.is_due():
+                    _log.warning("%s: waiting for %s, %.0f s so far", self._place, what(), waits.so_far_s)
+                if waits.so_far_s > deadline_s:
                     raise DeadlineError(
                         f"waited {deadline_s:g} s for {what()}",
                         where=self._place,

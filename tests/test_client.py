@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -201,7 +202,7 @@ class Ticking:
         self.time += seconds
 
 
-def test_no_hello_waits_beyond_the_deadline() -> None:
+def test_no_hello_waits_beyond_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
     """Early ones break at once, the last one meets silence: all of them together have the deadline."""
     clock = Ticking()
 
@@ -223,6 +224,8 @@ def test_no_hello_waits_beyond_the_deadline() -> None:
     client = ServerClient(Endpoint("server", 1), Nowhere(), knobs, clock, WORKER, 77)
     with pytest.raises(DeadlineError, match=r"none in 10\.0 s"):
         client.hello(hello(client), wait=True)
+    told = [message for message in caplog.messages if "waiting for the server at server:1" in message]
+    assert [message.partition(", ")[2][:4] for message in told] == ["3 s "]
 
 
 def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for() -> None:
@@ -384,7 +387,7 @@ def test_a_reply_that_is_garbage(line: Line) -> None:
 # ---------------------------------------------------------------------------------------------- silence
 
 
-def test_a_silent_server_is_given_up_on(any_line: Line) -> None:
+def test_a_silent_server_is_given_up_on(any_line: Line, caplog: pytest.LogCaptureFixture) -> None:
     client = any_line.joined(KNOBS)
     future = any_line.parked(client)
     any_line.network.add(Fault(Action.SILENCE, times=None))
@@ -395,6 +398,11 @@ def test_a_silent_server_is_given_up_on(any_line: Line) -> None:
     assert f"worker {WORKER}" in text
     assert "within 0.3 s (FLAGS_rpc_deadline)" in text
     assert str(caught.value.got).startswith("none for ")
+    # Long before it has been said that it may come to this.
+    notices = [message for message in caplog.messages if f"server {any_line.endpoint} has been silent for" in message]
+    assert notices
+    assert all("after 0.3 s (FLAGS_rpc_deadline) it is given up on" in notice for notice in notices)
+    assert re.search(r"silent for 0\.[01]", notices[0])
     # It stays given up on: the next request says so at once.
     with pytest.raises(DeadlineError, match="is silent"):
         push(client, 8)

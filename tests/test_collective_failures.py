@@ -79,6 +79,22 @@ def test_a_worker_that_is_lost_is_named(start: Start, variant: str, who: int) ->
         assert f"worker {who}" in told[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "code", "why"),
+    [
+        ("raise", 1, r"exit code 1 \(ValueError: a bad batch\)"),
+        ("end", 1, r"its script ended without fleet.stop_worker\(\)"),
+    ],
+)
+def test_fleetrun_names_the_worker_that_ended_the_job(tmp_path: Path, variant: str, code: int, why: str) -> None:
+    command = [sys.executable, "-m", "fleet.launch", "--worker_num", "2", str(SCRIPT), variant, "1"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PROCESSES_S)
+    assert ended.returncode == code
+    assert re.search(rf"^\[fleetrun\] worker 1 failed: {why}", ended.stderr, re.MULTILINE), ended.stderr
+    assert ended.stderr.count("Traceback (most recent call last)") == (variant == "raise")
+
+
 def test_an_exception_ends_the_job_for_all(start: Start) -> None:
     ended = ends(start("raise", 2))
     assert "ValueError: a bad batch" in ended.pop(2)[2]
@@ -111,3 +127,4 @@ def test_a_worker_that_does_not_come(start: Start) -> None:
     for code, _, err in ended.values():
         assert code == 1
         assert "workers 1 did not come within 12 s" in err
+        assert re.search(r"^worker [02] waits for workers 1, \d+ s so far", err, re.MULTILINE)

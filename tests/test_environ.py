@@ -1,6 +1,11 @@
+import re
+from pathlib import Path
+
 import pytest
 
-from fleet.environ import Knobs
+import fleet.role_maker.environment
+from fleet import Fleet
+from fleet.environ import ROLE_VARIABLES, Knobs, remarks
 from fleet.errors import ConfigurationError
 
 
@@ -72,3 +77,54 @@ def test_how_surely_servers_keep_things() -> None:
     assert Knobs.read({"FLEET_DURABLE_DIR": ""}) == Knobs()
     with pytest.raises(ConfigurationError, match=r"FLEET_DURABLE_SYNC.*always or interval or os; got 'often'"):
         Knobs.read({"FLEET_DURABLE_SYNC": "often"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("PADDLE_TRAINERS_NUMBER", "PADDLE_TRAINERS_NUM"),
+        ("PADDLE_TRAINER_IDX", "PADDLE_TRAINER_ID"),
+        ("PADDLE_PSERVERS_IP_PORTS_LIST", "PADDLE_PSERVERS_IP_PORT_LIST"),
+        ("PADDLE_TRAINING_ROLES", "PADDLE_TRAINING_ROLE"),
+        ("FLEET_DURABLE_DRI", "FLEET_DURABLE_DIR"),
+        ("FLAGS_rpc_dealine", "FLAGS_rpc_deadline"),
+        ("FLAGS_communicator_send_queue", "FLAGS_communicator_send_queue_size"),
+    ],
+)
+def test_a_misspelt_variable_and_what_was_meant(name: str, meant: str) -> None:
+    assert remarks({name: "2"}) == [
+        f"the environment variable {name} is not known here and has no effect; did you mean {meant}?"
+    ]
+
+
+def test_a_name_of_ours_that_is_like_none() -> None:
+    assert remarks({"FLEET_MOON": "2"}) == ["the environment variable FLEET_MOON is not known here and has no effect"]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        dict.fromkeys(ROLE_VARIABLES, "1"),
+        {"PADDLE_TRAINERS_ENDPOINTS": "a:1", "PADDLE_TRAINER_NUM": "2", "PADDLE_WITH_GLOO": "1"},  # Paddle's own
+        {"PADDLE_HOME": "/opt/paddle"},
+        {"PADDLE_SERVICE_PORT": "80", "PADDLE_PSERVER_SERVICE_PORT": "80", "PADDLE_PSERVERX_PORT": "tcp://10.0.0.1:80"},
+        {"FLAGS_allocator_strategy": "x", "FLEETING": "1"},
+    ],
+)
+def test_names_that_are_no_misspelling(environ: dict[str, str]) -> None:
+    assert remarks(environ) == []
+
+
+def test_every_variable_of_a_role_maker_is_known() -> None:
+    source = Path(fleet.role_maker.environment.__file__).read_text()
+    assert set(re.findall(r"\bPADDLE_[A-Z_]*[A-Z]\b", source)) == ROLE_VARIABLES
+
+
+@pytest.mark.parametrize("name", ["FLAGS_rpc_send_thread_num", "FLAGS_rpc_prefetch_thread_num"])
+def test_a_setting_with_nothing_to_act_on_is_told_of_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        Fleet(environ={name: "12"}).init()
+    assert [name in message for message in caplog.messages if "nothing to act on" in message] == [True]
+    caplog.clear()
+    Fleet(environ={name: "12", "FLEET_LAUNCHER": "fleetrun", "FLEET_X": "1"}).init()  # the launcher has said it
+    assert caplog.messages == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fleet import Fleet
 from fleet.cluster import Endpoint
 from fleet.errors import (
     DeadlineError,
+    FleetError,
     IdentityError,
     JobAbortedError,
     NonFiniteGradientError,
@@ -25,6 +28,7 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
+from fleet.observing.cause import claimed
 from fleet.ps.table.memory import MemoryStore
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
@@ -163,7 +167,7 @@ def test_wait_port_false_does_not_wait() -> None:
     assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE"])
 
 
-def test_no_worker_ever_comes() -> None:
+def test_no_worker_ever_comes(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(lambda fleet_, index: None, workers=0, environ=HASTY)
     job.workers = 1
     server = threading.Thread(target=job.serve, args=(0,), daemon=True)
@@ -171,16 +175,93 @@ def test_no_worker_ever_comes() -> None:
     job.join([server])
     assert isinstance(job.errors["server 0"], DeadlineError)
     assert "no worker said hello" in str(job.errors["server 0"])
+    assert "server 0 listens at server0:1" in caplog.messages
+    assert any(message.startswith("server0:1: waiting for worker 0, ") for message in caplog.messages)
 
 
-def test_a_worker_that_never_comes() -> None:
-    """The one that came is told at the start-up deadline, not left waiting in its first round."""
+def init(job: Job, index: int, workers: int, servers: list[str] | None = None, **environ: str) -> Fleet:
+    made = Fleet(environ={**HASTY, **environ}, network=job.network)
+    made.init(UserDefinedRoleMaker(index, Role.WORKER, workers, servers or job.endpoints))
+    return made
+
+
+def test_a_server_tells_why_it_refused_all_that_came(tmp_path: Path) -> None:
+    records = {"FLEET_RECORD_DIR": str(tmp_path)}
+    job = Job(lambda fleet_, index: None, workers=2, environ={**HASTY, **records, "FLEET_JOB_ID": "ours"})
+    server = threading.Thread(target=job.serve, args=(0,), daemon=True)
+    server.start()
+    strangers = [
+        (init(job, 0, 2, [*job.endpoints, "elsewhere:1"], **records), "different lists of servers"),
+        (init(job, 1, 2, **records, FLEET_JOB_ID="another"), "serves another job"),
+        (
+            init(job, 2, 3, **records),
+            "different numbers of workers; at server0:1; expected 2, as this server was told; got 3",
+        ),
+    ]
+    for stranger, why in strangers:
+        with pytest.raises(FleetError, match=why):
+            join(stranger)
+    job.join([server])
+    told = str(job.errors["server 0"])
+    assert "every worker that came was refused" in told
+    assert all(why in told for _, why in strangers)
+    cause = claimed(tmp_path)
+    assert cause is not None
+    assert cause.process == "server 0"  # and none of those that were not let in
+
+
+def test_a_refusal_from_before_the_job_began_is_told_of_who_never_came() -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        with pytest.raises(PlanMismatchError):
+            join(init(job, 1, 3))
+        step(join(fleet_))
+
+    job = Job(body, workers=2, environ=HASTY)
+    threads = [threading.Thread(target=job.serve, args=(0,)), threading.Thread(target=job.work, args=(0,))]
+    for thread in threads:
+        thread.start()
+    job.join(threads)
+    assert re.search(r"worker 1 did not say hello.* worker 1 .* was refused: .*got 3", str(job.errors["server 0"]))
+
+
+def test_who_fails_says_that_it_is_the_cause_and_who_follows_does_not(tmp_path: Path) -> None:
+    def body(fleet_: Fleet, index: int) -> None:
+        optimizer = join(fleet_)
+        for count in range(3):
+            if (index, count) == (1, 2):
+                raise ValueError("boom")
+            step(optimizer)
+
+    claims: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("worker.runtime", "server.floor"):
+            patched.setattr(f"fleet.ps.{module}.claim", lambda *told: claims.append([*told[:2], told[2].split()[-1]]))
+        job = Job(body, workers=2, servers=2, environ={**PATIENT, "FLEET_RECORD_DIR": str(tmp_path)})
+        job.join(job.start())
+    assert set(job.errors) == {"worker 0", "worker 1", "server 0", "server 1"}
+    assert claims == [[str(tmp_path), "worker 1", "boom"]]
+
+
+def test_a_job_that_somebody_looks_after_says_less(caplog: pytest.LogCaptureFixture) -> None:
+    run_job(lambda fleet_, index: step(join(fleet_)), environ={**PATIENT, "FLEET_LAUNCHER": "fleetrun"})
+    alone = Fleet(environ=PATIENT)
+    alone.init()
+    step(join(alone))
+    alone.stop_worker()
+    assert caplog.messages == []
+
+
+def test_a_worker_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """The one that came is told at the start-up deadline, not left waiting in its first round, and everybody who waits
+    has said for whom."""
     job = Job(lambda fleet_, index: step(join(fleet_)), workers=2, environ=HASTY)
     threads = [threading.Thread(target=job.serve, args=(0,)), threading.Thread(target=job.work, args=(0,))]
     for thread in threads:
         thread.start()
     job.join(threads)
     assert isinstance(job.errors["worker 0"], JobAbortedError)
+    for told in ("server0:1: waiting for worker 1, ", "worker 0 waits for worker 1, "):
+        assert any(message.startswith(told) for message in caplog.messages), told
     assert "worker 1 did not say hello" in str(job.errors["worker 0"])
     assert "worker 1 did not say hello" in str(job.errors["server 0"])
 

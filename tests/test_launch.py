@@ -31,7 +31,8 @@ from fleet.launch.job import (
     shared_job_id,
 )
 from fleet.launch.local import Lines
-from fleet.launch.watch import Say, Send, Watch
+from fleet.launch.watch import Say, Send, Watch, good_end
+from fleet.observing.cause import Cause, claim, claimed, forget
 from fleet.role_maker import EnvRoleMaker
 
 #: What every script starts with: who it is, and its process id in a file of that name.
@@ -150,6 +151,7 @@ for name in sorted(os.environ):
             "PADDLE_PSERVERS_IP_PORT_LIST": servers,
             "PADDLE_TRAINERS_NUM": "2",
             "FLEET_JOB_ID": job_id,
+            "FLEET_LAUNCHER": "fleetrun",
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "FLEET_RECORD_DIR": str(tmp_path / "logs"),
@@ -164,6 +166,15 @@ def test_what_the_user_set_is_kept(launch: Launch) -> None:
     code, out, err = finish(launcher)
     assert (code, sorted(out.splitlines())) == (0, ["[server 0] 3 mine", "[worker 0] 3 mine"])
     assert "OMP" not in err
+
+
+def test_variables_without_effect_are_told_of_once_a_job(launch: Launch) -> None:
+    script = "import fleet; fleet.init()"
+    variables = {"PADDLE_TRAINERS_NUMBER": "9", "FLEET_BEET": "1", "FLAGS_rpc_send_thread_num": "12"}
+    code, _, err = finish(launch(script, "--server_num", "1", "--worker_num", "1", **variables))
+    assert code == 0
+    for name in variables:
+        assert [line.split()[0] for line in err.splitlines() if name in line] == ["[fleetrun]"], err
 
 
 def test_streams_prefixes_and_logs(launch: Launch, tmp_path: Path) -> None:
@@ -222,7 +233,9 @@ wait("server.0")
 """
     code, _, err = finish(launch(script, *ONE_AND_TWO))
     assert code == 0
-    assert said(err)[1:] == ["server 0 still running 0.4 s after the last worker ended: ending with SIGTERM"]
+    late, done = said(err)[1:]
+    assert late == "server 0 still running 0.4 s after the last worker ended: ending with SIGTERM"
+    assert re.fullmatch(r"done in [\d.]+ s: 2 workers; logs in logs/", done)
 
 
 def test_such_a_server_has_to_end_cleanly(launch: Launch) -> None:
@@ -294,7 +307,65 @@ def test_a_process_killed_by_a_signal(launch: Launch, role: str) -> None:
 def test_a_server_that_ends_early_is_no_failure_by_itself(launch: Launch) -> None:
     code, _, err = finish(launch("if not serves: time.sleep(0.3)", *ONE_AND_TWO))
     assert code == 0
-    assert "server 0 has ended; worker 0 and worker 1 still running" in said(err)
+    assert "server 0" not in err
+
+
+#: Worker 1 fails as a worker does: it puts that down, then the others learn of it and end before it.
+MESSENGERS_FIRST = """
+from fleet.observing.cause import claim
+def follow(): raise RuntimeError("worker 1 failed")
+if me == "worker.1":
+    claim(env["FLEET_RECORD_DIR"], "worker 1", "Traceback\\n\\nValueError: boom")
+    ready("told")
+    for name in ("server.0", "worker.0"): wait(name)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until: time.sleep(0.01)
+    END
+wait("told"); ready(); follow()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "how"),
+    [
+        ("raise ValueError('boom')", 1, "exit code 1 (ValueError: boom)"),
+        ("sys.exit(7)", 7, "exit code 7 (ValueError: boom)"),
+        ("sys.exit(0)", 1, "ValueError: boom"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, as the kernel does when memory runs out "),
+    ],
+)
+def test_who_caused_the_end_is_named_and_shown_last(
+    launch: Launch, tmp_path: Path, end: str, code: int, how: str
+) -> None:
+    got, _, err = finish(launch(MESSENGERS_FIRST.replace("END", end), *ONE_AND_TWO))
+    assert got == code
+    told = said(err)
+    assert told[1].startswith(f"worker 1 failed: {how}")
+    assert told[2:] == ["what server 0 and worker 0 said of it is in logs/"]
+    last = [line for line in err.splitlines() if not line.startswith("[fleetrun]")]
+    assert {line.partition("]")[0] for line in last} <= {"[worker 1"}
+    assert [line for line in last if line == "[worker 1] ValueError: boom"] == last[-1:]
+    assert "RuntimeError: worker 1 failed" in (tmp_path / "logs" / "server.0.log").read_text()
+
+
+def test_a_traceback_that_ends_nothing_is_shown_while_the_job_runs(launch: Launch) -> None:
+    script = """
+if me == "worker.0":
+    try: 1 / 0
+    except ZeroDivisionError: import traceback; traceback.print_exc(); ready("told")
+wait("go")
+"""
+    launcher = launch(script, *ONE_AND_TWO)
+    assert launcher.stderr is not None
+    shown = ""
+    while "ZeroDivisionError" not in shown:
+        shown += launcher.stderr.readline()
+    cwd = Path(psutil.Process(launcher.pid).cwd())
+    (cwd / "go.pid").write_text("0")
+    code, _, err = finish(launcher)
+    assert code == 0
+    assert "[worker 0] Traceback (most recent call last):" in shown
+    assert re.fullmatch(r"done in [\d.]+ s: 2 workers; logs in logs/", said(err)[-1])
 
 
 def test_what_is_killed_is_started_again(launch: Launch, tmp_path: Path) -> None:
@@ -670,6 +741,86 @@ def test_only_the_first_failure_counts() -> None:
     watch.exited(process["server 1"], -9, now=12)
     watch.exited(process["worker 1"], -9, now=12)
     assert (watch.done, watch.exit_code) == (True, 139)
+
+
+BOOM = Cause("worker 1", "ValueError: boom")
+
+
+@pytest.mark.parametrize(
+    ("exits", "code", "told"),
+    [
+        # whoever's exit is seen first
+        ([("worker 1", 1), ("server 0", 1), ("worker 0", 1)], 1, "worker 1 failed: exit code 1 (ValueError: boom)"),
+        ([("server 0", 1), ("worker 0", 1), ("worker 1", 7)], 7, "worker 1 failed: exit code 7 (ValueError: boom)"),
+        ([("worker 0", 1), ("worker 1", -9), ("server 0", 1)], 137, "worker 1 failed: killed by SIGKILL"),
+        ([("worker 0", -6), ("server 0", 1), ("worker 1", 1)], 1, "worker 1 failed: exit code 1 (ValueError: boom)"),
+        # it ends as if all were well
+        ([("worker 1", 0), ("server 0", 1), ("worker 0", 1)], 1, "worker 1 failed: ValueError: boom"),
+        ([("server 0", 1), ("server 1", 1), ("worker 1", 0)], 1, "worker 1 failed: ValueError: boom"),
+    ],
+)
+def test_the_cause_is_named_whoever_is_seen_first(exits: list[tuple[str, int]], code: int, told: str) -> None:
+    watch, process = watched()
+    effects = [effect for name, ended in exits for effect in watch.exited(process[name], ended, now=1, cause=BOOM)]
+    (line,) = [effect.text for effect in effects if isinstance(effect, Say)]
+    assert line.startswith(f"{told}")
+    assert "its output is in logs/worker.1.log" in line
+    assert watch.exit_code == code
+    assert watch.culprit is process["worker 1"]
+    assert effects.count(Send(signal.SIGTERM)) == 1
+
+
+def test_a_cause_that_does_not_end_is_not_waited_for_long() -> None:
+    watch, process = watched()
+    assert watch.exited(process["server 0"], 3, now=1, cause=BOOM) == []
+    assert watch.failing
+    assert watch.deadline is not None
+    before = watch.deadline
+    assert watch.exited(process["server 1"], 4, now=5, cause=BOOM) == []
+    assert watch.deadline == before
+    said, sent = watch.elapsed(before)
+    assert isinstance(said, Say)
+    assert said.text.startswith(
+        "worker 1 failed: ValueError: boom; its output is in logs/worker.1.log; ending worker 0"
+    )
+    assert (watch.exit_code, sent) == (3, Send(signal.SIGTERM))
+
+
+def test_a_cause_on_another_machine() -> None:
+    watch, process = watched(here=("a",))
+    said, _ = watch.exited(process["server 0"], 1, now=1, cause=BOOM)
+    assert isinstance(said, Say)
+    assert said.text.startswith("worker 1, of another machine, and server 0 here with it failed: ValueError: boom")
+    assert (watch.exit_code, watch.culprit) == (1, process["server 0"])
+
+
+def test_who_has_ended_the_job_is_not_started_again() -> None:
+    of = plan()
+    watch = Watch(of, grace_s=10, log_dir="logs", max_restarts=3)
+    said, _ = watch.exited(of.processes[-1], -signal.SIGTERM, now=1, cause=Cause("worker 1", "it was ended by SIGTERM"))
+    assert isinstance(said, Say)
+    assert said.text.startswith("worker 1 failed: killed by SIGTERM (exit code 143) (it was ended by SIGTERM)")
+
+
+def test_the_last_line_of_a_good_job() -> None:
+    two = plan()
+    assert good_end(two, 12.34, [400, 400], "logs/", "logs/") == (
+        "done in 12.3 s: 2 workers, 400 steps each; logs in logs/, fleet report logs/"
+    )
+    assert ": 2 workers, 1,390 to 1,400 steps each; logs" in good_end(two, 125, [1390, 1400], "a/", "/b/")
+    assert good_end(plan(here=("a",)), 7384, [1], "logs/", "logs/").startswith("done in 2 h 3 min: 1 worker, 1 step;")
+    assert good_end(two, 1, [], "logs/", "logs/") == "done in 1.0 s: 2 workers; logs in logs/"
+
+
+def test_the_first_word_stands(tmp_path: Path) -> None:
+    claim(str(tmp_path), "worker 1", "Traceback ...\n  File ...\nValueError: boom\n")
+    claim(str(tmp_path), "worker 0", "JobAbortedError: worker 1 failed")
+    claim("", "worker 0", "no records are kept")
+    assert claimed(tmp_path) == Cause("worker 1", "ValueError: boom")
+    forget(tmp_path)
+    assert claimed(tmp_path) is None
+    (tmp_path / "cause.json").write_text('{"process":')
+    assert claimed(tmp_path) is None
 
 
 def test_many_processes_are_counted_in_messages() -> None:

@@ -315,6 +315,33 @@ def test_a_script_that_forgets_stop_worker(processes: Processes, free_endpoints:
     assert "without fleet.stop_worker()" in err
 
 
+@pytest.mark.parametrize(
+    ("variant", "code", "why"),
+    [
+        ("exit", 7, r"exit code 7 \(its script ended without fleet\.stop_worker\(\), which has to be .*\)"),
+        pytest.param("fail", 1, r"exit code 1 \(ValueError: a bad batch\)", marks=pytest.mark.slow),
+        pytest.param("forget", 1, r"its script ended without fleet\.stop_worker\(\).*", marks=pytest.mark.slow),
+    ],
+)
+def test_fleetrun_names_the_worker_that_ended_the_job(
+    processes: Processes, tmp_path: Path, variant: str, code: int, why: str
+) -> None:
+    command = ("-m", "fleet.launch", "--server_num", "2", "--worker_num", "2", TRAIN, variant)
+    got, _, err = ended(processes.start(*command, cwd=tmp_path))
+    assert got == code
+    assert re.search(rf"^\[fleetrun\] worker [01] failed: {why}; its output is in logs/worker", err, re.MULTILINE), err
+    assert err.count("Traceback (most recent call last)") == (variant == "fail")
+    if variant == "fail":
+        assert err.splitlines()[-1] == "[worker 1] ValueError: a bad batch"
+    assert "Traceback" in (tmp_path / "logs" / "server.0.log").read_text()
+
+
+def test_a_forgotten_stop_worker_is_told_of_alone(processes: Processes) -> None:
+    code, _, err = ended(processes.start(TRAIN, "forget"))
+    assert code == 0
+    assert "the script ended without fleet.stop_worker(), so its job has failed: call it after the training" in err
+
+
 def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
     first = processes.server(endpoints[0], endpoints, 1)

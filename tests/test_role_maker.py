@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fleet import role_maker
+from fleet import Fleet, role_maker
 from fleet.cluster import Assignment, Endpoint
 from fleet.errors import ConfigurationError, FleetError
 from fleet.role_maker import (
@@ -19,6 +19,7 @@ from fleet.role_maker import (
     UserDefinedCollectiveRoleMaker,
     UserDefinedRoleMaker,
 )
+from fleet.role_maker.doubts import doubts
 from fleet.role_maker.local import LocalRoleMaker
 from fleet.role_maker.resolve import resolve
 from fleet.role_maker.torchrun import TorchrunRoleMaker
@@ -689,3 +690,46 @@ def test_torchrun_tells_who_hosts_the_store_and_how_often_it_has_restarted() -> 
     assert (restarted.store_launched, restarted.attempt) == (True, 2)
     with pytest.raises(ConfigurationError, match="TORCHELASTIC_USE_AGENT_STORE: expected True or False, found 'maybe'"):
         EnvRoleMaker(True, {**elastic, "TORCHELASTIC_USE_AGENT_STORE": "maybe"})
+
+
+# --- Alone, and perhaps not meant to be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"PADDLE_PSERVER_PORT": "6174"}, ["PADDLE_PSERVER_PORT=6174", "docs/environment.md"]),
+        ({"PADDLE_MASTER": "10.0.0.1:80", "PADDLE_NNODES": "2"}, ["PADDLE_MASTER=10.0.0.1:80 PADDLE_NNODES=2"]),
+        ({"PADDLE_TRAINERS_NUMBER": "2"}, ["PADDLE_TRAINERS_NUMBER=2"]),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ["SLURM_NTASKS=4", "srun"]),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, ["WORLD_SIZE=2", "torchrun"]),
+        ({"TF_CONFIG": '{"cluster": {"ps": ["a:1"]}}'}, ["TF_CONFIG"]),
+        ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ["JOB_COMPLETION_INDEX=0"]),
+        ({"HOROVOD_SIZE": "2"}, ["HOROVOD_SIZE=2"]),
+    ],
+)
+def test_alone_among_the_variables_of_a_cluster(
+    environ: Env, parts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Fleet(environ=environ).init()
+    (told,) = [message for message in caplog.messages if "trains alone" in message]
+    assert [part for part in parts if part not in told] == []
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "POD_IP": "10.0.0.2"},  # a notebook in a pod
+        {"PADDLE_PORT": "tcp://10.0.0.1:80", "PADDLE_SERVICE_HOST": "10.0.0.1"},  # beside a service of that name
+        {"PADDLE_HOME": "/opt/paddle", "FLEET_JOB_ID": "a"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},  # an interactive shell
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},  # srun -n 1
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "node1", "HOROVOD_SIZE": "1"},
+    ],
+)
+def test_alone_and_no_doubt_about_it(environ: Env) -> None:
+    assert resolve(None, environ) == LocalRoleMaker().assignment()
+    assert doubts(environ) is None

@@ -26,6 +26,7 @@ from fleet.clock import Clock
 from fleet.collective.silence import Silence, stopped
 from fleet.environ import Knobs
 from fleet.errors import DeadlineError, FleetError, JobAbortedError, StateError
+from fleet.observing.cause import claim
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Clerk:
         self._host = host
         self._hosts_store = hosts_store
         self._beat_s = knobs.beat_s
+        self._record_dir = knobs.observing.record_dir
         self._requests: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: FleetError | None = None
         self._answered_at = clock.now()
@@ -166,6 +168,8 @@ class Clerk:
 
     def fail(self, what: str) -> None:
         """Tell all workers that the job ends, if nobody has done so, and what for."""
+        if self._failure is None:  # else it follows another one's
+            claim(self._record_dir, f"worker {self.rank}", what)
         report = {"worker": self.rank, "kind": "failed", "what": what}
         self._conclude(report)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,12 +23,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from fleet.clock import Clock
+from fleet.clock import Clock, Wait, notice_every_s
 from fleet.cluster import Assignment, Endpoint
 from fleet.collective.clerk import ENDED, Clerk
 from fleet.environ import Knobs
 from fleet.errors import DeadlineError, PlanMismatchError, PortInUseError, StateError
 from fleet.ports import holder_of, is_taken
+
+_log = logging.getLogger("fleet.worker")
 
 #: Who is lost is found out by the clerk, so that a long step of one worker is no reason for torch to give up.
 _PATIENCE = timedelta(days=30)
@@ -98,7 +101,7 @@ class Group:
         endpoint, launched = self._assignment.workers[0], self._assignment.store_launched
         hosts = self.rank == 0 and not launched
         host = f"the launcher at {endpoint}" if launched else f"worker 0 at {endpoint}"
-        until = self._clock.now() + deadline_s
+        until, waits = self._clock.now() + deadline_s, Wait(self._clock, deadline_s)
         address = endpoint.host.strip("[]"), endpoint.port
         if hosts:
             keep = partial(TCPStore, *address, is_master=True, wait_for_workers=False)
@@ -109,9 +112,16 @@ class Group:
                 self._server = keep(master_listen_fd=listening, use_libuv=False)
         while True:
             try:
-                left = timedelta(seconds=max(0.001, until - self._clock.now()))
-                store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=left)
+                some_s = min(until - self._clock.now(), notice_every_s(deadline_s))
+                timeout = timedelta(seconds=max(0.001, some_s))
+                store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             except (RuntimeError, TimeoutError) as error:
+                if self._clock.now() < until:
+                    if waits.is_due():
+                        why = str(error).partition("\n")[0][:200]
+                        _log.warning("worker %d waits for %s, %.0f s so far (%s)", self.rank, host, waits.so_far_s, why)
+                    self._clock.sleep(_RETRY_S)
+                    continue
                 raise DeadlineError(
                     f"{host}, which keeps the job's store, did not answer within {deadline_s:g} s",
                     where=f"worker {self.rank}",
@@ -149,13 +159,21 @@ class Group:
         """Write something down for the others, and return when all of them have."""
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         self.clerk.ask(lambda store: store.set(keys[self.rank], told))
-        if self.clerk.until(lambda store: store.check(keys) or None, deadline_s) is None:
+        waits = Wait(self._clock, deadline_s)
+        while True:
+            some_s = min(notice_every_s(deadline_s), max(0.0, deadline_s - waits.so_far_s))
+            if self.clerk.until(lambda store: store.check(keys) or None, some_s) is not None:
+                return
             missing = self.clerk.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
-            raise DeadlineError(
-                f"workers {', '.join(map(str, missing))} did not come within {deadline_s:g} s",
-                where=f"worker {self.rank} of {self.size}",
-                todo="Start them, or raise FLEET_STARTUP_DEADLINE.",
-            )
+            names = ", ".join(map(str, missing))
+            if missing and waits.so_far_s >= deadline_s:
+                raise DeadlineError(
+                    f"workers {names} did not come within {deadline_s:g} s",
+                    where=f"worker {self.rank} of {self.size}",
+                    todo="Start them, or raise FLEET_STARTUP_DEADLINE.",
+                )
+            if missing and waits.is_due():
+                _log.warning("worker %d waits for workers %s, %.0f s so far", self.rank, names, waits.so_far_s)
 
     def _connect(self, store: Store, deadline_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -9,12 +9,13 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from fleet.cluster import Endpoint
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options, environment, local, network
 from fleet.launch.job import (
@@ -55,15 +56,16 @@ one it is:
   PADDLE_TRAINER_ID                      which worker this is (workers)
   PADDLE_CURRENT_ENDPOINT                which server this is (servers)
   FLEET_JOB_ID                           the same for the whole job
+  FLEET_LAUNCHER                         fleetrun, which tells what concerns all processes
   FLEET_RECORD_DIR                       where figures are kept: --log_dir, unless it is set
   FLEET_METRICS_PORT                     with --metrics_port
   PYTHONUNBUFFERED=1; OMP_NUM_THREADS=1  unless OMP_NUM_THREADS is set
 
 Output is passed on line by line with a prefix such as [worker 0], and kept without it in --log_dir. On a terminal a
 table below it shows how the job does. fleet report draws what was recorded in --log_dir. With --max_restarts
-a process that a signal has killed is started again. Otherwise the first process to fail ends the job, and its exit code
-becomes this command's (128 + n after signal n). Ctrl-C ends the job, a second one kills it. After a mistake in the
-options nothing is started and the exit code is 2.
+a process that a signal has killed is started again. Otherwise a process that fails ends the job: the one that was the
+cause is named, its traceback comes last, and its exit code becomes this command's (128 + n after signal n). Ctrl-C ends
+the job, a second one kills it. After a mistake in the options nothing is started and the exit code is 2.
 """
 
 
@@ -323,7 +325,7 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         worker_hosts = (network.LOOPBACK,) * options.worker_num
         here = frozenset([network.LOOPBACK])
         made_up = secrets.token_hex(8)
-    return plan_launch(
+    plan = plan_launch(
         servers=servers,
         worker_hosts=worker_hosts,
         here=here,
@@ -334,6 +336,7 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         record_dir=str(_record_dir(options)),
         metrics_port=_metrics_port(options),
     )
+    return replace(plan, notes=(*remarks(PROCESS_ENVIRONMENT), *plan.notes))
 
 
 def _make_writable(name: str, directory: Path) -> None:

@@ -82,6 +82,7 @@ def plan_launch(
         **addresses,
         "PADDLE_TRAINERS_NUM": str(len(worker_hosts)),
         "FLEET_JOB_ID": job_id,
+        "FLEET_LAUNCHER": "fleetrun",
         "PYTHONUNBUFFERED": "1",
     }
     if record_dir:

@@ -5,6 +5,10 @@ sends signals; it never waits for the console. A waiter for each process reports
 failure is the first in time. The pump reads every pipe and is the only writer of console and logs, so
 lines cannot interleave; what the launcher itself says reaches it through a pipe as well.
 
+When a job fails, what its processes write on stderr waits until all have ended: then what the one that caused it said
+is shown, last, and of the others, who follow it with tracebacks of their own, one line. A traceback waits a moment
+anyway, since it may be what ends the job. The logs have everything.
+
 Each process leads a session of its own: one signal reaches all it has started, and Ctrl-C only the launcher. Its exit
 is observed but not collected until the end, because an uncollected process keeps its id: a signal to
 its group cannot hit a stranger.
@@ -22,17 +26,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TypeAlias
 
+from fleet.cluster import Role
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.job import LaunchPlan, ProcessSpec, child_environment
 from fleet.launch.view import PERIOD_S, LiveView
-from fleet.launch.watch import Effect, Restart, Say, Send, Watch, how_ended
-from fleet.observing.record import Chronicle
+from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named
+from fleet.observing.cause import claimed
+from fleet.observing.record import Chronicle, newest
 
 #: A progress bar redraws its line many times a second; on the console it becomes a line this often.
 _REDRAW_S = 5.0
@@ -40,6 +47,11 @@ _REDRAW_S = 5.0
 _LONGEST_LINE = 1 << 16
 #: How long the last words of a failed process may take to come through before the launcher speaks.
 _LAST_WORDS_S = 0.5
+#: For so long a traceback waits for the end that it may bring about, which is looked for so often.
+_HELD_S, _LOOK_S = 2.0, 0.2
+#: So many of the last lines that wait stay.
+_MOST_HELD = 5000
+_TRACEBACK = b"Traceback (most recent call last):"
 #: Helpers of a process, such as multiprocessing's resource tracker, notice its end and follow it within this time.
 _HELPERS_S = 0.5
 
@@ -81,13 +93,14 @@ def run(
     """Run the plan to its end and return the exit code; when this returns or raises, nothing is left running. With
     ``live`` the terminal at ``stdout`` shows how the job does below what its processes write."""
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    began = time.monotonic()
     watch = Watch(plan, grace_s=grace_s, log_dir=str(log_dir), max_restarts=max_restarts)
     children: dict[str, _Child] = {}
     names = [spec.name for spec in plan.processes]
     view = LiveView(stdout, record_dir, names) if live else None
     with (
         Chronicle(record_dir, names, plan.is_whole) as chronicle,
-        _Pump(stdout, stderr, view) as pump,
+        _Pump(stdout, stderr, view, lambda: watch.failing or claimed(record_dir) is not None) as pump,
         _signals_to(events),
         _Guard(grace_s, inherited) as guard,
     ):
@@ -114,7 +127,7 @@ def run(
             for spec in plan.processes:
                 start(spec, "wb")
             while not watch.done:
-                event, effects = _next_effects(watch, events, children)
+                event, effects = _next_effects(watch, events, children, record_dir)
                 if isinstance(event, _Exited):
                     chronicle.write(event.process.name, how_ended(event.returncode))
                     if view is not None:
@@ -126,6 +139,13 @@ def run(
                         _act(effect, pump, children)
                     if isinstance(effect, Say):
                         chronicle.write("fleetrun", effect.text)
+            if watch.culprit is not None:
+                pump.blame(watch.culprit.name, f"{log_dir}/")
+            if watch.exit_code == 0:
+                records = log_dir if record_dir == log_dir.resolve() else record_dir
+                pump.say(
+                    good_end(plan, time.monotonic() - began, _steps(record_dir, plan), f"{log_dir}/", f"{records}/")
+                )
         finally:
             _sweep(children, pump, grace_s)
     return watch.exit_code
@@ -173,13 +193,20 @@ class _Stream:
     log: IO[bytes] | None = None
     child: _Child | None = None
     lines: Lines = field(default_factory=Lines)
+    #: what waits to be shown, and since when; None where nothing ever waits
+    held: deque[bytes] | None = None
+    held_since: float = 0.0
 
 
 class _Pump:
     """Everything that is written is written here, by one thread."""
 
-    def __init__(self, stdout: int, stderr: int, view: LiveView | None) -> None:
+    def __init__(self, stdout: int, stderr: int, view: LiveView | None, fails: Callable[[], bool]) -> None:
+        """``fails`` tells whether the job is failing."""
         self._stdout, self._stderr = stdout, stderr
+        self._fails = fails
+        self._errors: list[tuple[ProcessSpec, _Stream]] = []
+        self._blamed: tuple[str, str] | None = None
         self._view = view
         self._selector = selectors.DefaultSelector()
         self._logs: list[IO[bytes]] = []
@@ -204,29 +231,44 @@ class _Pump:
         with contextlib.suppress(BlockingIOError):
             os.write(self._voice, f"{text}\n".encode(errors="replace"))
 
+    def blame(self, process: str, logs: str) -> None:
+        """Show at the end why ``process`` failed; what the others said of it is in ``logs``."""
+        self._blamed = process, logs
+
     def follow(self, child: _Child, log_path: Path, log_mode: str) -> None:
         """Read a process's output from now on; a selector may be added to while its thread waits in it."""
         log: IO[bytes] = log_path.open(log_mode, buffering=0)
         self._logs.append(log)
         prefix = f"[{child.spec.name}] ".encode()
-        for source, console in ((child.popen.stdout, self._stdout), (child.popen.stderr, self._stderr)):
-            assert source is not None
-            self._selector.register(source, selectors.EVENT_READ, _Stream(source, prefix, console, log, child))
+        assert child.popen.stdout is not None
+        assert child.popen.stderr is not None
+        output = _Stream(child.popen.stdout, prefix, self._stdout, log, child)
+        errors = _Stream(child.popen.stderr, prefix, self._stderr, log, child, held=deque(maxlen=_MOST_HELD))
+        self._errors.append((child.spec, errors))
+        for stream in (output, errors):
+            self._selector.register(stream.source, selectors.EVENT_READ, stream)
 
     def _loop(self) -> None:
         # Once the launcher is closing, every process is dead and what it wrote is in the pipes: read until they are
         # empty, not until they are closed, as a process that left its group may hold one open for ever.
-        pause_s = None if self._view is None else PERIOD_S
-        while (ready := self._selector.select(0 if self._closing else pause_s)) or not self._closing:
+        while (ready := self._selector.select(0 if self._closing else self._pause_s)) or not self._closing:
             for key, _ in ready:
                 self._read(key.data)
+            self._show_late()
             self._draw()
         for key in list(self._selector.get_map().values()):
             self._close(key.data)
+        self._show_last()
         self._draw()
         for log in self._logs:
             log.close()
         self._selector.close()
+
+    @property
+    def _pause_s(self) -> float | None:
+        if any(stream.held for _, stream in self._errors):
+            return _LOOK_S
+        return None if self._view is None else PERIOD_S
 
     def _draw(self) -> None:
         if self._view is not None:
@@ -252,9 +294,43 @@ class _Pump:
     def _put(self, stream: _Stream, lines: list[bytes]) -> None:
         if stream.log is not None:
             self._write(stream.log.fileno(), b"".join(line + b"\n" for line in lines))
-        if self._view is not None and lines and os.isatty(stream.console):
+        self._show(stream, self._not_held(stream, lines))
+
+    def _show(self, stream: _Stream, lines: Iterable[bytes]) -> None:
+        text = b"".join(stream.prefix + line + b"\n" for line in lines)
+        if self._view is not None and text and os.isatty(stream.console):
             self._write(self._stdout, self._view.clear())
-        self._write(stream.console, b"".join(stream.prefix + line + b"\n" for line in lines))
+        self._write(stream.console, text)
+
+    def _not_held(self, stream: _Stream, lines: list[bytes]) -> list[bytes]:
+        """Those that are shown now."""
+        if stream.held is None or not lines:
+            return lines
+        begins = 0
+        if not stream.held and not self._fails():
+            begins = next((i for i, line in enumerate(lines) if line.startswith(_TRACEBACK)), len(lines))
+        if not stream.held:
+            stream.held_since = time.monotonic()
+        stream.held.extend(lines[begins:])
+        return lines[:begins]
+
+    def _show_late(self) -> None:
+        """What waited for an end that did not come."""
+        for _, stream in self._errors:
+            if stream.held and time.monotonic() - stream.held_since > _HELD_S and not self._fails():
+                self._show(stream, stream.held)
+                stream.held.clear()
+
+    def _show_last(self) -> None:
+        waiting = [(spec, stream) for spec, stream in self._errors if stream.held]
+        if self._blamed is not None:
+            process, logs = self._blamed
+            others = [spec for spec, _ in waiting if spec.name != process]
+            if others:
+                self._show(self._own, [f"what {named(others)} said of it is in {logs}".encode()])
+            waiting = [(spec, stream) for spec, stream in waiting if spec.name == process]
+        for _, stream in waiting:
+            self._show(stream, stream.held or ())
 
     def _write(self, fd: int, data: bytes) -> None:
         """Write it all, past Python's buffers; a reader that went away or a full disk must not stop the job."""
@@ -327,7 +403,7 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
 
 
 def _next_effects(
-    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child]
+    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path
 ) -> tuple[_Event | None, list[Effect]]:
     """What happens next, if it is not just that time passes, and what is to be done about it."""
     timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
@@ -339,7 +415,14 @@ def _next_effects(
         return event, watch.interrupted(event.signum, time.monotonic())
     if event.returncode != 0:
         children[event.process.name].drained.wait(_LAST_WORDS_S)
-    return event, watch.exited(event.process, event.returncode, time.monotonic())
+    return event, watch.exited(event.process, event.returncode, time.monotonic(), claimed(record_dir))
+
+
+def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
+    """Of each worker that has told of some."""
+    workers = [spec.name for spec in plan.processes if spec.role is Role.WORKER]
+    told = (line.told.get("steps", 0) for line in newest(record_dir, workers) if line.kind == "worker")
+    return [int(steps) for steps in told if steps]
 
 
 def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remark
 from fleet.ps.backend import real_network
 from fleet.ps.server.lean import be_lean
 from fleet.ps.server.loading import restore_from
@@ -14,6 +14,7 @@ from fleet.ps.server.runtime import ServerRuntime
 def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
     """Serve until the job is over; the exit code."""
     knobs = Knobs.read(PROCESS_ENVIRONMENT)
+    remark(PROCESS_ENVIRONMENT)
     be_lean()
     restore = None if model_dir is None else restore_from(model_dir)
     ServerRuntime(endpoint, real_network(knobs), knobs, SystemClock(), restore=restore).run()

@@ -2,7 +2,11 @@
 
 A job runs until a process fails, somebody interrupts it, or all its processes have ended. Servers that are still there
 a grace period after the last worker are asked to end. Ending is SIGTERM to all, a grace period, then SIGKILL.
-The first event that ends the job decides the exit code; what the dying processes return says nothing.
+What ends the job decides the exit code; what the dying processes return says nothing.
+
+One failure brings others about, and whose exit is seen first is chance. So whoever has failed by itself has put that
+down (``fleet.observing.cause``): its exit code is the job's, even if it is still on its way when another one's comes.
+Without such a word it is the first one's.
 
 A process that was killed by a signal may be started again, so many times each. One that ended with an exit code has
 failed by itself: it has told the job so, and would fail again.
@@ -10,12 +14,17 @@ failed by itself: it has told the job so, and would fail again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import SIGINT, SIGKILL, SIGTERM, Signals
 from typing import TypeAlias
 
 from fleet.cluster import Role
 from fleet.launch.job import LaunchPlan, ProcessSpec
+from fleet.observing.cause import Cause
+
+#: How long a process that has failed may take to end after those whom it told.
+_ON_ITS_WAY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,12 +56,18 @@ class Watch:
 
     def __init__(self, plan: LaunchPlan, *, grace_s: float, log_dir: str, max_restarts: int = 0) -> None:
         self.exit_code = 0
+        #: of the processes here, the one whose output tells why the job failed
+        self.culprit: ProcessSpec | None = None
         self.deadline: float | None = None
         self._plan = plan
         self._grace_s = grace_s
         self._log_dir = log_dir
         self._alive = list(plan.processes)
+        self._exits: dict[str, int] = {}
         self._ending = False
+        self._first_failed: ProcessSpec | None = None
+        self._cause: Cause | None = None
+        self._awaits_cause = False
         self._max_restarts = max_restarts
         self._restarts = {process.name: 0 for process in plan.processes}
 
@@ -60,50 +75,83 @@ class Watch:
     def done(self) -> bool:
         return not self._alive
 
-    def exited(self, process: ProcessSpec, returncode: int, now: float) -> list[Effect]:
-        """``returncode`` is negative for a signal, as in ``subprocess``."""
-        if returncode < 0 and not self._ending and self._restarts[process.name] < self._max_restarts:
+    @property
+    def failing(self) -> bool:
+        """Whether the job is known to end badly, by no wish of the user's."""
+        return self._first_failed is not None
+
+    def exited(self, process: ProcessSpec, returncode: int, now: float, cause: Cause | None = None) -> list[Effect]:
+        """``returncode`` is negative for a signal, as in ``subprocess``; ``cause`` is what a process has put down."""
+        may_come_back = returncode < 0 and cause is None and not self._ending
+        if may_come_back and self._restarts[process.name] < self._max_restarts:
             self._restarts[process.name] += 1
             count = f"restart {self._restarts[process.name]} of {self._max_restarts}"
             return [Say(f"{process.name} was {how_ended(returncode)}; starting it again ({count})"), Restart(process)]
         self._alive.remove(process)
-        if returncode != 0:
-            return self._failed(process, returncode, now)
-        workers_left = [other for other in self._alive if other.role is Role.WORKER]
-        if self._ending or not self._alive or not self._plan.has_every_worker:
-            return []
-        if workers_left and process.role is Role.SERVER:
-            return [Say(f"{process.name} has ended; {_names(workers_left)} still running")]
-        if not workers_left and self.deadline is None:
+        self._exits[process.name] = returncode
+        if self._ending:
+            return self._ended_late(process, returncode)
+        self._cause = cause
+        if self._first_failed is None and (returncode != 0 or (cause is not None and cause.process == process.name)):
+            self._first_failed = process
+        if self._first_failed is not None:
+            return self._judge(self._first_failed, now)
+        workers_left = any(other.role is Role.WORKER for other in self._alive)
+        if self._alive and self._plan.has_every_worker and not workers_left and self.deadline is None:
             self.deadline = now + self._grace_s
         return []
 
     def interrupted(self, signum: Signals, now: float) -> list[Effect]:
         if not self._ending:
             self.exit_code = 128 + signum
-            return [Say(f"{signum.name}: ending {_names(self._alive)}; Ctrl-C kills at once"), *self._end(now)]
+            return [Say(f"{signum.name}: ending {named(self._alive)}; Ctrl-C kills at once"), *self._end(now)]
         if signum == SIGINT:
-            return self._kill(f"killing {_names(self._alive)}")
+            return self._kill(f"killing {named(self._alive)}")
         return []
 
     def elapsed(self, now: float) -> list[Effect]:
         if self.deadline is None or now < self.deadline:
             return []
         if self._ending:
-            return self._kill(f"{_names(self._alive)} still there {self._grace_s:g} s after SIGTERM: killing")
-        late = f"{_names(self._alive)} still running {self._grace_s:g} s after the last worker ended"
+            return self._kill(f"{named(self._alive)} still there {self._grace_s:g} s after SIGTERM: killing")
+        if self._first_failed is not None:
+            return self._fail(self._first_failed, now)
+        late = f"{named(self._alive)} still running {self._grace_s:g} s after the last worker ended"
         return [Say(f"{late}: ending with SIGTERM"), *self._end(now)]
 
-    def _failed(self, process: ProcessSpec, returncode: int, now: float) -> list[Effect]:
-        if self.exit_code != 0:
+    def _ended_late(self, process: ProcessSpec, returncode: int) -> list[Effect]:
+        """Only servers that outstayed the workers end with an exit code still to be found."""
+        if returncode == 0 or self.exit_code != 0:
             return []
-        self.exit_code = returncode if returncode > 0 else 128 - returncode
-        where = f"its output is in {self._log_dir}/{process.log_name}"
-        if self._ending:  # only servers that outstayed the workers end with an exit code still to be found
-            return [Say(f"{process.name} did not end cleanly: {how_ended(returncode)}; {where}")]
-        failure = f"{process.name} failed: {how_ended(returncode)}; {where}"
-        others = f"; ending {_names(self._alive)}" if self._alive else ""
-        return [Say(failure + others), *self._end(now)]
+        self.exit_code = _as_exit_code(returncode)
+        return [Say(f"{process.name} did not end cleanly: {how_ended(returncode)}; {self._where(process)}")]
+
+    def _judge(self, first: ProcessSpec, now: float) -> list[Effect]:
+        """The job fails, as ``first`` was seen to: name who has caused it, or wait for its end."""
+        cause = self._cause
+        if cause is not None and any(process.name == cause.process for process in self._alive):
+            self.deadline = self.deadline if self._awaits_cause else now + _ON_ITS_WAY_S
+            self._awaits_cause = True
+            return []
+        return self._fail(first, now)
+
+    def _fail(self, first: ProcessSpec, now: float) -> list[Effect]:
+        cause = self._cause
+        name = first.name if cause is None else cause.process
+        here = {process.name: process for process in self._plan.processes}
+        self.culprit = here.get(name, first)
+        own = self._exits.get(name)
+        # It may have told the others that it failed and ended as if nothing were amiss, or belong to another machine.
+        self.exit_code = _as_exit_code(own or self._exits[first.name]) if own != 0 else 1
+        why = "" if cause is None else cause.why
+        ended = "" if not own else how_ended(own)
+        told = f"{ended} ({why})" if ended and why else ended or why
+        elsewhere = "" if name in here else f", of another machine, and {first.name} here with it"
+        others = f"; ending {named(self._alive)}" if self._alive else ""
+        return [Say(f"{name}{elsewhere} failed: {told}; {self._where(self.culprit)}{others}"), *self._end(now)]
+
+    def _where(self, process: ProcessSpec) -> str:
+        return f"its output is in {self._log_dir}/{process.log_name}"
 
     def _end(self, now: float) -> list[Effect]:
         self._ending = True
@@ -113,6 +161,10 @@ class Watch:
     def _kill(self, reason: str) -> list[Effect]:
         self.deadline = None
         return [Say(reason), Send(SIGKILL)]
+
+
+def _as_exit_code(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def how_ended(returncode: int) -> str:
@@ -127,7 +179,26 @@ def how_ended(returncode: int) -> str:
     return f"killed by {name}{hint} (exit code {128 - returncode})"
 
 
-def _names(processes: list[ProcessSpec]) -> str:
+def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, records: str) -> str:
+    """The last line of a job that went well. ``steps`` are those of each worker here that has told of some."""
+    workers = sum(process.role is Role.WORKER for process in plan.processes)
+    parts = [f"{workers} worker{'s' * (workers != 1)}"]
+    if steps:
+        span = f"{min(steps):,} to {max(steps):,}" if min(steps) < max(steps) else f"{max(steps):,}"
+        parts.append(f"{span} step{'s' * (max(steps) != 1)}{' each' * (workers > 1)}")
+    shown = f", fleet report {records}" if steps else ""
+    return f"done in {_duration(seconds)}: {', '.join(parts)}; logs in {logs}{shown}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def named(processes: list[ProcessSpec]) -> str:
     """``server 0, worker 0 and worker 1``; of many, a few and a number."""
     names = [process.name for process in processes]
     if len(names) > 6:

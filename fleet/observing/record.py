@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.clock import wall_time
+from fleet.observing.cause import forget
 from fleet.observing.names import Figures
 from fleet.observing.picture import SILENT_S, View, seen
 
@@ -87,6 +88,7 @@ class Chronicle:
         name = f"{LAUNCHER} of {processes[0]}"
         for path in (*stale, path_of(directory, name)):
             path.unlink(missing_ok=True)
+        forget(directory)
         self._record = Record(directory, name)
 
     def write(self, process: str, what: str) -> None:

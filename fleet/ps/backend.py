@@ -106,7 +106,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         # One that lives and dies with its only worker has nobody to keep anything for, and the port is the worker's.
         knobs = self._knobs
         if self._assignment.embedded:
-            knobs = replace(knobs, durable_dir="", observing=replace(knobs.observing, metrics_port=None))
+            knobs = replace(
+                knobs, durable_dir="", observing=replace(knobs.observing, metrics_port=None), launcher="itself"
+            )
         return ServerRuntime(endpoint, self._network, knobs, self._clock, expected=expected, restore=self._restore)
 
     # ---------------------------------------------------------------- workers

@@ -33,6 +33,8 @@ def main(variant: str) -> None:
         optimizer.minimize(weight.sum() + table(torch.tensor([fleet.worker_index()])).sum())
         if step == 2 and variant == "fail" and fleet.worker_index() == 1:
             raise ValueError("a bad batch")
+        if step == 2 and variant == "exit" and fleet.worker_index() == 1:
+            sys.exit(7)
     if variant == "fork" and os.fork() == 0:
         sys.exit(3)  # runs what is registered for the end of a process
     if variant in ("slow", "brief"):

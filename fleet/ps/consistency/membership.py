@@ -152,6 +152,10 @@ class Membership:
         """Who is here or may still come."""
         return self._select(lambda member: member.standing in (Standing.LIVE, Standing.EXPECTED))
 
+    def absent(self) -> tuple[int, ...]:
+        """Who has not come yet."""
+        return self._select(lambda member: member.standing is Standing.EXPECTED)
+
     def gone(self) -> tuple[int, ...]:
         """Who has said goodbye."""
         return self._select(lambda member: member.standing is Standing.LEFT)
@@ -182,7 +186,7 @@ class Membership:
                 member.standing = Standing.LOST
                 effects.append(Lost(worker, now - member.last_heard))
         waited_s = now - self._started_at
-        absent = self._select(lambda member: member.standing is Standing.EXPECTED)
+        absent = self.absent()
         if absent and waited_s > self._startup_s:
             refusals = tuple(self._members[w].refusal for w in absent if self._members[w].refusal)
             for worker in absent:

@@ -16,6 +16,7 @@ from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.errors import FleetError, IdentityError, JobAbortedError, ProtocolError
+from fleet.observing.cause import claim
 from fleet.ps.consistency.base import Apply, Effect
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.ending import Ending
@@ -37,7 +38,9 @@ MAX_WAITING = 512
 
 
 class Floor:
-    def __init__(self, endpoint: Endpoint, knobs: Knobs, clock: Clock, durable: Durable | None) -> None:
+    def __init__(self, endpoint: Endpoint, knobs: Knobs, clock: Clock, durable: Durable | None, name: str) -> None:
+        """``name`` is what this process is called ("server 0")."""
+        self._name = name
         self.endpoint = endpoint
         self.knobs = knobs
         self.clock = clock
@@ -170,10 +173,13 @@ class Floor:
 
     # ---------------------------------------------------------------- the end, and what leaves
 
-    def fail(self, error: FleetError, outbox: Outbox) -> None:
-        """The job is over: tell everybody who waits now, and everybody who will ask."""
+    def fail(self, error: FleetError, outbox: Outbox, *, by_worker: bool = False) -> None:
+        """The job is over: tell everybody who waits now, and everybody who will ask. A failed worker has said itself
+        that it is the cause."""
         if self.ending.over:
             return
+        if not by_worker:
+            claim(self.knobs.observing.record_dir, self._name, str(error))
         self.ending.end(error)
         if self.job is not None:
             waiting = self.job.all_waiting()

@@ -32,7 +32,7 @@ class Leaving:
     def abort(self, arrival: Arrival) -> None:
         reason = f"worker {arrival.worker} failed and ended the job"
         told = arrival.request.abort.reason[:MOST_REASON]
-        self._floor.fail(JobAbortedError(reason, got=told), arrival.outbox)
+        self._floor.fail(JobAbortedError(reason, got=told), arrival.outbox, by_worker=True)
         self._floor.ending.tell([arrival.worker])
         arrival.answer(pb.Reply())
 
@@ -82,10 +82,20 @@ class Leaving:
         )
 
     def _nobody_came(self) -> FleetError:
+        where, within_s = str(self._floor.endpoint), self._floor.knobs.startup_deadline_s
+        refusals = self._floor.roll.refusals
+        if refusals:
+            return DeadlineError(
+                "every worker that came was refused",
+                where=where,
+                expected=f"one that fits within {within_s:g} s",
+                got="; ".join(refusals).rstrip("."),
+                todo="Start servers and workers again, all with the same settings.",
+            )
         return DeadlineError(
             "no worker said hello",
-            where=str(self._floor.endpoint),
-            expected=f"the first one within {self._floor.knobs.startup_deadline_s:g} s",
+            where=where,
+            expected=f"the first one within {within_s:g} s",
             todo="Start the workers, and give them this server's endpoint.",
         )
 

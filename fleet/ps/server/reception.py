@@ -65,7 +65,8 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
             "worker and server were started with different numbers of workers",
             where=str(endpoint),
             expected=f"{worker_num}{' or more' if settings.elastic else ''}, as this server was told",
-            got=settings.worker_num,
+            got=f"{settings.worker_num}, as the worker was",
+            todo="Start them all with the same number: PADDLE_TRAINERS, trainers= or worker_num=.",
         )
     told = [str(server) for server in servers]
     if told != list(hello.endpoints) or servers[hello.server] != endpoint:
@@ -74,6 +75,7 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
             where=str(endpoint),
             expected=", ".join(told),
             got=", ".join(hello.endpoints[:_MOST_NAMES])[:_MOST_TEXT],
+            todo="Start them all with the same list, in the same order.",
         )
 
 

@@ -18,6 +18,8 @@ from fleet.transpiler.specs import PlanSettings
 
 #: A worker that is silent for so many heartbeats may be replaced by another process under its index.
 QUIET_BEATS = 3
+#: So many that were turned away before the first one was let in are remembered.
+MOST_REFUSALS = 16
 
 
 class Roll:
@@ -28,6 +30,8 @@ class Roll:
         self._lock = threading.Lock()
         #: from the first hello on
         self._members: Membership | None = None
+        #: until then, by worker: why it was turned away
+        self._refusals: dict[int, str] = {}
 
     # ---------------------------------------------------------------- who comes, and who is here
 
@@ -37,6 +41,9 @@ class Roll:
         with self._lock:
             members = self._members or self._new_members(settings)
             before = members.hello(request.worker, request.incarnation, label, now, surely=surely)
+            if self._members is None:
+                for worker, reason in self._refusals.items():
+                    members.refused(worker, reason)
             self._members = members
         return before
 
@@ -44,6 +51,8 @@ class Roll:
         with self._lock:
             if self._members is not None:
                 self._members.refused(worker, reason)
+            elif worker in self._refusals or len(self._refusals) < MOST_REFUSALS:
+                self._refusals[worker] = reason
 
     def succeeds(self, worker: int, incarnation: int) -> Standing | None:
         with self._lock:
@@ -104,6 +113,12 @@ class Roll:
             return self._members is None
 
     @property
+    def refusals(self) -> list[str]:
+        """Of those who came while nobody had been let in: why each was turned away."""
+        with self._lock:
+            return list(self._refusals.values())
+
+    @property
     def is_finished(self) -> bool:
         with self._lock:
             return self._begun.finished
@@ -111,6 +126,10 @@ class Roll:
     def awaited(self) -> tuple[int, ...]:
         with self._lock:
             return () if self._members is None else self._members.awaited()
+
+    def absent(self) -> tuple[int, ...]:
+        with self._lock:
+            return () if self._members is None else self._members.absent()
 
     def gone(self) -> tuple[int, ...]:
         with self._lock:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from fleet.clock import Clock
+from fleet.clock import Clock, Wait
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.observing.observer import Observer
@@ -45,7 +45,9 @@ class ServerRuntime:
         self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
         durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
         try:
-            self._service = Service(endpoint, knobs, clock, expected=expected, restore=restore, durable=durable)
+            self._service = Service(
+                endpoint, knobs, clock, expected=expected, restore=restore, durable=durable, name=self._name
+            )
             self._listener = network.listen(endpoint, self._service.handle)
         except BaseException:
             if durable is not None:
@@ -55,11 +57,18 @@ class ServerRuntime:
     def run(self) -> None:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
         explained_at = self._clock.now()
+        waits = Wait(self._clock, self._knobs.startup_deadline_s)
+        # Started by hand, nobody else says that it is there; and a log that nobody has set up shows warnings only.
+        level = logging.INFO if self._knobs.launcher else logging.WARNING
+        _log.log(level, "%s listens at %s", self._name, self._endpoint)
         try:
             observer = Observer(self._name, "server", self._service.status, self._knobs)
             with closing(observer), _signals_end(self._service.stop) as stopped:
                 while not self._service.ended.wait(TICK_S):
                     self._service.tick()
+                    absent = self._service.absent()
+                    if absent and waits.is_due():
+                        _log.warning("%s: waiting for %s, %.0f s so far", self._endpoint, absent, waits.so_far_s)
                     if self._clock.now() - explained_at > EXPLAIN_S:
                         explained_at = self._clock.now()
                         _log.info("%s: %s", self._endpoint, self._service.explain())

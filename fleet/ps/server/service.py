@@ -46,11 +46,13 @@ class Service:
         expected: Expected | None = None,
         restore: Restore | None = None,
         durable: Durable | None = None,
+        name: str = "",
     ) -> None:
-        """``expected`` is the number of workers and the servers this process was told of, where it was told;
+        """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
+        was told of, where it was told;
         ``restore`` the checkpoint to start from; ``durable`` where what is acknowledged is kept, and where it may be
         from before."""
-        self.floor = floor = Floor(endpoint, knobs, clock, durable)
+        self.floor = floor = Floor(endpoint, knobs, clock, durable, name or f"server {endpoint}")
         self.ended = floor.ending.ended
         self._keeping = keeping = Keeping(floor)
         replacing = Replacing(floor, keeping)
@@ -60,7 +62,7 @@ class Service:
         checkpointing = Checkpointing(floor)
         self._meeting = meeting = Meeting(floor)
         self._leaving = leaving = Leaving(floor, keeping)
-        self._telling = telling = Telling(floor)
+        self._telling = telling = Telling(floor, None if expected is None else expected[0])
         self._handlers: dict[str, Callable[[Arrival], None]] = {
             "hello": joining.hello,
             "upload": filling.upload,
@@ -95,7 +97,7 @@ class Service:
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, parting=True)
             floor.ledger.heard(request.worker, request.beat.figures)
-            respond(Frame(pb.Reply()))
+            respond(Frame(pb.Reply(about=self.absent())))
             return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))
@@ -156,6 +158,10 @@ class Service:
     def failure(self) -> FleetError | None:
         """Why the job ended, if it did not end well."""
         return self.floor.ending.failure
+
+    def absent(self) -> str:
+        """Which workers have not come yet, in words."""
+        return self._telling.absent()
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""

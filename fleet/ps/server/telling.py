@@ -9,10 +9,14 @@ from fleet.ps.server.floor import Floor
 from fleet.ps.server.waiting import Arrival
 from fleet.ps.wire import fleet_pb2 as pb
 
+_MOST_NAMED = 8
+
 
 class Telling:
-    def __init__(self, floor: Floor) -> None:
+    def __init__(self, floor: Floor, worker_num: int | None) -> None:
+        """``worker_num`` is the number of workers this process was told of, where it was told."""
         self._floor = floor
+        self._worker_num = worker_num
 
     def status(self) -> dict[str, Any]:
         """How the job does, as far as this server sees it, for whoever shows it."""
@@ -21,6 +25,15 @@ class Telling:
             glance = floor.roll.glance(floor.clock.now())
             known = floor.ledger.status(floor.job, glance, self._phase(), self._errand())
             return {"server": str(floor.endpoint), **known}
+
+    def absent(self) -> str:
+        """Who has not come yet, in words; nothing once all have. It takes no part in the lock, as heartbeats ask it."""
+        roll = self._floor.roll
+        if roll.is_empty and self._worker_num is None:
+            return "its workers"
+        absent = tuple(range(self._worker_num or 0)) if roll.is_empty else roll.absent()
+        named = ", ".join(f"worker {worker}" for worker in absent[:_MOST_NAMED])
+        return named if len(absent) <= _MOST_NAMED else f"{named} and {len(absent) - _MOST_NAMED} more"
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from fleet.clock import Clock
+from fleet.clock import Clock, Wait, notice_every_s
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.errors import (
@@ -33,8 +33,6 @@ from fleet.ps.wire.transport import Call, Channel, Network, TransportError
 
 _log = logging.getLogger("fleet.worker")
 
-#: After this much silence, and then ever so often, the log says who is waited for.
-NOTICE_S = 10.0
 RETRY_PAUSE_S = 0.2
 #: For so many heartbeats a worker asks again for a place that another process has: it may have just died.
 TAKEN_BEATS = 4
@@ -56,8 +54,10 @@ class ServerClient:
         worker: int,
         incarnation: int,
         figures: Callable[[], Mapping[str, float]] = dict,
+        speaks: bool = True,
     ) -> None:
-        """``figures`` are what the worker tells of itself with its heartbeats."""
+        """``figures`` are what the worker tells of itself with its heartbeats. Of several lines one ``speaks`` of those
+        whom all wait for."""
         self.endpoint = endpoint
         self.sent_bytes = self.received_bytes = 0
         self._figures = figures
@@ -70,6 +70,9 @@ class ServerClient:
         self._under_way: set[Call] = set()
         self._failure: FleetError | None = None
         self._last_heard = clock.now()
+        self._speaks = speaks
+        #: for workers that have not come yet
+        self._wait: Wait | None = None
         self._closing = threading.Event()
         self._pulse: threading.Thread | None = None
         #: whether the user has been told what ended this line
@@ -89,8 +92,8 @@ class ServerClient:
 
     def hello(self, frame: Frame, *, wait: bool) -> Frame:
         """Say hello, waiting for a server that is not up yet until the start-up deadline (or not, if not told to)."""
-        began = self._clock.now()
-        noticed, taken_at = began, 0.0
+        began, taken_at = self._clock.now(), 0.0
+        waits = Wait(self._clock, self._knobs.startup_deadline_s)
         while True:
             rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
             try:
@@ -113,8 +116,7 @@ class ServerClient:
                         got=f"none in {now - began:.1f} s ({error})",
                         todo="Start the server, check its address and port, and look at its log.",
                     ) from None
-                if now - noticed > NOTICE_S:
-                    noticed = now
+                if waits.is_due():
                     _log.warning("waiting for the server at %s, %.0f s so far (%s)", self.endpoint, now - began, error)
                 self._clock.sleep(RETRY_PAUSE_S)
             else:
@@ -150,13 +152,14 @@ class ServerClient:
     # ---------------------------------------------------------------- the pulse
 
     def _beat_until_closed(self) -> None:
-        noticed = self._clock.now()
+        noticed, every_s = self._clock.now(), notice_every_s(self._knobs.rpc_deadline_s)
         while not self._closing.wait(self._knobs.beat_s):
             try:
                 beat = Frame(self.request(0, beat=pb.Beat(figures=self._figures())))
                 call = self._channel.start(beat, self._knobs.beat_s * 2, urgent=True)
-                raise_if_error(call.result())
+                reply = raise_if_error(call.result())
                 self._heard()
+                self._tell_of(reply.message.about)
             except TransportError:
                 pass
             except FleetError as error:
@@ -170,9 +173,21 @@ class ServerClient:
             if silent_s > self._knobs.rpc_deadline_s:
                 self._fail(self._silence(silent_s))
                 return
-            if silent_s > NOTICE_S and now - noticed > NOTICE_S:
+            if min(silent_s, now - noticed) > every_s:
                 noticed = now
-                _log.warning("server %s has been silent for %.1f s", self.endpoint, silent_s)
+                told = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
+                _log.warning(told, self.endpoint, silent_s, self._knobs.rpc_deadline_s)
+
+    def _tell_of(self, absent: str) -> None:
+        """Say from time to time for whom a request of this worker waits, while the job is not complete."""
+        with self._lock:
+            waiting = bool(absent and self._under_way) and self._speaks
+        if not waiting:
+            self._wait = None
+            return
+        self._wait = self._wait or Wait(self._clock, self._knobs.startup_deadline_s)
+        if self._wait.is_due():
+            _log.warning("worker %d waits for %s, %.0f s so far", self._worker, absent, self._wait.so_far_s)
 
     def _heard(self) -> None:
         self._last_heard = self._clock.now()
@@ -246,6 +261,10 @@ class ServerClient:
             self.reported = True
             self._fail(error)
             raise
+
+    @property
+    def let_in(self) -> bool:
+        return self._pulse is not None
 
     def heard_since(self, instant: float) -> bool:
         return self._last_heard >= instant

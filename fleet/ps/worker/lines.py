@@ -59,6 +59,11 @@ class Lines:
         return any(client.reported for client in self.clients)
 
     @property
+    def sound(self) -> bool:
+        """Whether this worker is in the job, and has heard of no end of it."""
+        return any(client.let_in for client in self.clients) and all(client.failure is None for client in self.clients)
+
+    @property
     def sent_bytes(self) -> int:
         return sum(client.sent_bytes for client in self.clients)
 

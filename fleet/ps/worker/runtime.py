@@ -19,6 +19,7 @@ from fleet.cluster import Assignment
 from fleet.environ import Knobs
 from fleet.errors import FleetError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, Wanted
+from fleet.observing.cause import claim
 from fleet.observing.observer import Observer
 from fleet.observing.worker import WorkerFigures
 from fleet.ps.consistency import MODES
@@ -69,8 +70,8 @@ class WorkerRuntime:
         progress = Progress(mode, strategy.staleness)
         incarnation = secrets.randbits(63)
         clients = [
-            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation, self.told)
-            for endpoint in assignment.servers
+            ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation, self.told, place == 0)
+            for place, endpoint in enumerate(assignment.servers)
         ]
         lines = Lines(clients, progress)
         rows = RowReader(clients, progress.version_needed)
@@ -324,6 +325,8 @@ class WorkerRuntime:
 
     def abort(self, reason: str) -> None:
         """Tell the servers, as far as they can be reached, that this worker failed and the job with it."""
+        if not self.stopped and self.floor.lines.sound:  # else it follows another one's failure
+            claim(self.floor.knobs.observing.record_dir, str(self.floor.assignment), reason)
         self._part(abort=pb.Abort(reason=reason[-4000:]))
 
     def end(self, reason: str) -> None:

@@ -1,0 +1,46 @@
+"""Who has ended a job, put down before anybody else hears of it.
+
+One process fails, the others learn of it and fail in turn, and whose exit a launcher sees first is chance. So whoever
+fails by itself writes that down in the directory of the records, and tells the others only then. The first word stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = "cause.json"
+_LONGEST = 300
+
+
+@dataclass(frozen=True)
+class Cause:
+    """``process`` is called "worker 1"; ``why`` is one line."""
+
+    process: str
+    why: str
+
+
+def claim(directory: str, process: str, reason: str) -> None:
+    """``process`` fails, for a reason whose last line says it best; nothing where no records are kept, or when another
+    one was first."""
+    if not directory:
+        return
+    why = (reason.strip().splitlines() or [""])[-1][:_LONGEST]
+    with contextlib.suppress(OSError), (Path(directory) / _NAME).open("x") as file:  # the job fails with or without it
+        json.dump({"process": process, "why": why}, file)
+
+
+def claimed(directory: Path) -> Cause | None:
+    try:
+        told = json.loads((directory / _NAME).read_text())
+        return Cause(str(told["process"]), str(told["why"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def forget(directory: Path) -> None:
+    """What an earlier job has left."""
+    (directory / _NAME).unlink(missing_ok=True)
