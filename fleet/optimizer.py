@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fleet.errors import StateError, UnsupportedError
 from fleet.observing.worker import WorkerFigures
@@ -129,13 +130,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
-        """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs."""
+        """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs, unless
+        something of the user's is to see them first."""
         self.zero_grad()
         stepper = self._stepper()
-        with nullcontext() if stepper.trains_here else cast(RemoteStepper, stepper).during_backward():
+        whole = stepper.trains_here or self._is_preceded()
+        with nullcontext() if whole else cast(RemoteStepper, stepper).during_backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.step()
         self._stepper().figures.saw(loss)
+
+    def _is_preceded(self) -> bool:
+        """Whether something of the user's runs before a step: what it does to gradients may leave no trace."""
+        hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
+        for optimizer in self._wrapped:
+            hooks += [hook for hook in optimizer._optimizer_step_pre_hooks.values() if hook != self._refuse_alone]
+        return bool(hooks) or self._has_other_step()
+
+    def _has_other_step(self) -> bool:
+        """Whether this very object has a ``step`` beside its class's. That of torch's schedulers only counts."""
+        step: Any = vars(self).get("step")
+        if step is None:
+            return False
+        return not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(self).step)
 
     def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         if not self._updating:

@@ -182,6 +182,34 @@ def momentum_schedule_and_clipping_end_where_ddp_ends(me: Rank) -> None:
 
 
 @check(2)
+def hooks_before_a_step_see_everybodys_gradients(me: Rank) -> None:
+    """And what they do to them counts, once, also where it does not show in the gradients' versions."""
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad.data.clamp_(-0.05, 0.05).div_(2)
+
+    def hooked(params: Any) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(params, lr=0.1)
+        inner.register_step_pre_hook(halve)
+        return inner
+
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        optimizer.register_step_pre_hook(halve)
+        for step in range(6):
+            loss = loss_of(model, me.rank, step)
+            if isinstance(model, DistributedDataParallel):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            else:
+                optimizer.minimize(loss)
+
+    beside_ddp(me, train, optimizer=hooked)
+
+
+@check(2)
 def accumulation_needs_no_care(me: Rank) -> None:
     def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
         for step in range(6):
