@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fleet.clock import SystemClock
 from fleet.cluster import Assignment
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remark
-from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.instead import directory_first, missing
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase

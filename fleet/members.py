@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fleet.errors import ConfigurationError
+from fleet.errors import ConfigurationError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,68 @@ def groups(
     for position, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             yield position, number, optimizer, group
+
+
+class ElementTypes:
+    """What the parameters of a job are numbers of, which does not change while it runs."""
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], names: Sequence[str], known: Sequence[torch.dtype]
+    ) -> None:
+        self._params = tuple(params)
+        self._names = names
+        self._known = list(known)
+
+    def check(self) -> None:
+        """Refuse a parameter that was converted, as ``model.double()`` does it."""
+        if [param.dtype for param in self._params] != self._known:
+            for param, name, known in zip(self._params, self._names, self._known, strict=True):
+                check_type(name, param, known)
+
+
+def check_type(name: str, param: torch.Tensor, known: torch.dtype) -> None:
+    if param.dtype is not known:
+        raise UnsupportedError(
+            f"{name!r} was given another element type in a running job",
+            expected=known,
+            got=param.dtype,
+            todo="Convert the model before fleet.distributed_optimizer(); in the job convert a copy "
+            "(copy.deepcopy(model).half()), or compute under torch.autocast.",
+        )
+
+
+def refuse_overlap(members: Sequence[Member]) -> None:
+    """Refuse parameters that share elements in memory: each is updated by itself, from its own gradient, and the last
+    one written would win. Parts of one storage that are disjoint are parameters like any others."""
+    placed = sorted((member for member in members if member.param.numel()), key=lambda member: _extent(member.param))
+    for place, member in enumerate(placed):
+        *_, stop = _extent(member.param)
+        for other in placed[place + 1 :]:
+            device, start, _ = _extent(other.param)
+            if device != str(member.param.device) or start >= stop:
+                break
+            if _share(member.param, other.param):
+                raise UnsupportedError(
+                    f"{member.name!r} and {other.name!r} share memory and are two parameters",
+                    todo="Use one parameter in both places (model.b = model.a), or give each its own memory (clone()).",
+                )
+
+
+def _extent(param: torch.Tensor) -> tuple[str, int, int]:
+    """Where it lies, from its first byte to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return str(param.device), param.data_ptr(), param.data_ptr() + (last + 1) * param.itemsize
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a byte belongs to both, which lie in one another's extent: columns of a matrix are interleaved."""
+    first = min(one.data_ptr(), other.data_ptr())
+    stop = max(_extent(one)[2], _extent(other)[2])
+    marks = torch.zeros(stop - first, dtype=torch.bool)
+
+    def bytes_of(param: torch.Tensor) -> torch.Tensor:
+        strides = [stride * param.itemsize for stride in param.stride()]
+        return marks.as_strided((*param.shape, param.itemsize), (*strides, 1), param.data_ptr() - first)
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fleet.errors import StateError, UnsupportedError
 from fleet.observing.worker import WorkerFigures
@@ -37,6 +38,35 @@ class RemoteStepper(Stepper, Protocol):
     def step(self) -> None: ...
 
 
+class Guard:
+    """A step hook that keeps optimizers from stepping by themselves, unless it is open."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], todo: str) -> None:
+        """Takes the place of the guards that they have already."""
+        self.is_open = False
+        self._todo = todo
+        for optimizer in optimizers:
+            for number in _guards(optimizer):
+                del optimizer._optimizer_step_pre_hooks[number]
+            optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        if not self.is_open:
+            raise StateError(
+                f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
+                todo=self._todo,
+            )
+
+
+def _guards(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [number for number, hook in optimizer._optimizer_step_pre_hooks.items() if isinstance(hook, Guard)]
+
+
+def guard_until_wrapped(optimizers: Sequence[torch.optim.Optimizer], todo: str) -> None:
+    """Those that no job has wrapped yet must not step by themselves until one has."""
+    Guard([optimizer for optimizer in optimizers if not _guards(optimizer)], todo)
+
+
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
@@ -62,13 +92,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._wrapped = tuple(optimizers)
         self._stepper = stepper
         self._running = running
-        self._updating = False
         # torch's own constructor sets up hooks and what schedulers look for; the groups stay where they are.
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
         self._constructed = True
-        for optimizer in self._wrapped:
-            optimizer.register_step_pre_hook(self._refuse_alone)
+        self._guard = Guard(self._wrapped, "Call step() on what fleet.distributed_optimizer() returned.")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -115,34 +143,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Let the wrapped optimizers step in this process."""
-        self._updating = True
+        self._guard.is_open = True
         try:
             for optimizer in self._wrapped:
                 optimizer.step()
         finally:
-            self._updating = False
+            self._guard.is_open = False
 
     def _run_hooks(self, optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
         """The user's hooks on a wrapped optimizer see its step happen, wherever it does."""
         for hook in list(hooks.values()):
-            if hook != self._refuse_alone:
+            if not isinstance(hook, Guard):
                 hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
-        """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs."""
+        """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs, unless
+        something of the user's is to see them first."""
         self.zero_grad()
         stepper = self._stepper()
-        with nullcontext() if stepper.trains_here else cast(RemoteStepper, stepper).during_backward():
+        whole = stepper.trains_here or self._is_preceded()
+        with nullcontext() if whole else cast(RemoteStepper, stepper).during_backward():
             loss.backward()  # type: ignore[no-untyped-call]
         self.step()
         self._stepper().figures.saw(loss)
 
-    def _refuse_alone(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        if not self._updating:
-            raise StateError(
-                f"step() was called on the wrapped {type(optimizer).__name__}, which would train this worker alone",
-                todo="Call step() on what fleet.distributed_optimizer() returned.",
-            )
+    def _is_preceded(self) -> bool:
+        """Whether something of the user's runs before a step: what it does to gradients may leave no trace."""
+        hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
+        for optimizer in self._wrapped:
+            hooks += [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
+        return bool(hooks) or self._has_other_step()
+
+    def _has_other_step(self) -> bool:
+        """Whether this very object has a ``step`` beside its class's. That of torch's schedulers only counts."""
+        step: Any = vars(self).get("step")
+        if step is None:
+            return False
+        return not (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(self).step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -124,24 +124,9 @@ class DistributeTranspiler:
         here = None if current_endpoint is None else _endpoint("current_endpoint", current_endpoint)
         if isinstance(strategy, DistributedStrategy):
             self._job = _collective_job(program, strategy, trainer_id, pservers, trainers, here)
-            return
-        if not isinstance(pservers, str):
-            raise ArgumentTypeError("pservers must be text", expected="'host:port,host:port'", got=repr(pservers))
-        servers = checks.endpoints("pservers", pservers.split(","))
-        if isinstance(trainers, str):
-            raise ArgumentTypeError(
-                "trainers must be an int",
-                expected="how many trainers there are; a list of their addresses belongs to mode='nccl2'",
-                got=repr(trainers),
-            )
-        self._job = _Job(
-            program,
-            strategy,
-            servers,
-            checks.count("trainers", trainers),
-            checks.index("trainer_id", trainer_id),
-            here,
-        )
+        else:
+            self._job = _server_job(program, strategy, trainer_id, pservers, trainers, here)
+        _guard(program)
 
     def get_trainer_program(self, wait_port: bool | None = None) -> TrainerProgram:
         """Connect this process as trainer ``trainer_id``, and take over the initial parameters.
@@ -328,6 +313,38 @@ class StartupProgram:
 
     def run(self, model_dir: str | None = None) -> None:
         self._server.start(model_dir)
+
+
+def _guard(program: Program) -> None:
+    """From here on the program is a job's: its optimizers must not train this process alone."""
+    from fleet.optimizer import guard_until_wrapped
+
+    guard_until_wrapped(
+        program.optimizers,
+        "Make the trainer with get_trainer_program(), and call its minimize(loss), or step() on its optimizer.",
+    )
+
+
+def _server_job(
+    program: Program, strategy: Strategy, trainer_id: int, pservers: object, trainers: object, here: Endpoint | None
+) -> _Job:
+    if not isinstance(pservers, str):
+        raise ArgumentTypeError("pservers must be text", expected="'host:port,host:port'", got=repr(pservers))
+    servers = checks.endpoints("pservers", pservers.split(","))
+    if isinstance(trainers, str):
+        raise ArgumentTypeError(
+            "trainers must be an int",
+            expected="how many trainers there are; a list of their addresses belongs to mode='nccl2'",
+            got=repr(trainers),
+        )
+    return _Job(
+        program,
+        strategy,
+        servers,
+        checks.count("trainers", trainers),
+        checks.index("trainer_id", trainer_id),
+        here,
+    )
 
 
 def _collective_job(

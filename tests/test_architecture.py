@@ -101,7 +101,7 @@ ONLY: dict[str, dict[str, str]] = {
         "nn/handle.py": "gradients of several threads",
         "periodic.py": "writer",
         "ps/backend.py": "embedding",
-        "ps/kernels/jit.py": "lock",
+        "ps/kernels/jit.py": "compiler",
         "ps/server/ending.py": "event",
         "ps/server/filling.py": "reader",
         "ps/server/journal.py": "lock",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from dying import DyingJob, every
 from faults import Action, Fault, FaultyNetwork
 from harness import run_job, values
 from test_hostile import member_and_other
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from fleet import Fleet, StrategyFactory
@@ -29,6 +31,12 @@ from fleet.ps.worker import client, early
 from fleet.strategy import Strategy
 
 STEPS = 5
+
+STRATEGIES = {
+    "sync": StrategyFactory.create_sync_strategy(),
+    "ssp": StrategyFactory.create_ssp_strategy(0),
+    "half_async": StrategyFactory.create_half_async_strategy(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -150,30 +158,123 @@ def test_a_gradient_that_is_completed_twice_leaves_with_the_step() -> None:
     assert network.seen["joined"] == 0
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_hook_of_the_users_has_the_last_word(in_place: bool) -> None:
-    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def in_place(param: torch.nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.div_(2)
+
+
+def another(param: torch.nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad / 2
+
+
+def unseen(param: torch.nn.Parameter) -> None:
+    """By a way that raises no version counter."""
+    assert param.grad is not None
+    param.grad.data.div_(2)
+
+
+def by_numpy(param: torch.nn.Parameter) -> None:
+    assert param.grad is not None
+    array = param.grad.numpy()
+    array /= 2
+
+
+Halve = Callable[[torch.nn.Parameter], None]
+
+
+def halve_all(halve: Halve) -> Callable[..., None]:
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for param in optimizer.param_groups[0]["params"]:
             if param.grad is not None:
-                param.grad = param.grad.div_(2) if in_place else param.grad / 2
+                halve(param)
 
+    return hook
+
+
+def on_wrapper(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> None:
+    wrapped.register_step_pre_hook(halve_all(halve))
+
+
+def on_wrapped(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> None:
+    inner.register_step_pre_hook(halve_all(halve))
+
+
+def on_every_optimizer(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> Callable[[], None]:
+    def mine(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is wrapped:
+            halve_all(halve)(optimizer)
+
+    return register_optimizer_step_pre_hook(mine).remove  # type: ignore[no-any-return]
+
+
+def as_its_step(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> None:
+    """As libraries wrap a step that they were given, here that of a scheduler."""
+    torch.optim.lr_scheduler.StepLR(wrapped, 100)
+    step = wrapped.step
+
+    @functools.wraps(step)
+    def halved(*args: Any) -> Any:
+        halve_all(halve)(wrapped)
+        return step(*args)
+
+    wrapped.step = halved
+
+
+def on_gradients(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> None:
+    """Of all large parameters when the last of them is complete, and of the others each."""
+    first, *others = inner.param_groups[0]["params"][:2]
+    for each in inner.param_groups[0]["params"][2:]:
+        each.register_post_accumulate_grad_hook(halve)
+
+    def both(_: torch.Tensor) -> None:
+        for each in (first, *others):
+            halve(each)
+
+    first.register_post_accumulate_grad_hook(both)
+
+
+def on_a_gradient_to_come(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> None:
+    for each in inner.param_groups[0]["params"]:
+        each.register_hook(lambda grad: grad / 2)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "ssp", "half_async"])
+@pytest.mark.parametrize("halve", [in_place, another, unseen, by_numpy])
+@pytest.mark.parametrize(
+    "register", [on_wrapper, on_wrapped, on_every_optimizer, as_its_step, on_gradients, on_a_gradient_to_come]
+)
+def test_what_the_user_does_to_gradients_before_a_step_counts(register: Any, halve: Halve, strategy: str) -> None:
     def body(fleet_: Fleet, worker: int, *, minimize: bool) -> list[torch.Tensor]:
         model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.register_step_pre_hook(halve)
-        wrapped = fleet_.distributed_optimizer(optimizer, model=model)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = fleet_.distributed_optimizer(inner, STRATEGIES[strategy], model=model)
         fleet_.init_worker()
-        for step in range(STEPS):
+        undo = register(halve, wrapped, inner) or (lambda: None)
+        for step in range(3):
             if minimize:
                 wrapped.minimize(model.loss(step, worker))
             else:
                 wrapped.zero_grad()
                 model.loss(step, worker).backward()
                 wrapped.step()
+        undo()
         return values(model)
 
-    early_, late = (run_job(lambda f, w, m=m: body(f, w, minimize=m), 2) for m in (True, False))
+    early_, late = (run_job(lambda f, w, m=m: body(f, w, minimize=m)) for m in (True, False))
     assert same(early_, late)
+
+
+def test_a_scheduler_holds_no_gradient_back() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        model, optimizer = joined(fleet_)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.minimize(model.loss(0, worker))
+        scheduler.step()
+
+    network = Counting()
+    run_job(body, network=network)
+    assert network.seen["part"] > 0
 
 
 def test_a_backward_that_fails_has_done_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -15,8 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
+from test_import import fresh_python
 
-from fleet.ps.kernels import HINTS, REFUSED, RULES, rows
+from fleet.ps.kernels import HINTS, REFUSED, RULES, jit, rows
 from fleet.ps.kernels.jit import Compiled, compiled
 
 INT64 = np.iinfo(np.int64)
@@ -585,6 +588,55 @@ def test_first_calls_from_many_threads_compile_once() -> None:
         thread.join()
     assert results == [[2, 2, 2]] * 8
     assert len(function.native().signatures) == 2  # type: ignore[attr-defined]
+
+
+#: The first call of a compiled function, which is interrupted where numba imports one of its parts.
+INTERRUPTED = """
+import json, signal, sys, threading
+import numpy as np
+from fleet.ps.kernels.rows import unique
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {part!r} and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            {interrupt}
+
+sys.meta_path.insert(0, Interrupting())
+told = []
+for _ in range(2):
+    try:
+        told.append(unique(np.array([3, 1, 3]))[0].tolist())
+    except BaseException as error:
+        told.append(repr(error))
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    ["signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)", "raise KeyboardInterrupt"],
+    ids=["the wait", "the import"],
+)
+def test_an_interrupted_first_call_spoils_none_that_follows(interrupt: str) -> None:
+    told = fresh_python(INTERRUPTED.format(part="numba.core.registry", interrupt=interrupt))
+    assert told == ["KeyboardInterrupt()", [3, 1]]
+
+
+def test_what_compiles_comes_to_its_end_though_its_caller_is_interrupted() -> None:
+    interrupted, done = threading.Event(), threading.Event()
+
+    def compile_for() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        assert interrupted.wait(PATIENCE_S)
+        done.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        jit._compiling(compile_for)()
+    interrupted.set()
+    assert done.wait(PATIENCE_S)
 
 
 def test_without_a_directory_to_keep_it_in_a_function_is_compiled_anyway(monkeypatch: pytest.MonkeyPatch) -> None:

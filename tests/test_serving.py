@@ -23,7 +23,7 @@ from harness import PATIENT, Job, run_job
 
 import fleet
 import fleet.nn
-from fleet import Fleet
+from fleet import Fleet, serving
 from fleet.checkpoint import inference
 from fleet.checkpoint.inference import InferenceModel, TableFacts
 from fleet.errors import (
@@ -33,6 +33,8 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from fleet.nn.frozen import FrozenTable, freeze
+from fleet.nn.program import export_program
 from fleet.ps.worker.client import ServerClient
 from fleet.ps.worker.collecting import SortedRows
 from fleet.transpiler.specs import Initializer, TableSpec
@@ -364,6 +366,112 @@ def test_an_example_of_one_sample_is_enough(tmp_path: Path, make: Any, inputs: A
         many = program(torch.cat(inputs * 1000))
         # Some processors multiply larger matrices in another order.
         torch.testing.assert_close(many, expected.expand(1000, *expected.shape[1:]))
+
+
+class Forwards(torch.nn.Module):
+    """What a forward may do to a batch: each of these decides nothing by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = fleet.nn.Embedding(None, DIM, padding_idx=3)
+        self.sized = fleet.nn.Embedding(9, DIM)
+        self.bag = fleet.nn.EmbeddingBag(None, DIM, mode="sum")
+        self.group = fleet.nn.EmbeddingGroup({"a": (None, DIM), "b": (9, DIM)})
+        self.top = torch.nn.Linear(3 * DIM, 2)
+        self.gru = torch.nn.GRU(DIM, 2, batch_first=True)
+        self.attention = torch.nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.norm = torch.nn.BatchNorm1d(DIM)
+
+    def forward(self, ids: torch.Tensor, named: Any, lists: Any, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        table, columns, (values, offsets) = self.table, ids.unbind(1), lists
+        rows = table(ids)
+        return {
+            "column": table(ids[:, 0]),
+            "by keyword": self.sized(ids=ids[:, 2]),
+            "columns": self.top(table(ids[:, :3]).flatten(1)),
+            "every other column": table(ids[:, ::2]).sum(1),
+            "unbound": torch.stack([table(column) for column in columns], 1),
+            "split": torch.cat([table(column) for column in ids.split(1, 1)], 1).mean(1),
+            "transposed": torch.cat([table(column) for column in ids.t()], -1),
+            "contiguous": table(ids[:, 1].contiguous()),
+            "reshaped": table(ids[:, 1].reshape(-1)),
+            "flat": table(ids.t().reshape(-1)).view(ids.shape[1], -1, DIM).sum(0),
+            "output's column": rows[:, 1].contiguous(),
+            "output transposed": rows.transpose(1, 2).reshape(-1, DIM * ids.shape[1]),
+            "narrow": self.sized(ids[:, 1:2].int().squeeze(1)),
+            "where": torch.where(ids[:, :1] > 3, table(ids[:, 0]), table(ids[:, 1])),
+            "product": torch.bmm(rows[:, :2], rows[:, 1:].transpose(1, 2)),
+            "masked": (rows * (ids != 0).unsqueeze(-1)).sum(1) / (ids != 0).sum(1, keepdim=True).clamp(min=1),
+            "dict": self.sized(named["one"]) * scale + table(named["two"][:, 1]),
+            "group": torch.cat([*self.group({"a": named["two"][:, 0], "b": named["one"]}).values(), scale], 1),
+            "bag": self.bag(ids[:, 1:]),
+            "bag of a column": self.bag(values[:, 0], offsets),
+            "norm": self.norm(table(ids[:, 3])),
+            "recurrent": self.gru(rows[:, :2])[0],
+            "attention": self.attention(rows, rows, rows)[0],
+            "zeros": table(ids[:, 0]) + torch.zeros(ids.shape[0], 1),
+        }
+
+
+def forwarded(size: int) -> tuple[Any, ...]:
+    lengths = drawn(9, 0, 3, size)
+    values = drawn(8, -9, 9, int(lengths.sum()), 2)
+    return (
+        drawn(size, 0, 9, size, 4),
+        {"one": drawn(size + 1, 0, 9, size), "two": drawn(size + 2, -9, 9, size, 2)},
+        (values, lengths.cumsum(0) - lengths),
+        values_of(size, size, 1),
+    )
+
+
+@pytest.fixture(scope="module")
+def forwards() -> torch.nn.Module:
+    """Frozen as a job's end leaves them: with rows for some ids."""
+    model = Forwards()
+    tables = {
+        key: FrozenTable(torch.arange(0, 9, 2), values_of(5, 5, DIM), handle.num_embeddings, 0.25, True)
+        for key, handle in serving.remote_tables(serving.own_state(model)).items()
+    }
+    return freeze(model, {}, tables, {})
+
+
+@pytest.mark.parametrize("example", [1, 3])
+def test_no_way_to_treat_a_batch_decides_its_size(forwards: torch.nn.Module, example: int) -> None:
+    program = export_program(forwards, forwarded(example)).module()
+    for size in (0, 1, 2, 1000):
+        inputs = forwarded(size)
+        assert_same(forwards(*inputs), program(*inputs))
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [lambda size: size == 1, lambda size: size != 1, lambda size: size > 5, lambda size: size <= 5],
+    ids=["one", "not one", "many", "few"],
+)
+@pytest.mark.parametrize("example", [1, 3])
+def test_a_forward_that_decides_by_the_batchs_size_is_refused(decide: Callable[[int], bool], example: int) -> None:
+    class Deciding(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, 0] if decide(x.shape[0]) else x[:, 0] * 2
+
+    with pytest.raises(UnsupportedError, match=r"batches of any size.*Deciding"):
+        export_program(Deciding(), (torch.ones(example, 2),))
+
+
+def test_columns_of_a_batch_of_one(tmp_path: Path) -> None:
+    """From a job to a file and back."""
+
+    class Columns(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = fleet.nn.Embedding(None, DIM)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids[:, 0]) * self.table(ids[:, 1])
+
+    ids = torch.tensor([[4, 5]])
+    expected = saved(tmp_path / "model", Columns(), ids, example=(ids.expand(3, 2),))
+    assert torch.equal(torch.export.load(tmp_path / "model" / "model.pt2").module()(ids), expected)
 
 
 def test_an_id_out_of_range_is_refused_as_ever(tmp_path: Path) -> None:

@@ -338,6 +338,119 @@ def test_an_interrupted_step_is_finished_first(delivered: int, numel: int, monke
     assert all(torch.equal(each, torch.full((numel,), -101.0)) for each in got)
 
 
+def half_of_a_table(base: torch.Tensor) -> list[torch.nn.Parameter]:
+    table = torch.nn.Embedding(4, 3, sparse=True, _weight=base)
+    return [table.weight, torch.nn.Parameter(table.weight.detach()[2:])]
+
+
+OVERLAPPING: dict[str, Callable[[torch.Tensor], list[torch.nn.Parameter]]] = {
+    "the same": lambda base: [torch.nn.Parameter(base), torch.nn.Parameter(base)],
+    "a part": lambda base: [torch.nn.Parameter(base), torch.nn.Parameter(base[1:3])],
+    "a row": lambda base: [torch.nn.Parameter(base[:2]), torch.nn.Parameter(base[2:]), torch.nn.Parameter(base[1:3])],
+    "a column": lambda base: [torch.nn.Parameter(base[:, :2]), torch.nn.Parameter(base[:, 1:])],
+    "transposed": lambda base: [torch.nn.Parameter(base.t()), torch.nn.Parameter(base[3])],
+    "other numbers": lambda base: [torch.nn.Parameter(base), torch.nn.Parameter(base.view(-1).view(torch.float64)[:1])],
+    "of a table": half_of_a_table,
+}
+
+
+@pytest.mark.parametrize("share", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_parameters_that_share_elements_are_refused(share: Callable[[torch.Tensor], list[torch.nn.Parameter]]) -> None:
+    model = torch.nn.Module()
+    for index, param in enumerate(share(torch.zeros(4, 3))):
+        model.register_parameter(f"p{index}", param)
+    alone = Fleet(environ={})
+    alone.init()
+    with pytest.raises(UnsupportedError, match=r"'p\d' and 'p\d' share memory and are two parameters"):
+        alone.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_disjoint_parts_of_one_storage_are_parameters_like_others(servers: int) -> None:
+    def make() -> list[torch.nn.Parameter]:
+        flat = torch.arange(40.0)
+        square = flat[4:36].view(8, 4)
+        parts = [flat[:4], square[:4], square[4:, :2], square[4:, 2:3], square[4:, 3:], flat[36:37], flat[37:]]
+        return [torch.nn.Parameter(part) for part in (*parts, torch.zeros(0))]
+
+    def train(params: list[torch.nn.Parameter], step: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
+        for scale in range(6):
+            step(sum((param * index).square().sum() for index, param in enumerate(params)) * scale)  # type: ignore[arg-type]
+        return [param.detach().clone() for param in params]
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        params = make()
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(params, lr=0.1))
+        fleet_.init_worker()
+        return train(params, optimizer.minimize)
+
+    params = make()
+    plain = torch.optim.Adam(params, lr=0.1)
+
+    def step(loss: torch.Tensor) -> None:
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+
+    expected = train(params, step)
+    for got in run_job(body, 1, servers):
+        assert_close(got, expected, 1e-6)
+
+
+STRATEGIES = {
+    "sync": fleet.StrategyFactory.create_sync_strategy(),
+    "narrow": fleet.StrategyFactory.create_sync_strategy(wire_dtype="bf16"),
+    "half_async": fleet.StrategyFactory.create_half_async_strategy(),
+    "merging": fleet.StrategyFactory.create_half_async_strategy(max_merge_var_num=3),
+    "async": fleet.StrategyFactory.create_async_strategy(),
+    "ssp": fleet.StrategyFactory.create_ssp_strategy(staleness=2),
+    "geo": fleet.StrategyFactory.create_geo_strategy(update_frequency=2),
+}
+
+
+@pytest.mark.parametrize("mode", STRATEGIES)
+@pytest.mark.parametrize(
+    "convert", [lambda model: model.double(), lambda model: model[2].half()], ids=["all", "a part"]
+)
+def test_a_model_that_is_converted_in_a_running_job_is_told_so(convert: Callable[[Any], Any], mode: str) -> None:
+    """And may be converted back."""
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), STRATEGIES[mode], model=model
+        )
+        fleet_.init_worker()
+        optimizer.minimize(loss_of(model, 0, 0))
+        convert(model)
+        which = next(name for name, param in model.named_parameters() if param.dtype != torch.float32)
+        words = (
+            rf"'{which}' was given another element type in a running job; expected torch.float32; got torch\.\w+\. Conv"
+        )
+        with pytest.raises(UnsupportedError, match=words):
+            optimizer.minimize(sum(param.sum() for param in model.parameters()))  # type: ignore[arg-type]
+        model.float()
+        optimizer.minimize(loss_of(model, 1, 0))
+
+    run_job(body, 1, 2)
+
+
+def test_a_table_that_is_converted_in_a_running_job_is_told_so() -> None:
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = torch.nn.Sequential(fleet.nn.Embedding(None, 3), torch.nn.Linear(3, 1))
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet_.init_worker()
+        ids = torch.tensor([1, 2])
+        optimizer.minimize(model(ids).sum())
+        model.double()
+        with pytest.raises(UnsupportedError, match=r"'0.weight' was given another element type in a running job"):
+            model(ids)
+        model.float()
+        optimizer.minimize(model(ids).sum())
+
+    run_job(body, 1)
+
+
 def test_hooks_and_steps_of_the_wrapped_optimizer() -> None:
     def body(fleet_: Fleet, worker: int) -> list[str]:
         weight = torch.nn.Parameter(torch.zeros(2))

@@ -668,6 +668,44 @@ def test_a_collective_mode_has_no_servers() -> None:
         t.get_trainer_program(wait_port=False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {"trainers": 2}),
+        ({"sync_mode": False}, {"trainers": 2}),
+        ({"geo_sgd_mode": True, "sync_mode": False}, {"trainers": 2}),
+        ({"mode": "nccl2"}, {"pservers": "127.0.0.1:6174", "trainers": TWO, "current_endpoint": FIRST}),
+        ({"mode": "collective", "collective_mode": "local_sgd"}, {"pservers": "127.0.0.1:6174", "trainers": TWO}),
+    ],
+    ids=["sync", "async", "geo", "nccl2", "collective"],
+)
+def test_a_transpiled_programs_optimizers_do_not_step_alone(settings: dict[str, Any], arguments: Any) -> None:
+    """As scripts would that end at ``transpile``, which converted a Fluid program."""
+    model = make_model()
+    params = list(model.parameters())
+    optimizers = [torch.optim.SGD(params[:1], lr=0.1), torch.optim.Adam(params[1:], lr=0.1)]
+    transpiled(config(**settings), program=Program(model, optimizers), **arguments)
+    before = values(model)
+    loss_of(model, 0, 0).backward()
+    for optimizer in optimizers:
+        with pytest.raises(
+            StateError, match=r"would train this worker alone\. Make the trainer with get_trainer_program"
+        ):
+            optimizer.step()
+    assert_close(values(model), before, 0)
+
+
+def test_transpiling_again_leaves_a_running_trainer_alone() -> None:
+    network, again = LoopbackNetwork(), program()
+    t = DistributeTranspiler(config(geo_sgd_mode=True, sync_mode=False), environ=PATIENT, network=network)
+    t.transpile(0, again, "a:1")
+    with serving(network):
+        trainer = t.get_trainer_program()
+        transpiled(program=again)
+        trainer.minimize(loss_of(trainer.model, 0, 0))
+        trainer.close()
+
+
 # --- a trainer's life -------------------------------------------------------------------------------------------------
 
 
@@ -701,7 +739,9 @@ def test_without_waiting_a_server_that_is_not_there_is_an_error_at_once(setting:
         t.get_trainer_program(argument)
     assert time.monotonic() - began < 10
     with serving(network):
-        t.get_trainer_program(wait_port=True).close()  # it may be asked again
+        trainer = t.get_trainer_program(wait_port=True)  # it may be asked again
+        trainer.minimize(loss_of(trainer.model, 0, 0))
+        trainer.close()
 
 
 @pytest.mark.parametrize(("setting", "argument"), [(True, None), (False, True), (True, True)])

@@ -28,6 +28,7 @@ from fleet.callers import Callers
 from fleet.collective.exchange import Exchange, Finish
 from fleet.collective.group import Group
 from fleet.errors import UnsupportedError
+from fleet.members import ElementTypes
 
 #: Sizes of DistributedDataParallel's own: the first bucket is small, so that sending begins early.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
@@ -47,12 +48,15 @@ class Reducer:
         self,
         params: Sequence[torch.nn.Parameter],
         names: Sequence[str],
+        types: ElementTypes,
         group: Group,
         exchange: Exchange,
         on_round: Callable[[Round], None],
         callers: Callers,
     ) -> None:
         self._params = list(params)
+        self._names = names
+        self._types = types
         self._group = group
         self._exchange = exchange
         self._on_round = on_round
@@ -88,6 +92,15 @@ class Reducer:
         finally:
             self._taking_part = True
 
+    def check_watching(self) -> None:
+        """Refuse a parameter that was converted and back: torch has then replaced what its gradients arrive at."""
+        for param, name, node in zip(self._params, self._names, self._nodes, strict=True):
+            if _accumulator(param) is not node:
+                raise UnsupportedError(
+                    f"{name!r} was converted in a running job, and back: its gradients would no longer be averaged",
+                    todo="Convert a copy: copy.deepcopy(model).",
+                )
+
     @property
     def was_interrupted(self) -> bool:
         """Whether a backward began a round and ended in an exception before it was complete."""
@@ -111,6 +124,7 @@ class Reducer:
 
     def _open(self) -> None:
         self._callers.refuse_forked("backward()")
+        self._types.check()
         self._is_open = True
         self._seen.clear()
         self._pending.clear()

@@ -27,7 +27,7 @@ from fleet.collective.power_sgd import LowRank
 from fleet.collective.reducer import Reducer, Round
 from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
-from fleet.members import Member, members
+from fleet.members import ElementTypes, Member, members
 from fleet.observing.observer import Observer
 from fleet.observing.worker import WorkerFigures
 
@@ -64,6 +64,7 @@ class CollectiveWorker:
         self._check_finite = strategy.check_finite or knobs.check_finite
         self._last_round: Round | None = None
         self._unaveraged = False
+        self._rounds_seen = 0
         self._is_over = False
         self.members: list[Member] = []
         self._trained: list[torch.nn.Parameter] = []
@@ -137,12 +138,15 @@ class CollectiveWorker:
         self._known = {id(param) for param in self._trained}
         if not trained:
             raise StateError("no parameter of the optimizer requires a gradient")
+        names = [member.name for member in trained]
+        self._types = ElementTypes(self._trained, names, [param.dtype for param in self._trained])
         self._merged = MergedGradients(self._trained)
         modules = () if self.model is None else self.model.modules()
         self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
         if self._exchange is not None:
-            names = [member.name for member in trained]
-            self._reducer = Reducer(self._trained, names, self.group, self._exchange, self._after_round, self.callers)
+            self._reducer = Reducer(
+                self._trained, names, self._types, self.group, self._exchange, self._after_round, self.callers
+            )
             self._reducer.enabled = self._pace.reduces_in_backward
 
     def extend(self) -> None:
@@ -187,9 +191,12 @@ class CollectiveWorker:
                 where=str(self.assignment),
                 todo="Let the exception end the script, which ends the job for all.",
             )
+        self._types.check()
         late = self._has_newcomers()
         if late:
             self.extend()
+        elif self._reducer is not None and self._rounds_seen == self.group.clerk.rounds:
+            self._reducer.check_watching()  # nothing was averaged since the step before: is that the user's will?
         self.steps += 1
         self._own_steps += 1
         if self._pace.merged > 1:
@@ -207,6 +214,7 @@ class CollectiveWorker:
             update()
         else:
             self._compression.update(update)
+        self._rounds_seen = self.group.clerk.rounds
         self._unaveraged = True
         if self._pace.averages(self.steps):
             self._average(contribute=True)

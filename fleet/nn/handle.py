@@ -23,6 +23,7 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from fleet.members import check_type
 from fleet.nn.gradient import Entry, RowGradient
 from fleet.ps.kernels.jit import Ids
 from fleet.transpiler.specs import Initializer
@@ -146,6 +147,8 @@ class TableHandle:
 
         ``weight`` is the asking module's: a copy of a model reads the same rows, and its backward trains nothing.
         """
+        if weight is self.weight:
+            check_type(self.name, weight, lookup.rows.dtype)
         rows = lookup.rows.to(ids.device)
         padding: int | None = None
         if padding_idx is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx.experimental import _config
+from torch.fx.experimental.sym_node import SymNode
 from torch.utils._pytree import tree_map
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
@@ -64,16 +67,53 @@ def export_program(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> t
     sizes = tree_map(lambda tensor: {0: dynamic} if tensor.dim() else {}, arguments)
     try:
         # Else torch takes a first dimension of 1 for a constant, and excludes a batch of 1 where the example has more.
-        with torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            return torch.export.export(model, example, dynamic_shapes=sizes, strict=False)
+        with torch.no_grad(), _any_layout(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+            program = torch.export.export(model, example, dynamic_shapes=sizes, strict=False)
     except Exception as error:
-        raise UnsupportedError(
-            "torch.export cannot export the model for batches of any size",
-            where=f"{type(model).__name__}{_line(error)}",
-            got=f"{type(error).__name__}: {_beginning(str(error))}",
-            todo="Keep Python from deciding by the values or the batch size of tensors in forward, or leave "
-            "example_inputs out: the tensors are saved without a program.",
-        ) from error
+        got = f"{type(error).__name__}: {_beginning(str(error))}"
+        raise _unsupported(f"{type(model).__name__}{_line(error)}", got) from error
+    limits = _limits(program)
+    if limits:
+        raise _unsupported(type(model).__name__, f"a program for {' and '.join(limits)} only")
+    return program
+
+
+def _unsupported(where: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        "torch.export cannot export the model for batches of any size",
+        where=where,
+        got=got,
+        todo="Keep Python from deciding by the values or the batch size of tensors in forward, write x.shape[0] for "
+        "len(x), or leave example_inputs out: the tensors are saved without a program.",
+    )
+
+
+@contextmanager
+def _any_layout() -> Iterator[None]:
+    """Let torch's operators not ask whether a batch has one sample, as columns of such a batch are contiguous.
+
+    They take the way then that is right for every layout. What Python asks of a size is still known by its answer.
+    """
+    asked = SymNode.guard_bool
+
+    def guard_bool(node: SymNode, file: str, line: int) -> bool:
+        return node.guard_size_oblivious(file, line) if file else asked(node, file, line)  # Python names no file
+
+    SymNode.guard_bool = guard_bool  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SymNode.guard_bool = asked  # type: ignore[method-assign]
+
+
+_SIZE = re.compile(r"L\[.+?\]\.size\(\)\[\d+\]")
+
+
+def _limits(program: torch.export.ExportedProgram) -> list[str]:
+    """What the program would refuse inputs by, but for sizes that have to fit each other."""
+    guards: list[str] = getattr(program, "_guards_code", [])
+    limits = [guard for guard in guards if "!=" in guard or len(set(_SIZE.findall(guard))) < 2]
+    return [re.sub(r"L\['(\w+)'\]", r"\1", limit) for limit in limits]
 
 
 def _line(error: Exception) -> str:

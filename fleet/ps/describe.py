@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
-from fleet.members import groups, members
+from fleet.members import ElementTypes, groups, members, refuse_overlap
 from fleet.nn.embedding import check_remote, make_remote
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.kernels import HINTS, REFUSED, RULES, Rule
@@ -47,6 +47,15 @@ class Description:
         """The identities of all groups and of all parameters: looked at in every step, so made once."""
         weights = (handle.weight for handle in self.handles)
         return {id(group) for group in self.groups}, {id(param) for param in (*self.params, *weights)}
+
+    def check_types(self) -> None:
+        """Refuse parameters that were converted since this was made."""
+        self._types.check()
+
+    @cached_property
+    def _types(self) -> ElementTypes:
+        specs = self.spec.params
+        return ElementTypes(self.params, [spec.name for spec in specs], [getattr(torch, spec.dtype) for spec in specs])
 
     def continued_by(self, fresh: Description) -> Description:
         """``fresh``, which describes the same optimizers later, in an order that begins with this one."""
@@ -138,11 +147,13 @@ def describe(
     objects: list[torch.nn.Parameter] = []
     handles: list[TableHandle] = []
     in_order = tuple(group for *_, group in groups(optimizers))
+    everything = members(optimizers, model)
+    refuse_overlap(everything)
     rules = []
     for position, _, optimizer, group in groups(optimizers):
         rules.append(_rule(optimizer))
         specs.append(_group_spec(rules[-1], position, optimizer, group))
-    for member in members(optimizers, model):
+    for member in everything:
         rule, handle = rules[member.group], handle_of(member.param)
         if handle is None:
             params.append(_param_spec(member.name, member.param, member.group, rule))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -180,6 +181,62 @@ def momentum_schedule_and_clipping_end_where_ddp_ends(me: Rank) -> None:
             schedule.step()
 
     beside_ddp(me, train, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01))
+
+
+@check(2)
+def hooks_before_a_step_see_everybodys_gradients(me: Rank) -> None:
+    """And what they do to them counts, once, also where it does not show in the gradients' versions."""
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad.data.clamp_(-0.05, 0.05).div_(2)
+
+    def hooked(params: Any) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(params, lr=0.1)
+        inner.register_step_pre_hook(halve)
+        return inner
+
+    def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
+        optimizer.register_step_pre_hook(halve)
+        for step in range(6):
+            loss = loss_of(model, me.rank, step)
+            if isinstance(model, DistributedDataParallel):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            else:
+                optimizer.minimize(loss)
+
+    beside_ddp(me, train, optimizer=hooked)
+
+
+@check(2)
+def a_model_that_is_converted_in_a_running_job_is_told_so(me: Rank) -> None:
+    """In part or whole, and converted back as well: torch then forgets who waits for its gradients."""
+    local_sgd = DistributedStrategy(local_sgd=LocalSGD(k_steps=2))
+    to, back = "was given another element type in a running job", "was converted in a running job, and back"
+    ways: list[tuple[str, Any, Callable[[nn.Sequential], Any]]] = [
+        (to, None, lambda model: model.double()),
+        (to, None, lambda model: model[3].double()),
+        (to, local_sgd, lambda model: model[3].half()),
+        (back, None, lambda model: model.double().float()),
+    ]
+    for words, strategy, convert in ways:
+        fleet = me.fleet()
+        model = network()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+        optimizer.minimize(loss_of(model, me.rank, 0))
+        if me.rank == 1:
+            convert(model)
+            loss = torch.stack([each.double().sum() for each in model.parameters()]).sum()
+            raises(UnsupportedError, words, lambda loss=loss, minimize=optimizer.minimize: minimize(loss))  # type: ignore[misc]
+            fleet._chosen.abort("converted")
+        else:
+            with pytest.raises(FleetError, match="worker 1 failed"):
+                deque(optimizer.minimize(loss_of(model, 0, step)) for step in (1, 2))
+        fleet.stop_worker()
 
 
 @check(2)

@@ -11,9 +11,11 @@ file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
-from functools import update_wrapper
+from concurrent.futures import Future
+from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -46,6 +48,33 @@ R = TypeVar("R")
 _building = threading.RLock()
 
 
+def _numba() -> Any:
+    """The module, whole: an import that failed half-way is not gone on with, but begun anew by the next call."""
+    try:
+        import numba
+    except BaseException:
+        for name in [name for name in sys.modules if name.split(".")[0] == "numba"]:
+            del sys.modules[name]
+        raise
+    return numba
+
+
+def _undisturbed(work: Callable[[], R]) -> R:
+    """What ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    done: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="fleet-compiling").start()
+    return done.result()
+
+
 class Compiled(Generic[P, R]):
     """A function that turns into machine code on its first call with each combination of argument types."""
 
@@ -56,7 +85,7 @@ class Compiled(Generic[P, R]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (self._dispatcher or self.native())(*args, **kwargs)
+        return (self._dispatcher or _undisturbed(self.native))(*args, **kwargs)
 
     def native(self) -> Callable[P, R]:
         with _building:
@@ -65,8 +94,7 @@ class Compiled(Generic[P, R]):
             return self._dispatcher
 
     def _build(self) -> Callable[P, R]:
-        import numba
-
+        numba = _numba()
         source = self._function
         named = {name: source.__globals__.get(name) for name in source.__code__.co_names}
         called = {name: value.native() for name, value in named.items() if isinstance(value, Compiled | Intrinsic)}
@@ -77,7 +105,13 @@ class Compiled(Generic[P, R]):
             dispatcher = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # "cannot cache function": no directory on this machine can be written
             dispatcher = numba.njit(**options)(function)
+        # What numba calls for argument types that it has not compiled yet.
+        dispatcher._compile_for_args = _compiling(dispatcher._compile_for_args)
         return cast(Callable[P, R], dispatcher)
+
+
+def _compiling(compile_for: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _undisturbed(partial(compile_for, *args, **kwargs))
 
 
 def compiled(function: Callable[P, R]) -> Compiled[P, R]:

@@ -73,6 +73,7 @@ class Agreeing:
     def _agree(self, replica: Replica) -> None:
         """Tell the servers how far this worker has come, and take in what the others have done."""
         floor = self._floor
+        floor.trained.description.check_types()
         clocks = Clocks(floor.fetching.read_at, floor.rows.read_at)
         frames, told = self._pushing.of_change(replica.change(), clocks, self._unsent)
 

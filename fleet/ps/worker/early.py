@@ -2,7 +2,8 @@
 
 A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends what
 is left, and names the attempt under which servers have the rest. If a gradient is not as it was when it was sent (a
-backward that came to it twice, a hook of the user's that clips), or could not be sent, the step sends everything.
+backward that came to it twice), or could not be sent, the step sends everything. Where hooks of the user's see complete
+gradients too nothing leaves: what they change (``grad.data``, ``grad.numpy()``) need not show.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class EarlyGradients:
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         self._under_way: list[Future[bool]] = []
         self._sender = ThreadPoolExecutor(1, f"fleet-early-{name}")
+        self._params = params
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(self._complete, index))  # type: ignore[no-untyped-call]
             for index, param in enumerate(params)
@@ -53,11 +55,15 @@ class EarlyGradients:
         """Gradients that are completed in here are those of the next step."""
         self._attempt += 1
         self._sent, self._under_way, self._spoiled = {}, [], False
-        self._armed = not self._refused
+        self._armed = not self._refused and not self._are_seen()
         try:
             yield
         finally:
             self._armed = False
+
+    def _are_seen(self) -> bool:
+        """Whether a gradient has a hook beside the one of this object."""
+        return sum(len(param._post_accumulate_grad_hooks or ()) for param in self._params) > len(self._hooks)
 
     def _complete(self, index: int, param: torch.Tensor) -> None:
         grad = param.grad
@@ -76,7 +82,7 @@ class EarlyGradients:
             return 0, frozenset()
         self._refused = self._refused or not all(taken)
         same = all(grads[index] is grad and grad._version == version for index, (grad, version) in sent.items())
-        if not sent or self._spoiled or self._refused or not same:
+        if not sent or self._spoiled or self._refused or not same or self._are_seen():
             return 0, frozenset()
         return self._attempt, frozenset(sent)
 

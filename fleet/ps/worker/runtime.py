@@ -188,6 +188,7 @@ class WorkerRuntime:
         self.settle("step()")
         if self._foresight is not None:
             self._foresight.clear()
+        self.floor.trained.description.check_types()
         if self.floor.trained.description.has_newcomers():
             self.extend()
 
