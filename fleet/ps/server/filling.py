@@ -10,10 +10,12 @@ import logging
 import threading
 from typing import Any
 
-from fleet.errors import FleetError, JobAbortedError, PlanMismatchError, ProtocolError
+from fleet.checkpoint.manifest import Saved
+from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError
 from fleet.ps.server.floor import Floor
-from fleet.ps.server.job import Job, Restore
+from fleet.ps.server.job import NOTHING, Job, Restore
 from fleet.ps.server.keeping import Keeping
+from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import check_fingerprint, check_share
 from fleet.ps.server.replacing import Replacing
 from fleet.ps.server.uploads import check_upload, write_upload
@@ -32,16 +34,31 @@ class Filling:
         self._floor = floor
         self._keeping = keeping
         self._replacing = replacing
-        self.restore = restore
+        self.restore = self._given = restore
         #: whoever is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
+
+    # ---------------------------------------------------------------- a checkpoint or none
+
+    @property
+    def origin(self) -> Saved:
+        """What a job begins with here."""
+        return NOTHING if self.restore is None else Saved(self.restore.id, self.restore.url)
+
+    def begin_with(self, origin: Saved) -> None:
+        """Have a job that is gone on with begin as it did, whatever there is to begin with by now."""
+        if origin.id == self.origin.id:
+            return
+        self.restore = None
+        if origin.id:
+            self.restore = _found_again(origin)
 
     # ---------------------------------------------------------------- room for them
 
     def make_room(self, arrival: Arrival) -> None:
         """Worker 0 has said hello, which is to bring the initial values."""
         hello, job = arrival.request.hello, self._floor.running()
-        if self.restore is not None or job.shard is not None:
+        if job.began.id or job.shard is not None:
             return
         try:
             shard = Shard(job.plan, hello.server, hello.seed, tuple(hello.options))
@@ -56,7 +73,7 @@ class Filling:
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
         job.steps_before = restore.version
-        job.last = (restore.id, restore.url)
+        job.began, job.last = self.origin, (restore.id, restore.url)
 
         def load() -> None:
             floor = self._floor
@@ -85,6 +102,12 @@ class Filling:
 
     def go_on(self) -> None:
         """Everything was done over that had to be."""
+        floor, given = self._floor, self._given
+        if floor.memory is not None and floor.job is not None and given is not None and given.id != floor.job.began.id:
+            told = (
+                "%s: what this server has kept in %s comes before the checkpoint it was given, %s, which is left alone"
+            )
+            _log.warning(told, floor.endpoint, floor.memory.directory, given.url)
         if self._reader is not None:
             self._reader.start()
             self._reader = None
@@ -157,6 +180,19 @@ class Filling:
             job.forget_values()
         job.outgrown.pop(request.worker, None)
         arrival.answer(pb.Reply(version=job.gate.version, initialized=not job.growing))
+
+
+def _found_again(origin: Saved) -> Restore:
+    todo = "Start the whole job again, from another checkpoint if there is one, with this server's directory removed."
+    try:
+        restore = restore_from(origin.url)
+    except CheckpointError as error:
+        what, got = "the checkpoint that the job began with cannot be read again", str(error)
+        raise CheckpointError(what, where=origin.url, expected=f"checkpoint {origin.id}", got=got, todo=todo) from None
+    if restore.id != origin.id:
+        what, got = "the checkpoint that the job began with has been replaced", f"checkpoint {restore.id}"
+        raise CheckpointError(what, where=origin.url, expected=f"checkpoint {origin.id}", got=got, todo=todo)
+    return restore
 
 
 def _check_initializer(worker: int) -> None:

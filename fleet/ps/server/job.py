@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fleet.checkpoint.manifest import Saved
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Gate, Mode
 from fleet.ps.server.claims import Claims
@@ -23,6 +24,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import Plan, make_plan
 from fleet.transpiler.specs import JobSpec
+
+NOTHING = Saved("", "")
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Job:
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
     #: what was there when the job began: 0, or what its checkpoint says
     steps_before: int = 0
+    #: the checkpoint that the job began with, if it did
+    began: Saved = NOTHING
     #: worker -> how many of its steps were in what it pushed
     steps: dict[int, int] = field(default_factory=dict)
     #: all dense values at some version, as they were answered last
@@ -127,6 +132,11 @@ class Job:
     def knows_readers(self) -> bool:
         """Whether it is remembered what each worker was given: reading changes what a server does next."""
         return self.mode.adds or self.plan.spec.settings.dc_lambda != 0
+
+    @property
+    def may_lose_steps(self) -> bool:
+        """Whether it can go on where a server has lost steps: what it has is right without them."""
+        return not (self.mode.lockstep or self.knows_readers)
 
     def remembers(self, *, dense: bool, training: bool) -> bool:
         """Whether something is remembered of an answer with dense values, or rows that are to be trained."""

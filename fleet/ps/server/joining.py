@@ -42,6 +42,8 @@ class Joining:
             raise
         surely = floor.memory is not None and floor.memory.replaying
         before = floor.roll.admit(request, label, job.plan.spec.settings, surely=surely)
+        if floor.job is None:
+            self._keeping.note_origin(self._filling.origin, arrival.outbox)
         self._keeping.note("hello", arrival.frame, arrival.outbox)  # only now: whether it is let in is a matter of time
         if before is not None:
             self._take_place(job, before, label, arrival)
@@ -119,15 +121,15 @@ class Joining:
             self._filling.begin_restoring(job, self._filling.restore, hello)
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
-        restore, worker = self._filling.restore, arrival.worker
+        worker = arrival.worker
         arrival.answer(
             pb.Reply(
                 version=job.gate.version,
-                initialized=job.initialized or restore is not None,
+                initialized=job.initialized or bool(job.began.id),
                 delivered=job.gate.delivered(worker),
                 steps=job.steps_of(worker),
                 loads=job.loads,
                 gathered=job.hall.told()[worker],
-                about="" if restore is None else restore.id,
+                about=job.began.id,
             )
         )

@@ -157,6 +157,7 @@ class Training:
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
         """The answer to a push."""
         values = self._values(job, worker, step, not quiet, ())
+        values.message.delivered = job.gate.delivered(worker)
         return values if self._floor.shard().changes is None else self._with_changes(values, worker, step)
 
     def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:
