@@ -204,6 +204,135 @@ def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: i
     same(job.run(), run_job(steps, 2, 2))
 
 
+class Late(torch.nn.Module):
+    """What joins a model while it is trained: a table and a bias after two steps, another bias after three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.first, self.second = (torch.nn.Parameter(torch.full((3,), value)) for value in (0.5, -0.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids) + self.first + self.second
+
+    def groups(self, step: int) -> list[dict[str, Any]]:
+        """What has to be in the optimizer before a step."""
+        later = [(2, [*self.model.known.parameters(), self.first]), (3, [self.second])]
+        return [{"params": params, "lr": 0.1} for since, params in later if step >= since]
+
+
+class EndedError(Exception):
+    """The process of a worker has ended."""
+
+
+def goes_on(
+    made: Fleet, index: int, until_step: int = 6, add: bool = True, value: float | None = None
+) -> dict[str, torch.Tensor]:
+    """As a script does that may have been there before, and cannot know so."""
+    late = Late()
+    if value is not None:  # nobody may see these
+        with torch.no_grad():
+            for parameter in late.parameters():
+                parameter.fill_(value)
+    first = [*late.model.open.parameters(), *late.model.head.parameters()]
+    wrapped = made.distributed_optimizer(torch.optim.Adagrad(first, lr=0.1), model=late)
+    made.init_worker()
+    present = 0
+    for step in range(made.resume_step(), until_step):
+        groups = late.groups(step) if add else []
+        for group in groups[present:]:
+            wrapped.add_param_group(group)
+        present = len(groups)
+        draw = torch.Generator().manual_seed(10 * step + index)
+        wrapped.minimize((late(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean())
+    if until_step < 6:
+        raise EndedError
+    made.barrier_worker()
+    return state(made, late)
+
+
+REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.05"}
+
+
+@pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])
+@pytest.mark.parametrize("ended", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_worker_comes_back_to_a_job_that_parameters_have_joined(
+    tmp_path: Path, who: int, ended: int, journal_bytes: int | None
+) -> None:
+    """It describes itself as at first, adds what it has to, and trains on the values that the job has."""
+
+    def body(made: Fleet, index: int) -> Any:
+        if index != who:
+            return goes_on(made, index)
+        first = job.fleet(Role.WORKER, index)
+        with pytest.raises(EndedError):
+            goes_on(first, index, until_step=ended)
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        if isinstance(job, DyingJob):
+            for host in job.hosts:
+                host.kill()
+        return goes_on(made, index, value=None if ended < 4 else 77.0)
+
+    if journal_bytes is None:
+        job = Job(body, 2, 2, environ=REJOINING)
+    else:
+        job = DyingJob(body, tmp_path, environ=REJOINING, journal_bytes=journal_bytes)
+    same(job.run(), run_job(goes_on, 2, 2))
+
+
+@pytest.mark.parametrize("kind", ["extend", "upload", "ready", "pull", "push"])
+@pytest.mark.parametrize("server", [0, 1])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server: int, kind: str) -> None:
+    """At whatever request: one server has heard of them then, perhaps, and the other one not."""
+
+    def body(made: Fleet, index: int) -> Any:
+        if index != who:
+            return goes_on(made, index)
+        lost = Fault(Action.DROP_REQUEST, Endpoint.parse(job.endpoints[server]), kind=kind, times=None)
+        network = FaultyNetwork(job.network)
+        first = Fleet(environ={**REJOINING, "FLAGS_rpc_retry_times": "0"}, network=network)
+        first.init(UserDefinedRoleMaker(index, Role.WORKER, 2, job.endpoints))
+
+        with pytest.MonkeyPatch.context() as patch:
+            groups = Late.groups
+
+            def struck(self: Late, step: int) -> list[dict[str, Any]]:
+                if step == 2 and threading.current_thread() is mine:
+                    network.add(lost)
+                return groups(self, step)
+
+            mine = threading.current_thread()
+            patch.setattr(Late, "groups", struck)
+            with pytest.raises((DeadlineError, EndedError)):
+                goes_on(first, index, until_step=4)
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        return goes_on(made, index)
+
+    job = Job(body, 2, 2, environ=REJOINING)
+    same(job.run(), run_job(goes_on, 2, 2))
+
+
+def test_a_worker_that_comes_back_and_lacks_parameters_is_told(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> Any:
+        if index == 0:
+            return goes_on(made, index)
+        first = job.fleet(Role.WORKER, index)
+        with pytest.raises(EndedError):
+            goes_on(first, index, until_step=4)
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        return goes_on(made, index, add=False)
+
+    job = Job(body, 2, 2, environ=REJOINING)
+    job.join(job.start())
+    assert re.search(
+        r"worker 1 lacks parameters that have joined the job; at server\d:1, step 5; got gradients without 'first', "
+        r"'second', 'model.known.weight'. Call add_param_group",
+        str(job.errors["worker 1"]),
+    )
+
+
 # ---------------------------------------------------------------- modes without rounds
 
 FREE = {
@@ -952,9 +1081,6 @@ def test_initial_values_that_were_not_kept_end_the_job(tmp_path: Path) -> None:
 def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mode: str) -> None:
     """The servers tell it different numbers of its steps."""
     environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
-
-    class EndedError(Exception):
-        pass
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 6:

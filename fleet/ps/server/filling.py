@@ -130,7 +130,8 @@ class Filling:
         _check_initializer(arrival.worker)
         if job.growing or not job.initialized:
             check_upload(shard, upload, arrival.tensors)
-            write_upload(shard, upload, arrival.tensors)
+            # Whoever has started again may bring more than is lacking.
+            write_upload(shard, upload, arrival.tensors, job.former[-1] if job.growing else None)
         arrival.answer(pb.Reply())
 
     def ready(self, arrival: Arrival) -> None:
@@ -143,16 +144,27 @@ class Filling:
             _check_initializer(arrival.worker)
             job = self._floor.running()
             job.initialized, job.growing = True, False
+            job.forget_values()  # a worker that does not know of these may have been told the others meanwhile
         arrival.answer(pb.Reply(initialized=True))
         self._floor.release_early(arrival.outbox)
 
     # ---------------------------------------------------------------- further parameters
 
     def extend(self, arrival: Arrival) -> None:
-        """Further parameters, at the same step of every worker: the first that comes has the plan changed."""
+        """Further parameters, at the same step of every worker: the first that comes has the plan changed. One that has
+        started again adds later what joined while it was there before, all at once or one after another."""
         floor, request, extend = self._floor, arrival.request, arrival.request.extend
         job, shard = floor.running(), floor.shard()
         spec = JobSpec.from_json(extend.spec)
+        if spec.settings.elastic:
+            spec = spec.among(job.plan.spec.settings.worker_num)
+        known = job.outgrown.get(request.worker)
+        if known is not None and spec != job.plan.spec and job.plan.spec.continues(spec) and spec.continues(known.spec):
+            plan = make_plan(spec)
+            check_fingerprint(floor.endpoint, plan, extend.fingerprint)
+            job.outgrown[request.worker] = plan
+            arrival.answer(pb.Reply(version=job.gate.version, initialized=True))
+            return
         if spec != job.plan.spec:
             if not spec.continues(job.plan.spec):
                 raise PlanMismatchError(
@@ -167,7 +179,7 @@ class Filling:
                     where=f"{floor.endpoint}, step {request.step}",
                     todo="Call add_param_group on every worker, after the same step.",
                 )
-            plan, outgrown = make_plan(spec), job.dense_at(job.gate.version)
+            plan = make_plan(spec)
             check_fingerprint(floor.endpoint, plan, extend.fingerprint)
             check_share(floor.endpoint, plan, shard.server, extend.options, floor.most_bytes)
             try:
@@ -175,9 +187,7 @@ class Filling:
                 shard.warm()
             except Exception as error:
                 raise self._cannot_set_up(error, arrival.outbox) from None
-            job.plan, job.growing = plan, True
-            job.outgrown = dict.fromkeys(job.gate.clocks, outgrown)
-            job.forget_values()
+            job.adopt(plan)
         job.outgrown.pop(request.worker, None)
         arrival.answer(pb.Reply(version=job.gate.version, initialized=not job.growing))
 

@@ -23,6 +23,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.tensors import WireTensor
+from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import JobSpec
 
 #: Requests that change what a server would do next.
 NOTED = frozenset(
@@ -85,7 +87,12 @@ class Memory:
         job.loads, job.taken = state["loads"], state["taken"]
         job.last = (state["last"][0], state["last"][1])
         job.claims.resume(state["claims"], now)
+        # What is not in the snapshots of earlier releases.
         job.began = Saved(*state.get("began", ("", "")))
+        job.former = [make_plan(JobSpec.from_json(each)) for each in state.get("former", ())]
+        job.outgrown = {
+            int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
+        }
 
     def replay(
         self,
@@ -192,6 +199,8 @@ class Memory:
             "taken": job.taken,
             "last": job.last,
             "began": astuple(job.began),
+            "former": [plan.spec.to_json() for plan in job.former],
+            "outgrown": {worker: plan.spec.to_json() for worker, plan in job.outgrown.items()},
             "claims": job.claims.told(),
             "members": members,
         }

@@ -82,16 +82,11 @@ def _not_at_the_same_step(floor: Floor, steps: Sequence[int]) -> ServerLostError
 
 def _check_alike(floor: Floor, answers: Sequence[Any]) -> None:
     clients = floor.lines.clients
-    # Servers may be a round apart where this worker starts again, while others train; and a push that its earlier
-    # process had under way.
-    versions, delivered = [answer.version for answer in answers], [answer.delivered for answer in answers]
-    is_mixed = max(versions) > 0 and len({answer.initialized for answer in answers}) > 1
-    if (
-        is_mixed
-        or (floor.mode.lockstep and _are_apart(versions))
-        or (not floor.may_lose_steps and _are_apart(delivered))
-    ):
-        raise _not_at_the_same_step(floor, versions if floor.mode.lockstep else delivered)
+    # Servers may be a round apart where this worker starts again, while others train, or have its last push or not.
+    steps = [answer.version if floor.mode.lockstep else answer.delivered for answer in answers]
+    is_mixed = max(steps) > 0 and len({answer.initialized for answer in answers}) > 1
+    if is_mixed or (_are_apart(steps) and not floor.may_lose_steps):
+        raise _not_at_the_same_step(floor, steps)
     if len({answer.about for answer in answers}) > 1:
         raise CheckpointError(
             "the servers do not start from the same checkpoint",
