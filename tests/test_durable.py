@@ -17,19 +17,22 @@ import pytest
 import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, Job, run_job, until
+from harness import PATIENT, SOON, Job, run_job, until
 from patience import PATIENCE_S
 
 import fleet.nn
 from fleet import Fleet
 from fleet.checkpoint.manifest import Saved
 from fleet.checkpoint.places import Directory
+from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
+from fleet.environ import Knobs
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError
 from fleet.ps.server import loading
 from fleet.ps.server.durable import Durable, Kind
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.remembering import Memory
+from fleet.ps.server.service import Service
 from fleet.ps.server.shares import write_pieces
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import client
@@ -312,6 +315,21 @@ def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server
 
     job = Job(body, 2, 2, environ=REJOINING)
     same(job.run(), run_job(goes_on, 2, 2))
+
+
+def test_who_brings_values_of_later_parameters_is_lost() -> None:
+    """The others would wait for them for good."""
+
+    def body(made: Fleet, index: int) -> Any:
+        if index == 1:
+            return goes_on(made, index)
+        with pytest.raises(EndedError):
+            goes_on(made, index, until_step=2)
+        return made._chosen._worker.close()  # type: ignore[union-attr]
+
+    job = Job(body, 2, 2, environ=SOON)
+    job.join(job.start())
+    assert "worker 0 left before it had sent the initial values" in str(job.errors["worker 1"])
 
 
 def test_a_worker_that_comes_back_and_lacks_parameters_is_told(tmp_path: Path) -> None:
@@ -887,6 +905,32 @@ def test_nobody_hears_of_what_is_not_on_the_disk_yet(tmp_path: Path, monkeypatch
         leaving.join(10)
     serving.join(10)
     assert not job.errors
+
+
+@pytest.mark.parametrize(("sync", "calls"), [("interval", [1, 1, 2, 2, 3]), ("os", [0] * 5), ("always", [0] * 5)])
+def test_the_journal_is_on_the_disk_within_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, calls: list[int]
+) -> None:
+    """Time alone sees to it, and once for all that has come; the other policies need no time."""
+
+    class Clock(SystemClock):
+        time = 100.0
+
+        def now(self) -> float:
+            return self.time
+
+    synced: list[int] = []
+    kept, clock = Durable(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
+    service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, durable=kept)
+    monkeypatch.setattr("fleet.ps.server.journal.os.fsync", synced.append)
+    found = []
+    for seconds in (0.0, 0.9, 0.2, 0.5, 0.6):
+        clock.time += seconds
+        kept.record(Kind.LOST, [bytes(4)])
+        service.tick()
+        found.append(len(synced))
+    assert found == calls
+    kept.forget()
 
 
 def test_a_torn_end_is_cut_off_wherever_it_is(tmp_path: Path) -> None:
