@@ -72,6 +72,8 @@ class Host:
         self.job = job
         self.index = index
         self.kills = self.kills_amid_snapshots = 0
+        #: what happens to the directory before the next one starts
+        self.misfortune: Callable[[Path], object] = lambda _: None
         #: what the next snapshots die of
         self.crash: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._one_at_a_time = threading.RLock()
@@ -116,6 +118,7 @@ class Host:
                 journal.close()
             os.close(self.durable._lock)
             self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+            self.misfortune(self.durable.directory)
             self._start()
         listener.close()
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import shutil
 import threading
 import weakref
 import zlib
@@ -791,7 +792,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "pieces of another kind": ({"pieces": [1]}, "cannot be read"),
     "pieces without their size": ({"pieces": [{"file": "x"}]}, "cannot be read"),
     "pieces that say nothing": ({"pieces": [{"file": "x", "bytes": 1, "crc32": 1, "about": 3}]}, "cannot be read"),
-    "a version that is none": ({"version": "many"}, "cannot be read"),
+    "a version that is none": ({"version": "many"}, "the manifest says what cannot be"),
 }
 
 
@@ -802,6 +803,71 @@ def test_a_manifest_that_is_wrong(change: dict[str, Any], message: str, broken: 
         restore_from(str(broken))
     assert message in str(caught.value)
     assert str(broken / "manifest.json") in str(caught.value)
+
+
+def _piece_of(kind: str, raw: dict[str, Any]) -> dict[str, Any]:
+    return next(piece for piece in raw["pieces"] if kind in piece["about"])
+
+
+#: Where a manifest has a number, a text or names, by what it is of.
+FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    **dict.fromkeys(("version", "seed", "id"), lambda raw: raw),
+    **dict.fromkeys(("file", "bytes", "crc32", "tensors"), lambda raw: raw["pieces"][-1]),
+    **dict.fromkeys(("step", "rows", "columns", "table"), lambda raw: _piece_of("table", raw)["about"]),
+    **dict.fromkeys(("param", "offset", "numel", "key"), lambda raw: _piece_of("dense", raw)["about"]["dense"][0]),
+}
+IMPOSSIBLE = [-1, -5, 1 << 70, 1.5, float("nan"), True, None, "", [], [1], {}]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_manifest_that_says_what_cannot_be(field: str, broken: Path) -> None:
+    """Whoever wrote it knew how: its checksum is right."""
+    good = (broken / "manifest.json").read_text()
+    present = FIELDS[field](json.loads(good))[field]
+    for value in IMPOSSIBLE:
+        if type(value) is type(present) and value in ("", []) and field in ("columns", "tensors"):
+            continue  # a list without names is one
+        rewrite(broken, lambda raw, value=value: FIELDS[field](raw).update({field: value}))
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint.open(str(broken))
+        assert str(broken / "manifest.json") in str(caught.value), value
+        (broken / "manifest.json").write_text(good)
+    Checkpoint.open(str(broken))
+
+
+def without_tables(raw: dict[str, Any]) -> None:
+    raw["pieces"] = [piece for piece in raw["pieces"] if "table" not in piece["about"]]
+
+
+def test_a_checkpoint_without_a_table_is_none(broken: Path) -> None:
+    rewrite(broken, without_tables)
+    with pytest.raises(CheckpointError, match=r"the checkpoint lacks a table; at .*; got none of '"):
+        Checkpoint.open(str(broken))
+
+
+@pytest.mark.parametrize("change", ["version", "table"])
+def test_a_running_job_is_left_alone_by_a_checkpoint_that_cannot_be(change: str, tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> None:
+        table, line = fleet.nn.Embedding(None, 2, initializer="zeros"), torch.nn.Linear(2, 1)
+        model = torch.nn.ModuleDict({"table": table, "line": line})
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        made.init_worker()
+        # A table without rows is one.
+        made.save_persistables(dirname=str(tmp_path / "whole"))
+        made.load_persistables(dirname=str(tmp_path / "whole"))
+        shutil.copytree(tmp_path / "whole", tmp_path / "none")
+        rewrite(tmp_path / "none", without_tables if change == "table" else lambda raw: raw.update(version=-5))
+        wrapped.minimize(line(table(torch.tensor([1]))).sum())
+        before = made.state_dict(model)
+        with pytest.raises(CheckpointError):
+            made.load_persistables(dirname=str(tmp_path / "none"))
+        after = made.state_dict(model)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert made.resume_step() == 1
+        wrapped.minimize(line(table(torch.tensor([1]))).sum())
+        assert made.resume_step() == 2
+
+    run_job(body, 1, 2)
 
 
 @pytest.mark.parametrize("file", ["../secret", "a/../../secret", "{absolute}", "a\0b"])

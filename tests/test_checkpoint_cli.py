@@ -206,7 +206,7 @@ SPEC = JobSpec(
     PlanSettings(1, 1),
 )
 ENTRY = {"param": "w", "offset": 0, "numel": 6, "key": "value", "elementwise": True}
-ROWS = {"table": "t.weight", "step": 1, "columns": ["weight"]}
+ROWS = {"table": "t.weight", "step": 1, "rows": 2, "columns": ["weight"]}
 
 
 def written(where: Path, *pieces: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> Path:
@@ -242,8 +242,12 @@ def written(where: Path, *pieces: tuple[dict[str, Any], dict[str, torch.Tensor]]
             "weight of 't.weight' is torch.float32 (2, 3)",
         ),
         ({**ROWS, "columns": []}, {"ids": torch.tensor([1])}, "lack their weights, or the step"),
-        ({**ROWS, "table": "u"}, {"ids": torch.tensor([1])}, "'u' is no table of the job"),
-        ({"table": "t.weight"}, {"ids": torch.tensor([1])}, "what it says of itself makes no sense"),
+        (
+            {**ROWS, "table": "u"},
+            {"ids": torch.tensor([1]), "weight": torch.zeros(1, 2)},
+            "'u' is no table of the job",
+        ),
+        ({DENSE: [ENTRY]}, {"w": torch.zeros(6)}, "nothing of the table 't.weight' is there"),
         ({}, {"ids": torch.tensor([1])}, "what it says of itself makes no sense"),
     ],
 )

@@ -632,6 +632,28 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     ]
 
 
+def test_who_comes_anew_does_each_call_once() -> None:
+    """Its calls are none of those that were done before it came; those that it has made since are done."""
+    answers: list[bool] = []
+    claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
+
+    def claim(worker: int) -> None:
+        waiting = Waiting(worker, "a claim", 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
+        outbox: list[Any] = []
+        claims.claim("save", False, waiting, 0.0, False, outbox)
+        answers.extend(frame.message.granted for _, frame in outbox)
+
+    claim(0)
+    claims.release("save", 0, "", [])
+    claims.joined(1)
+    claims.joined(2)
+    for worker in (1, 2):
+        claim(worker)
+        claims.release("save", worker, "", [])
+        claim(worker)
+    assert answers == [True, True, False, True, False]
+
+
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
     call: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

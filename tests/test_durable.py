@@ -17,11 +17,12 @@ import pytest
 import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
-from harness import PATIENT, Job, run_job, until
+from harness import PATIENT, SOON, Job, run_job, until
 from patience import PATIENCE_S
 
 import fleet.nn
 from fleet import Fleet
+from fleet.checkpoint.manifest import Saved
 from fleet.checkpoint.places import Directory
 from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
@@ -205,6 +206,150 @@ def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: i
     else:
         job = DyingJob(body, tmp_path, environ=environ, journal_bytes=journal_bytes)
     same(job.run(), run_job(steps, 2, 2))
+
+
+class Late(torch.nn.Module):
+    """What joins a model while it is trained: a table and a bias after two steps, another bias after three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.first, self.second = (torch.nn.Parameter(torch.full((3,), value)) for value in (0.5, -0.5))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids) + self.first + self.second
+
+    def groups(self, step: int) -> list[dict[str, Any]]:
+        """What has to be in the optimizer before a step."""
+        later = [(2, [*self.model.known.parameters(), self.first]), (3, [self.second])]
+        return [{"params": params, "lr": 0.1} for since, params in later if step >= since]
+
+
+class EndedError(Exception):
+    """The process of a worker has ended."""
+
+
+def goes_on(
+    made: Fleet, index: int, until_step: int = 6, add: bool = True, value: float | None = None
+) -> dict[str, torch.Tensor]:
+    """As a script does that may have been there before, and cannot know so."""
+    late = Late()
+    if value is not None:  # nobody may see these
+        with torch.no_grad():
+            for parameter in late.parameters():
+                parameter.fill_(value)
+    first = [*late.model.open.parameters(), *late.model.head.parameters()]
+    wrapped = made.distributed_optimizer(torch.optim.Adagrad(first, lr=0.1), model=late)
+    made.init_worker()
+    present = 0
+    for step in range(made.resume_step(), until_step):
+        groups = late.groups(step) if add else []
+        for group in groups[present:]:
+            wrapped.add_param_group(group)
+        present = len(groups)
+        draw = torch.Generator().manual_seed(10 * step + index)
+        wrapped.minimize((late(torch.randint(0, ROWS, (8, 3), generator=draw)) - 1).square().mean())
+    if until_step < 6:
+        raise EndedError
+    made.barrier_worker()
+    return state(made, late)
+
+
+REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.05"}
+
+
+@pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])
+@pytest.mark.parametrize("ended", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_worker_comes_back_to_a_job_that_parameters_have_joined(
+    tmp_path: Path, who: int, ended: int, journal_bytes: int | None
+) -> None:
+    """It describes itself as at first, adds what it has to, and trains on the values that the job has."""
+
+    def body(made: Fleet, index: int) -> Any:
+        if index != who:
+            return goes_on(made, index)
+        first = job.fleet(Role.WORKER, index)
+        with pytest.raises(EndedError):
+            goes_on(first, index, until_step=ended)
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        if isinstance(job, DyingJob):
+            for host in job.hosts:
+                host.kill()
+        return goes_on(made, index, value=None if ended < 4 else 77.0)
+
+    if journal_bytes is None:
+        job = Job(body, 2, 2, environ=REJOINING)
+    else:
+        job = DyingJob(body, tmp_path, environ=REJOINING, journal_bytes=journal_bytes)
+    same(job.run(), run_job(goes_on, 2, 2))
+
+
+@pytest.mark.parametrize("kind", ["extend", "upload", "ready", "pull", "push"])
+@pytest.mark.parametrize("server", [0, 1])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server: int, kind: str) -> None:
+    """At whatever request: one server has heard of them then, perhaps, and the other one not."""
+
+    def body(made: Fleet, index: int) -> Any:
+        if index != who:
+            return goes_on(made, index)
+        lost = Fault(Action.DROP_REQUEST, Endpoint.parse(job.endpoints[server]), kind=kind, times=None)
+        network = FaultyNetwork(job.network)
+        first = Fleet(environ={**REJOINING, "FLAGS_rpc_retry_times": "0"}, network=network)
+        first.init(UserDefinedRoleMaker(index, Role.WORKER, 2, job.endpoints))
+
+        with pytest.MonkeyPatch.context() as patch:
+            groups = Late.groups
+
+            def struck(self: Late, step: int) -> list[dict[str, Any]]:
+                if step == 2 and threading.current_thread() is mine:
+                    network.add(lost)
+                return groups(self, step)
+
+            mine = threading.current_thread()
+            patch.setattr(Late, "groups", struck)
+            with pytest.raises((DeadlineError, EndedError)):
+                goes_on(first, index, until_step=4)
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        return goes_on(made, index)
+
+    job = Job(body, 2, 2, environ=REJOINING)
+    same(job.run(), run_job(goes_on, 2, 2))
+
+
+def test_who_brings_values_of_later_parameters_is_lost() -> None:
+    """The others would wait for them for good."""
+
+    def body(made: Fleet, index: int) -> Any:
+        if index == 1:
+            return goes_on(made, index)
+        with pytest.raises(EndedError):
+            goes_on(made, index, until_step=2)
+        return made._chosen._worker.close()  # type: ignore[union-attr]
+
+    job = Job(body, 2, 2, environ=SOON)
+    job.join(job.start())
+    assert "worker 0 left before it had sent the initial values" in str(job.errors["worker 1"])
+
+
+def test_a_worker_that_comes_back_and_lacks_parameters_is_told(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> Any:
+        if index == 0:
+            return goes_on(made, index)
+        first = job.fleet(Role.WORKER, index)
+        with pytest.raises(EndedError):
+            goes_on(first, index, until_step=4)
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        return goes_on(made, index, add=False)
+
+    job = Job(body, 2, 2, environ=REJOINING)
+    job.join(job.start())
+    assert re.search(
+        r"worker 1 lacks parameters that have joined the job; at server\d:1, step 5; got gradients without 'first', "
+        r"'second', 'model.known.weight'. Call add_param_group",
+        str(job.errors["worker 1"]),
+    )
 
 
 # ---------------------------------------------------------------- modes without rounds
@@ -414,6 +559,94 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
     )
     same(job.run(), expected)
     assert job.kills == 3
+
+
+# ---------------------------------------------------------------- and a newer one by the time a server is there again
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("moment", ["before the first", "between two", "before it is read"])
+def test_what_is_kept_comes_before_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str, servers: int
+) -> None:
+    """A script that begins with the latest checkpoint finds another one there when its server has been killed."""
+    older, newer = str(tmp_path / "older"), str(tmp_path / "newer")
+
+    def saves(made: Fleet, index: int, step: int) -> None:
+        if step == 1:
+            made.save_persistables(dirname=older)
+        if step == 3:
+            made.save_persistables(dirname=newer)
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if index == 0 and step == 1:
+            job.model_dir = newer
+            for host in job.hosts:
+                host.kill()
+
+    def first(server: int, kind: str, number: int) -> str | None:
+        """With both hellos, and before the checkpoint is read that the job begins with."""
+        if moment != "before it is read" or (kind, number) != ("hello", 2):
+            return None
+        job.model_dir = newer
+        return "answered"
+
+    run_job(trains("adam", between=saves), 2, servers)
+    begun = None if moment == "before the first" else older
+    body = trains("adam", steps=6)
+    expected = run_job(body, 2, servers, model_dir=begun)
+    if moment == "before it is read":
+        read = loading._restore_dense
+
+        def slowly(checkpoint: Any, shard: Any) -> None:
+            until(lambda: job.kills == servers)
+            read(checkpoint, shard)
+
+        monkeypatch.setattr(loading, "_restore_dense", slowly)
+    job = DyingJob(
+        trains("adam", steps=6, between=disturb), tmp_path / "durable", servers=servers, plan=first, model_dir=begun
+    )
+    same(job.run(), expected)
+    assert job.kills >= servers
+    told = r"server0:1: what this server has kept in .* comes before the checkpoint it was given, .*newer"
+    assert re.search(told, caplog.text)
+
+
+@pytest.mark.parametrize("there", ["nothing", "another one"])
+def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(tmp_path: Path, there: str) -> None:
+    older, newer, kept = tmp_path / "older", tmp_path / "newer", tmp_path / "durable"
+
+    def saves(made: Fleet, index: int, step: int) -> None:
+        made.save_persistables(dirname=str([older, newer][step]))
+
+    run_job(trains("adam", steps=2, between=saves), 1, 1)
+    durable_ = Durable(str(kept), Endpoint.parse("server0:1"), "os")
+    origin = loading.restore_from(str(older))
+    Memory(durable_).begun(Saved(origin.id, origin.url))
+    durable_.close()
+    shutil.rmtree(older)
+    if there == "another one":
+        shutil.copytree(newer, older)
+    message = {"nothing": "cannot be read again", "another one": "has been replaced"}[there]
+    with pytest.raises(
+        CheckpointError, match=f"the checkpoint that the job began with {message}; at .*older; expected"
+    ):
+        DyingJob(trains("adam"), kept, workers=1, servers=1, model_dir=str(newer))
+
+
+def test_servers_that_go_on_from_different_steps_are_told_apart_at_once(tmp_path: Path) -> None:
+    """One of them takes what comes for repetitions."""
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step == 2:
+            gate = job.hosts[1].service.floor.running().gate
+            gate.resume(dict.fromkeys(gate.clocks, 1700), {}, 1700)
+
+    for strategy in (*STRICT.values(), *FREE.values()):
+        job = DyingJob(counts(strategy, torch.optim.SGD, between=disturb), tmp_path, workers=1)
+        job.join(job.start())
+        assert re.search(r"servers are not at the same step.*got server0:1 at \d, server1:1 at 1700", str(job.errors))
+        assert set(job.errors) == {"worker 0", "server 0", "server 1"}
 
 
 # ---------------------------------------------------------------- what is on the disk
@@ -675,6 +908,32 @@ def test_nobody_hears_of_what_is_not_on_the_disk_yet(tmp_path: Path, monkeypatch
     assert not job.errors
 
 
+@pytest.mark.parametrize(("sync", "calls"), [("interval", [1, 1, 2, 2, 3]), ("os", [0] * 5), ("always", [0] * 5)])
+def test_the_journal_is_on_the_disk_within_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, calls: list[int]
+) -> None:
+    """Time alone sees to it, and once for all that has come; the other policies need no time."""
+
+    class Clock(SystemClock):
+        time = 100.0
+
+        def now(self) -> float:
+            return self.time
+
+    synced: list[int] = []
+    kept, clock = Durable(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
+    service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, durable=kept)
+    monkeypatch.setattr("fleet.ps.server.journal.os.fsync", synced.append)
+    found = []
+    for seconds in (0.0, 0.9, 0.2, 0.5, 0.6):
+        clock.time += seconds
+        kept.record(Kind.LOST, [bytes(4)])
+        service.tick()
+        found.append(len(synced))
+    assert found == calls
+    kept.forget()
+
+
 def test_a_torn_end_is_cut_off_wherever_it_is(tmp_path: Path) -> None:
     path, kept = tmp_path / "journal", [b"first", b"second"]
     whole = written(path, [*kept, b"third"])
@@ -684,14 +943,24 @@ def test_a_torn_end_is_cut_off_wherever_it_is(tmp_path: Path) -> None:
             path.write_bytes(whole[:size] + rest)
             assert records(path) == kept
             assert path.read_bytes() == whole[:end]
-    path.write_bytes(whole[:-1] + b"?")
-    assert records(path) == kept
+
+
+def test_pages_that_a_machine_has_not_written_are_a_torn_end(tmp_path: Path) -> None:
+    path, content = tmp_path / "journal", b"x" * 20_000
+    whole = written(path, [b"first", content])
+    for page in range(1, len(whole) // 4096):
+        path.write_bytes(whole[: 4096 * page] + bytes(4096) + whole[4096 * (page + 1) :])
+        assert records(path) == [b"first"]
+    path.write_bytes(whole[: -(len(whole) % 4096)] + bytes(len(whole) % 4096))
+    assert records(path) == [b"first"]
+    path.write_bytes(whole)
+    assert records(path) == [b"first", content]
 
 
 def test_damage_is_no_torn_end(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     whole = written(path, [b"first", b"second", b"third"])
-    for at_byte in range(len(whole) - 16 - 5):
+    for at_byte in range(len(whole)):
         path.write_bytes(whole[:at_byte] + bytes([whole[at_byte] ^ 1]) + whole[at_byte + 1 :])
         with pytest.raises(CheckpointError, match=r"journal is damaged; at .*journal, byte \d+"):
             records(path)
@@ -720,6 +989,190 @@ def test_a_snapshot_that_is_damaged(tmp_path: Path) -> None:
     found.write_bytes(found.read_bytes().replace(b"clocks", b"blocks"))
     with pytest.raises(CheckpointError, match=r"snapshot cannot be read; at .*state.json.*checksum is wrong"):
         durable(tmp_path)
+
+
+# ---------------------------------------------------------------- less than was acknowledged
+
+
+def without_last(records_lost: int, part: float = 0.5) -> Callable[[Path], None]:
+    """The last records are gone from the newest journal, but for a part of the first of them."""
+
+    def cut(directory: Path) -> None:
+        path = max(directory.glob("journal-*"))
+        whole, ends = path.read_bytes(), [0]
+        while ends[-1] < len(whole):
+            ends.append(ends[-1] + 16 + int.from_bytes(whole[ends[-1] : ends[-1] + 8], "little"))
+        start, stop = ends[-1 - records_lost], ends[-records_lost]
+        path.write_bytes(whole[: start + int(part * (stop - start))])
+
+    return cut
+
+
+def together() -> Callable[[], None]:
+    """Where the threads of both workers meet, without a word to the servers."""
+    met = threading.Barrier(2)
+    return lambda: (met.wait(PATIENCE_S), None)[1]
+
+
+STRICT = {
+    "sync": fleet.StrategyFactory.create_sync_strategy(),
+    "int8": fleet.StrategyFactory.create_sync_strategy(wire_dtype="int8"),
+    **REMEMBERING,
+}
+
+
+@pytest.mark.parametrize("struck", [(0,), (1,), (0, 1)], ids=["the first", "the second", "both"])
+@pytest.mark.parametrize("lost", [5, 8, 11])
+@pytest.mark.parametrize("mode", STRICT)
+def test_a_server_that_has_kept_less_ends_the_job(tmp_path: Path, mode: str, lost: int, struck: tuple[int]) -> None:
+    meet = together()
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step != 7:
+            return
+        meet()
+        if index == 0:
+            for host in [job.hosts[each] for each in struck]:
+                host.misfortune = without_last(lost)
+                host.kill()
+        meet()
+
+    body = counts(STRICT[mode], torch.optim.SGD, between=disturb)
+    job = DyingJob(body, tmp_path, journal_bytes=1 << 30)
+    job.join(job.start())
+    assert set(job.errors) == {"worker 0", "worker 1", "server 0", "server 1"}
+    assert re.search(
+        r"a server has kept less than it had acknowledged; at server\d:1, .*server\d_1; expected step \d, which "
+        r"worker \d takes for granted; got step \d \(FLEET_DURABLE_SYNC=interval\). Start the whole job again",
+        " ".join(map(str, job.errors.values())),
+    )
+
+
+@pytest.mark.parametrize("lost", [1, 5, 8])
+@pytest.mark.parametrize("mode", FREE)
+def test_without_rounds_a_job_goes_on_without_what_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, lost: int
+) -> None:
+    """Each step counts that was kept or comes later, and no other; killed again, the server is where it was."""
+    meet = together()
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step not in (7, 9):
+            return
+        meet()
+        if index == 0:
+            host.misfortune = without_last(lost) if step == 7 else lambda _: None
+            host.kill()
+        meet()
+
+    job = DyingJob(counts(FREE[mode], torch.optim.SGD, between=disturb), tmp_path, servers=1, journal_bytes=1 << 30)
+    (host,) = job.hosts
+    results = job.run()
+    gone = re.findall(r"goes on without steps (\d+) to (\d+) of worker (\d), which were acknowledged", caplog.text)
+    total = sum(step + index + 1 for step in range(12) for index in range(2))
+    total -= sum(step + int(index) for start, stop, index in gone for step in range(int(start), int(stop) + 1))
+    assert (lost < 5) or gone
+    for result in results:
+        for value in result.values():
+            assert torch.equal(value, torch.full_like(value, -0.125 * total))
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo", "async", "ssp"])
+def test_a_gathering_that_was_not_kept_ends_the_job(tmp_path: Path, mode: str) -> None:
+    """Others may have what came of it: nobody can go on without it."""
+    meet = together()
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step == 2:
+            for _ in range(3):
+                made.barrier_worker()
+            meet()
+            if index == 0:
+                host.misfortune = without_last(3)
+                host.kill()
+            meet()
+            made.barrier_worker()
+
+    body = counts({**STRICT, **FREE}[mode], torch.optim.SGD, between=disturb)
+    job = DyingJob(body, tmp_path, servers=1, journal_bytes=1 << 30)
+    (host,) = job.hosts
+    job.join(job.start())
+    assert set(job.errors) == {"worker 0", "worker 1", "server 0"}
+    assert re.search(
+        r"expected gathering \d, which worker \d takes for granted; got gathering \d", str(job.errors["server 0"])
+    )
+
+
+def test_initial_values_that_were_not_kept_end_the_job(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> None:
+        def disturb(made: Fleet) -> None:
+            made.init_worker()
+            host.misfortune = without_last(1)
+            host.kill()
+
+        model = Model()
+        made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        disturb(made)
+        model(torch.arange(6).reshape(2, 3))
+
+    job = DyingJob(body, tmp_path, workers=1, servers=1, journal_bytes=1 << 30)
+    (host,) = job.hosts
+    job.join(job.start())
+    assert "expected initial values, which worker 0 takes for granted; got none" in str(job.errors["worker 0"])
+    assert "expected initial values" in str(job.errors["server 0"])
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo", "async"])
+def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mode: str) -> None:
+    """The servers tell it different numbers of its steps."""
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+
+    def disturb(made: Fleet, index: int, step: int) -> None:
+        if step == 6:
+            # In GEO the journal also has what was handed out.
+            host.misfortune = without_last(8 if mode == "geo" else 3)
+            made._chosen._worker.close()  # type: ignore[union-attr]
+            host.kill()
+            raise EndedError
+
+    def body(made: Fleet, index: int) -> Any:
+        first = job.fleet(Role.WORKER, 0)
+        with pytest.raises(EndedError):
+            counts(strategy, torch.optim.SGD, between=disturb)(first, 0)
+        resumed.append(counts(strategy, torch.optim.SGD, steps=0, between=disturb)(made, index))
+        resumed.append(made.resume_step())
+
+    resumed: list[Any] = []
+    strategy = {**STRICT, **FREE, "geo": fleet.StrategyFactory.create_geo_strategy(1)}[mode]
+    job = DyingJob(body, tmp_path, workers=1, environ=environ, journal_bytes=1 << 30)
+    host = job.hosts[1]
+    job.join(job.start())
+    if mode == "async":
+        assert not job.errors
+        assert resumed[1] >= 5, "what one server has counts"
+    else:
+        assert "the servers are not at the same step" in str(job.errors["worker 0"])
+        assert len(job.errors) == 3
+
+
+def test_values_that_replaced_others_and_were_not_kept_end_the_job(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> None:
+        model = Model()
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        made.init_worker()
+        ids = torch.arange(6).reshape(2, 3)
+        wrapped.minimize(model(ids).square().mean())
+        made.load_state_dict(model, made.state_dict(model))
+        host.misfortune = without_last(1)
+        host.kill()
+        wrapped.minimize(model(ids).square().mean())
+
+    job = DyingJob(body, tmp_path, workers=1, journal_bytes=1 << 30)
+    host = job.hosts[1]
+    job.join(job.start())
+    assert "server1:1" in str(job.errors["worker 0"])
+    assert "has lost the values that had replaced all others" in str(job.errors["worker 0"])
+    assert len(job.errors) == 3
 
 
 # ---------------------------------------------------------------- whose state it is

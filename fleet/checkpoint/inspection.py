@@ -16,7 +16,7 @@ import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import STATE, VALUE, joined
-from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint, Manifest, chain, read
+from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint, Manifest, chain, lacking_tables, read
 from fleet.checkpoint.pieces import PieceFile
 from fleet.checkpoint.places import Place
 from fleet.errors import CheckpointError
@@ -166,6 +166,8 @@ def verify(dirname: object) -> Iterator[PieceFile | Problem]:
         place, manifest = lineage[0]
         for fault in _missing(manifest):
             yield Problem(place.url, fault)
+        for table in lacking_tables(manifest.spec, (each for _, each in lineage)):
+            yield Problem(place.url, f"nothing of the table {table!r} is there")
 
 
 def _told(error: CheckpointError) -> str:

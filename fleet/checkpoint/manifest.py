@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
@@ -27,6 +27,9 @@ FORMAT = "fleet-checkpoint"
 FORMAT_VERSION = 2
 #: A manifest has a few hundred bytes for every 16 MiB of state.
 _MOST_BYTES = 1 << 30
+#: No job takes as many steps, and nothing has as many bytes; servers count on in 64 bits.
+_MOST_STEPS, _MOST_SEED = 1 << 62, (1 << 64) - 1
+_IMPOSSIBLE = "the manifest says what cannot be"
 #: So many pieces are read and verified while one is worked on: one waits for the disk while another is summed up.
 _READERS = 2
 
@@ -88,19 +91,72 @@ class Manifest:
         told, computed = raw.pop("crc32"), _crc32(raw)
         if told != computed:
             raise CheckpointError("the manifest is damaged", expected=f"crc32 {told}", got=f"crc32 {computed}")
-        parent = None if raw["parent"] is None else Parent(str(raw["parent"]["place"]), str(raw["parent"]["id"]))
+        parent = raw["parent"]
+        if parent is not None:
+            parent = Parent(_text(parent, "place"), _text(parent, "id"))
         spec = JobSpec.from_json(json.dumps(raw["spec"]))
         pieces = tuple(_piece(each) for each in raw["pieces"])
-        return cls(str(raw["id"]), int(raw["version"]), int(raw["seed"]), spec, pieces, parent)
+        version, seed = _number(raw, "version", _MOST_STEPS), _number(raw, "seed", _MOST_SEED)
+        return cls(_text(raw, "id"), version, seed, spec, pieces, parent)
+
+
+def _number(raw: Mapping[str, Any], name: str, most: int) -> int:
+    value = raw[name]
+    if type(value) is not int or not 0 <= value <= most:
+        raise CheckpointError(_IMPOSSIBLE, expected=f"{name} from 0 to {most}", got=repr(value)[:80])
+    return value
+
+
+def _text(raw: Mapping[str, Any], name: str) -> str:
+    value = raw[name]
+    if not isinstance(value, str) or not value:
+        raise CheckpointError(_IMPOSSIBLE, expected=f"{name} as text", got=repr(value)[:80])
+    return value
+
+
+def _names(raw: Mapping[str, Any], name: str) -> Sequence[str]:
+    value = raw[name]
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise CheckpointError(_IMPOSSIBLE, expected=f"{name} as a list of names", got=repr(value)[:80])
+    return value
+
+
+def _check_rows(about: Mapping[str, Any], tensors: int) -> None:
+    _text(about, TABLE)
+    _number(about, "step", _MOST_STEPS)
+    _number(about, "rows", _MOST_STEPS)
+    columns = len(_names(about, "columns"))
+    if tensors != 1 + columns:
+        raise CheckpointError(_IMPOSSIBLE, expected=f"ids and {columns} columns", got=f"{tensors} tensors")
+
+
+def _check_entries(entries: object) -> None:
+    if not isinstance(entries, list):
+        raise CheckpointError(_IMPOSSIBLE, expected="a list of parameters", got=repr(entries)[:80])
+    for entry in entries:
+        _text(entry, "param")
+        _text(entry, "key")
+        _number(entry, "offset", _MOST_STEPS)
+        _number(entry, "numel", _MOST_STEPS)
+        if "plain" not in entry and not isinstance(entry["elementwise"], bool):
+            raise CheckpointError(_IMPOSSIBLE, expected="elementwise or not", got=repr(entry["elementwise"])[:80])
 
 
 def _piece(raw: dict[str, Any]) -> PieceFile:
+    _text(raw, "file")
+    _number(raw, "bytes", _MOST_STEPS)
+    _number(raw, "crc32", (1 << 32) - 1)
+    _names(raw, "tensors")
     piece = PieceFile.told(raw)
     path = PurePosixPath(piece.file)
     if path.is_absolute() or ".." in path.parts or "\0" in piece.file:
         raise CheckpointError("the manifest points out of its directory", got=repr(piece.file))
     if not isinstance(piece.about, dict):
         raise ValueError(f"a piece does not say what it is: {piece.about!r}")
+    if TABLE in piece.about:
+        _check_rows(piece.about, len(piece.tensors))
+    if DENSE in piece.about:
+        _check_entries(piece.about[DENSE])
     return piece
 
 
@@ -140,6 +196,14 @@ class Checkpoint:
         for place, manifest in reversed(list(chain(dirname))):
             found = cls(place, manifest, found)
         assert found is not None
+        lacking = lacking_tables(found.manifest.spec, (each.manifest for each in found.lineage()))
+        if lacking:
+            raise CheckpointError(
+                "the checkpoint lacks a table",
+                where=found.where,
+                expected="at least one piece of each, if only to say that it has no rows",
+                got=f"none of {', '.join(map(repr, lacking))}",
+            )
         return found
 
     @staticmethod
@@ -238,6 +302,12 @@ class Checkpoint:
                     got=f"checkpoint {present.id}",
                     todo="Load again.",
                 )
+
+
+def lacking_tables(spec: JobSpec, manifests: Iterable[Manifest]) -> list[str]:
+    """The tables of which nothing was saved; of one without rows that was."""
+    there = {piece.about.get(TABLE) for manifest in manifests for piece in manifest.pieces}
+    return [table.name for table in spec.tables if table.name not in there]
 
 
 def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:

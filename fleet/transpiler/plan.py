@@ -81,9 +81,9 @@ def make_plan(spec: JobSpec) -> Plan:
             offset += numel
     dispatcher = DISPATCHERS[settings.split_method](settings.server_num)
     servers = tuple(dispatcher.dispatch([_name(spec.params[block.param], block) for block in blocks]))
-    placement = hashlib.sha256(repr(([block.numel for block in blocks], servers)).encode()).hexdigest()
-    fingerprint = hashlib.sha256(spec.common.to_json().encode() + placement.encode()).hexdigest()
-    return Plan(spec, tuple(blocks), servers, placement, fingerprint)
+    placement = repr(([block.numel for block in blocks], servers)).encode()
+    fingerprint = hashlib.sha256(spec.common.to_json().encode() + placement)
+    return Plan(spec, tuple(blocks), servers, hashlib.sha256(placement).hexdigest(), fingerprint.hexdigest())
 
 
 def _name(param: ParamSpec, block: Block) -> str:

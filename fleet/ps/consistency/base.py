@@ -71,6 +71,11 @@ class Gate(Protocol):
         """The newest step ``worker`` has delivered."""
         ...
 
+    def make_up(self, worker: int, step: int) -> list[Effect]:
+        """``worker`` had delivered ``step``, of which this knows no more: its next one follows that. Not where workers
+        share their steps."""
+        ...
+
     def lacking(self) -> tuple[int, tuple[int, ...]]:
         """The step that is open now and the workers it waits for, for whoever explains a wait."""
         ...

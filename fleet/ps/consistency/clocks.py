@@ -52,6 +52,10 @@ class ClockGate(ABC):
     def delivered(self, worker: int) -> int:
         return self._clock[worker]
 
+    def make_up(self, worker: int, step: int) -> list[Effect]:
+        self._clock[worker] = step
+        return self._settle()
+
     @abstractmethod
     def join(self, worker: int) -> None: ...
 

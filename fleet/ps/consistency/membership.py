@@ -121,11 +121,16 @@ class Membership:
             return None
         return member.standing
 
+    def has(self, worker: int, incarnation: int) -> bool:
+        """Whether this process is a live member."""
+        member = self._members.get(worker)
+        return member is not None and member.incarnation == incarnation and member.standing is Standing.LIVE
+
     def heard(self, worker: int, incarnation: int, now: float) -> bool:
         """Note a sign of life; False if this process is not a live member."""
-        member = self._members.get(worker)
-        if member is None or member.incarnation != incarnation or member.standing is not Standing.LIVE:
+        if not self.has(worker, incarnation):
             return False
+        member = self._members[worker]
         member.last_heard, member.surmised = now, False
         return True
 

@@ -42,6 +42,8 @@ _SNAPSHOT, _JOURNAL = "snapshot-", "journal-"
 class Kind(bytes, enum.Enum):
     """What a record holds."""
 
+    #: what the job began with: the id and the URL of a checkpoint, or none. Journals from before it was noted lack it
+    ORIGIN = b"F"
     REQUEST = b"Q"
     #: a gathering's number, and what came of it, as a reply
     OUTCOME = b"O"

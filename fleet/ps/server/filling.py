@@ -10,10 +10,12 @@ import logging
 import threading
 from typing import Any
 
-from fleet.errors import FleetError, JobAbortedError, PlanMismatchError, ProtocolError
+from fleet.checkpoint.manifest import Saved
+from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError
 from fleet.ps.server.floor import Floor
-from fleet.ps.server.job import Job, Restore
+from fleet.ps.server.job import NOTHING, Job, Restore
 from fleet.ps.server.keeping import Keeping
+from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import check_fingerprint, check_share
 from fleet.ps.server.replacing import Replacing
 from fleet.ps.server.uploads import check_upload, write_upload
@@ -32,16 +34,31 @@ class Filling:
         self._floor = floor
         self._keeping = keeping
         self._replacing = replacing
-        self.restore = restore
+        self.restore = self._given = restore
         #: whoever is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
+
+    # ---------------------------------------------------------------- a checkpoint or none
+
+    @property
+    def origin(self) -> Saved:
+        """What a job begins with here."""
+        return NOTHING if self.restore is None else Saved(self.restore.id, self.restore.url)
+
+    def begin_with(self, origin: Saved) -> None:
+        """Have a job that is gone on with begin as it did, whatever there is to begin with by now."""
+        if origin.id == self.origin.id:
+            return
+        self.restore = None
+        if origin.id:
+            self.restore = _found_again(origin)
 
     # ---------------------------------------------------------------- room for them
 
     def make_room(self, arrival: Arrival) -> None:
         """Worker 0 has said hello, which is to bring the initial values."""
         hello, job = arrival.request.hello, self._floor.running()
-        if self.restore is not None or job.shard is not None:
+        if job.began.id or job.shard is not None:
             return
         try:
             shard = Shard(job.plan, hello.server, hello.seed, tuple(hello.options))
@@ -56,7 +73,7 @@ class Filling:
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
         job.steps_before = restore.version
-        job.last = (restore.id, restore.url)
+        job.began, job.last = self.origin, (restore.id, restore.url)
 
         def load() -> None:
             floor = self._floor
@@ -85,6 +102,12 @@ class Filling:
 
     def go_on(self) -> None:
         """Everything was done over that had to be."""
+        floor, given = self._floor, self._given
+        if floor.memory is not None and floor.job is not None and given is not None and given.id != floor.job.began.id:
+            told = (
+                "%s: what this server has kept in %s comes before the checkpoint it was given, %s, which is left alone"
+            )
+            _log.warning(told, floor.endpoint, floor.memory.directory, given.url)
         if self._reader is not None:
             self._reader.start()
             self._reader = None
@@ -107,7 +130,8 @@ class Filling:
         _check_initializer(arrival.worker)
         if job.growing or not job.initialized:
             check_upload(shard, upload, arrival.tensors)
-            write_upload(shard, upload, arrival.tensors)
+            # Whoever has started again may bring more than is lacking.
+            write_upload(shard, upload, arrival.tensors, job.former[-1] if job.growing else None)
         arrival.answer(pb.Reply())
 
     def ready(self, arrival: Arrival) -> None:
@@ -120,16 +144,27 @@ class Filling:
             _check_initializer(arrival.worker)
             job = self._floor.running()
             job.initialized, job.growing = True, False
+            job.forget_values()  # a worker that does not know of these may have been told the others meanwhile
         arrival.answer(pb.Reply(initialized=True))
         self._floor.release_early(arrival.outbox)
 
     # ---------------------------------------------------------------- further parameters
 
     def extend(self, arrival: Arrival) -> None:
-        """Further parameters, at the same step of every worker: the first that comes has the plan changed."""
+        """Further parameters, at the same step of every worker: the first that comes has the plan changed. One that has
+        started again adds later what joined while it was there before, all at once or one after another."""
         floor, request, extend = self._floor, arrival.request, arrival.request.extend
         job, shard = floor.running(), floor.shard()
         spec = JobSpec.from_json(extend.spec)
+        if spec.settings.elastic:
+            spec = spec.among(job.plan.spec.settings.worker_num)
+        known = job.outgrown.get(request.worker)
+        if known is not None and spec != job.plan.spec and job.plan.spec.continues(spec) and spec.continues(known.spec):
+            plan = make_plan(spec)
+            check_fingerprint(floor.endpoint, plan, extend.fingerprint)
+            job.outgrown[request.worker] = plan
+            arrival.answer(pb.Reply(version=job.gate.version, initialized=True))
+            return
         if spec != job.plan.spec:
             if not spec.continues(job.plan.spec):
                 raise PlanMismatchError(
@@ -144,7 +179,7 @@ class Filling:
                     where=f"{floor.endpoint}, step {request.step}",
                     todo="Call add_param_group on every worker, after the same step.",
                 )
-            plan, outgrown = make_plan(spec), job.dense_at(job.gate.version)
+            plan = make_plan(spec)
             check_fingerprint(floor.endpoint, plan, extend.fingerprint)
             check_share(floor.endpoint, plan, shard.server, extend.options, floor.most_bytes)
             try:
@@ -152,11 +187,22 @@ class Filling:
                 shard.warm()
             except Exception as error:
                 raise self._cannot_set_up(error, arrival.outbox) from None
-            job.plan, job.growing = plan, True
-            job.outgrown = dict.fromkeys(job.gate.clocks, outgrown)
-            job.forget_values()
+            job.adopt(plan)
         job.outgrown.pop(request.worker, None)
         arrival.answer(pb.Reply(version=job.gate.version, initialized=not job.growing))
+
+
+def _found_again(origin: Saved) -> Restore:
+    todo = "Start the whole job again, from another checkpoint if there is one, with this server's directory removed."
+    try:
+        restore = restore_from(origin.url)
+    except CheckpointError as error:
+        what, got = "the checkpoint that the job began with cannot be read again", str(error)
+        raise CheckpointError(what, where=origin.url, expected=f"checkpoint {origin.id}", got=got, todo=todo) from None
+    if restore.id != origin.id:
+        what, got = "the checkpoint that the job began with has been replaced", f"checkpoint {restore.id}"
+        raise CheckpointError(what, where=origin.url, expected=f"checkpoint {origin.id}", got=got, todo=todo)
+    return restore
 
 
 def _check_initializer(worker: int) -> None:

@@ -25,7 +25,7 @@ from fleet.ps.server.ledger import Ledger
 from fleet.ps.server.lock import Lock
 from fleet.ps.server.remembering import Memory
 from fleet.ps.server.roll import Roll
-from fleet.ps.server.waiting import Outbox, Waiting
+from fleet.ps.server.waiting import Outbox, Waiting, nobody
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
@@ -183,7 +183,7 @@ class Floor:
         self.ending.end(error)
         if self.job is not None:
             waiting = self.job.all_waiting()
-            self.ending.tell(each.worker for each in waiting)
+            self.ending.tell(each.worker for each in waiting if each.respond is not nobody)
             outbox += [(each.respond, error_reply(error)) for each in waiting]
             self.job.parked.clear()
             self.job.early.clear()

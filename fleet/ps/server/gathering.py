@@ -64,6 +64,10 @@ class Hall:
     def join(self, worker: int) -> None:
         self._decisions.join(worker)
 
+    def reached(self, worker: int) -> int:
+        """The newest gathering a worker has come to."""
+        return self._decisions.reached(worker)
+
     def answer(self, number: int) -> Frame:
         """What came of a gathering."""
         outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))

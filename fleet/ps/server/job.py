@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fleet.checkpoint.manifest import Saved
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Gate, Mode
+from fleet.ps.layout import dense_layout
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.parts import Parts
@@ -24,6 +26,8 @@ from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import Plan, make_plan
 from fleet.transpiler.specs import JobSpec
 
+NOTHING = Saved("", "")
+
 
 @dataclass
 class Job:
@@ -36,10 +40,12 @@ class Job:
     claims: Claims
     shard: Shard | None = None
     initialized: bool = False
+    #: the plans before further parameters joined, the first one first
+    former: list[Plan] = field(default_factory=list)
     #: further parameters are planned and worker 0 has not brought their values yet
     growing: bool = False
-    #: a worker that does not know of further parameters yet -> the values without these, for what it asks again
-    outgrown: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    #: a worker that does not know of further parameters, yet or since it has started again -> the plan that it knows
+    outgrown: dict[int, Plan] = field(default_factory=dict)
     #: (worker, step) -> what it pushed, until its round is applied
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: gradients that came ahead of their pushes
@@ -50,6 +56,8 @@ class Job:
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
     #: what was there when the job began: 0, or what its checkpoint says
     steps_before: int = 0
+    #: the checkpoint that the job began with, if it did
+    began: Saved = NOTHING
     #: worker -> how many of its steps were in what it pushed
     steps: dict[int, int] = field(default_factory=dict)
     #: all dense values at some version, as they were answered last
@@ -75,8 +83,8 @@ class Job:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters have their values, and no others are on their way, and every worker knows them."""
-        return self.initialized and not self.growing and not self.outgrown and not self.uploads
+        """Whether all parameters have their values, and no others are on their way."""
+        return self.initialized and not self.growing and not self.uploads
 
     def forget_values(self) -> None:
         """Others stand here now, or more of them."""
@@ -89,9 +97,26 @@ class Job:
             self.snapshot = (version, self.shard.dense.snapshot())
         return self.snapshot[1]
 
-    def dense_for(self, worker: int, version: int) -> list[torch.Tensor]:
-        """The same, but for a worker that does not know of all parameters yet."""
-        return self.outgrown[worker] if worker in self.outgrown else self.dense_at(version)
+    def dense_for(self, worker: int, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Of all dense values those that a worker knows of: parameters that join a job come after the others."""
+        if worker not in self.outgrown:
+            return flats
+        assert self.shard is not None
+        by_dtype = dict(zip(self.shard.dense.layout.dtypes, flats, strict=True))
+        known = dense_layout(self.outgrown[worker], self.shard.server)
+        return [by_dtype[dtype][:size] for dtype, size in known.sizes.items()]
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with further parameters, of which nobody knows yet who has not announced them."""
+        self.outgrown = {worker: self.outgrown.get(worker, self.plan) for worker in self.gate.clocks}
+        self.former.append(self.plan)
+        self.plan, self.growing = plan, True
+        self.forget_values()
+
+    def plan_of(self, spec: JobSpec) -> Plan | None:
+        """The plan of this spec, which the job has or had: a worker that starts again describes itself as at first."""
+        plans = (self.plan, *self.former)
+        return next((plan for plan in plans if plan.spec.common == spec.common), None)
 
     def apply(self, version: int, workers: Sequence[int]) -> None:
         """Close the round that leads to a version, with what these workers have pushed for it."""
@@ -127,6 +152,11 @@ class Job:
     def knows_readers(self) -> bool:
         """Whether it is remembered what each worker was given: reading changes what a server does next."""
         return self.mode.adds or self.plan.spec.settings.dc_lambda != 0
+
+    @property
+    def may_lose_steps(self) -> bool:
+        """Whether it can go on where a server has lost steps: what it has is right without them."""
+        return not (self.mode.lockstep or self.knows_readers)
 
     def remembers(self, *, dense: bool, training: bool) -> bool:
         """Whether something is remembered of an answer with dense values, or rows that are to be trained."""

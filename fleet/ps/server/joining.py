@@ -15,6 +15,7 @@ from fleet.ps.server.reception import Expected, check_cluster, check_same_job, c
 from fleet.ps.server.telling import on_one_line
 from fleet.ps.server.waiting import Arrival
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.transpiler.plan import Plan
 from fleet.transpiler.specs import JobSpec
 
 _log = logging.getLogger("fleet.server")
@@ -34,23 +35,28 @@ class Joining:
         floor.ending.refuse_if_failed(worker)
         label = on_one_line(request.hello.label[:200])
         try:
-            job = self._job_for(request)
+            job, known = self._job_for(request)
         except FleetError as error:
             floor.roll.refused(worker, f"worker {worker} ({label}) was refused: {error}")
             told = on_one_line(str(error))
             _log.warning("%s: worker %d (%s) was refused: %s", floor.endpoint, worker, label, told)
             raise
+        is_repeated = floor.roll.has(request)
         surely = floor.memory is not None and floor.memory.replaying
         before = floor.roll.admit(request, label, job.plan.spec.settings, surely=surely)
+        if floor.job is None:
+            self._keeping.note_origin(self._filling.origin, arrival.outbox)
         self._keeping.note("hello", arrival.frame, arrival.outbox)  # only now: whether it is let in is a matter of time
         if before is not None:
             self._take_place(job, before, label, arrival)
         if floor.job is None:
             self._begin(job, request.hello)
+        if known is not job.plan and not is_repeated:
+            job.outgrown[worker] = known
         if worker == 0:
             self._filling.make_room(arrival)
         self._welcome(job, arrival)
-        if job.initialized:
+        if job.initialized and not job.growing:
             floor.release_early(arrival.outbox)
 
     def _refuse_successor(self, request: Any) -> None:
@@ -76,8 +82,9 @@ class Joining:
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
 
-    def _job_for(self, request: Any) -> Job:
-        """The job that a hello is for, which it may be the first of; it fits, or is refused."""
+    def _job_for(self, request: Any) -> tuple[Job, Plan]:
+        """The job that a hello is for, which it may be the first of, and the plan that the worker knows; it fits, or is
+        refused."""
         floor, hello = self._floor, request.hello
         spec = JobSpec.from_json(hello.spec)
         check_cluster(floor.endpoint, self._expected, spec, request.worker, hello)
@@ -85,9 +92,9 @@ class Joining:
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             job = new_job(spec.among(begins_with), hello.job_id, str(floor.endpoint), floor.knobs.rpc_deadline_s)
-        check_same_job(floor.endpoint, floor.knobs.job_id or job.job_id, job.plan, spec, hello)
-        check_share(floor.endpoint, job.plan, hello.server, hello.options, floor.most_bytes)
-        return job
+        known = check_same_job(floor.endpoint, floor.knobs.job_id or job.job_id, job, spec, hello)
+        check_share(floor.endpoint, known, hello.server, hello.options, floor.most_bytes)
+        return job, known
 
     def _take_place(self, job: Job, before: Standing, label: str, arrival: Arrival) -> None:
         """A worker comes to a place that another process had, which stood so: what that one waited for nobody waits for
@@ -119,15 +126,15 @@ class Joining:
             self._filling.begin_restoring(job, self._filling.restore, hello)
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
-        restore, worker = self._filling.restore, arrival.worker
+        worker = arrival.worker
         arrival.answer(
             pb.Reply(
                 version=job.gate.version,
-                initialized=job.initialized or restore is not None,
+                initialized=job.initialized or bool(job.began.id),
                 delivered=job.gate.delivered(worker),
                 steps=job.steps_of(worker),
                 loads=job.loads,
                 gathered=job.hall.told()[worker],
-                about="" if restore is None else restore.id,
+                about=job.began.id,
             )
         )

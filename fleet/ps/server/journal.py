@@ -1,9 +1,9 @@
 """A file of records that only grows: what a server has been asked, in the order in which it did it.
 
 A record is its length, its checksum, a checksum of these two, and its bytes. A process that is killed may leave the
-beginning of a record at the end of the file, and a machine that stops a last one that is not whole, or zeros; nobody
-was told that this one is safe, and it is cut off. Whatever else does not fit is damage: going on without what follows
-would lose what was acknowledged, and silently.
+beginning of a record at the end of the file, and a machine that stops zeros in the place of its last pages; nobody was
+told that this one is safe, and it is cut off. Whatever else does not fit is damage, a byte that has turned in the last
+record as well: going on without it would lose what was acknowledged, and silently.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from fleet.errors import CheckpointError
 _HEAD = struct.Struct("<QII")
 _MOST_BUFFERS = 512
 _PART_BYTES = 1 << 20
+#: What a system writes to a disk at once; where it has not, there are zeros.
+_PAGE_BYTES = 4096
 
 
 class Journal:
@@ -102,7 +104,7 @@ class Journal:
         while got < size:
             got += os.preadv(self._file, [view[got:]], at + _HEAD.size + got)
         if crc32(data) != crc:
-            if end == self.bytes:
+            if end == self.bytes and _lacks_a_page(view, at + _HEAD.size):
                 return None
             raise self._damaged(at)
         return data
@@ -126,6 +128,12 @@ class Journal:
         with self._syncing:
             self._synced = self.bytes
             os.close(self._file)
+
+
+def _lacks_a_page(data: memoryview, at: int) -> bool:
+    """Whether some page of a file has nothing of these bytes, which begin at a place in it."""
+    starts = [0, *range(-at % _PAGE_BYTES or _PAGE_BYTES, len(data), _PAGE_BYTES)]
+    return any(not any(data[start:stop]) for start, stop in zip(starts, [*starts[1:], len(data)], strict=True))
 
 
 def _head(size: int, crc: int) -> bytes:

@@ -10,10 +10,12 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from fleet.errors import ConfigurationError, FleetError
+from fleet.checkpoint.manifest import Saved
+from fleet.errors import ConfigurationError, FleetError, ServerLostError
 from fleet.ps.server.floor import Floor
-from fleet.ps.server.job import new_job
+from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.snapshots import Snapshots
 from fleet.ps.server.waiting import Outbox
 from fleet.ps.wire.frame import Frame
@@ -27,9 +29,63 @@ class Keeping:
         self._floor = floor
         self._snapshots = None if floor.memory is None else Snapshots(floor, floor.memory)
 
+    def compare(self, kind: str, request: Any, outbox: Outbox) -> None:
+        """See to it that nobody waits for what is lost: a server that has gone on may have kept less than it had
+        acknowledged, which shows in what its workers take for granted. The job ends with that, but where each worker
+        goes at its own pace, and nothing depends on what it was given: there it goes on without the steps that are
+        gone."""
+        memory = self._floor.memory
+        if memory is None or not memory.goes_on or kind == "abort":
+            return
+        job, worker = self._floor.running(), request.worker
+        known = request.step - (kind in ("push", "part"))
+        kept = job.gate.clocks.get(worker, known)  # of one that has said goodbye nothing is expected
+        if kept < known and job.may_lose_steps:
+            if not memory.replaying:
+                told = "%s: goes on without steps %d to %d of worker %d, which were acknowledged and not kept (%s)"
+                _log.warning(told, self._floor.endpoint, kept + 1, known, worker, self._policy)
+            self._floor.carry_out(job.gate.make_up(worker, known), worker, outbox)
+        elif kept < known:
+            raise self._lost(worker, f"step {known}", f"step {kept}", outbox)
+        if kind == "gather" and request.gather.number - 1 > job.hall.reached(worker):
+            met, kept = request.gather.number - 1, job.hall.reached(worker)
+            raise self._lost(worker, f"gathering {met}", f"gathering {kept}", outbox)
+        if worker == 0 and kind in ("pull", "push") and self._waits_for_first(job, kind, request):
+            raise self._lost(worker, "initial values", "none", outbox)
+
+    @staticmethod
+    def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
+        """Whether a request of worker 0 would wait for values that worker 0 has brought already: it asks for none, and
+        trains on none, before they are acknowledged."""
+        if not job.initialized:
+            return not job.began.id
+        return job.growing and request.worker not in job.outgrown and (kind == "push" or request.pull.dense)
+
+    def _lost(self, worker: int, known: str, kept: str, outbox: Outbox) -> FleetError:
+        floor, memory = self._floor, self._floor.memory
+        assert memory is not None
+        failure = ServerLostError(
+            "a server has kept less than it had acknowledged",
+            where=f"{floor.endpoint}, {memory.directory}",
+            expected=f"{known}, which worker {worker} takes for granted",
+            got=f"{kept} ({self._policy})",
+            todo="Start the whole job again, from its last checkpoint if there is one. With FLEET_DURABLE_SYNC=always "
+            "nothing is lost when a machine stops.",
+        )
+        floor.fail(failure, outbox)
+        return failure
+
+    @property
+    def _policy(self) -> str:
+        return f"FLEET_DURABLE_SYNC={self._floor.knobs.durable_sync}"
+
     def note(self, kind: str, frame: Frame, outbox: Outbox) -> None:
         """Have a request that changes anything in the journal, before it does."""
         self._keep(lambda kept: kept.memory.note(kind, frame), outbox)
+
+    def note_origin(self, origin: Saved, outbox: Outbox) -> None:
+        """Have in the journal, before the first hello, what the job begins with."""
+        self._keep(lambda kept: kept.memory.begun(origin), outbox)
 
     def note_lost(self, worker: int, outbox: Outbox) -> None:
         self._keep(lambda kept: kept.memory.lost(worker), outbox)
@@ -60,10 +116,15 @@ class Keeping:
 
 
 def resume(
-    floor: Floor, *, ask: Callable[[Frame], None], hand_out: Callable[[Frame], None], lose: Callable[[int], None]
+    floor: Floor,
+    *,
+    begin_with: Callable[[Saved], None],
+    ask: Callable[[Frame], None],
+    hand_out: Callable[[Frame], None],
+    lose: Callable[[int], None],
 ) -> None:
-    """Be where the server was whose memory this one has: ``ask`` it what it was asked, ``hand_out`` what its workers
-    were given, ``lose`` whom it gave up on."""
+    """Be where the server was whose memory this one has: ``begin_with`` the checkpoint its job began with, if any,
+    ``ask`` it what it was asked, ``hand_out`` what its workers were given, ``lose`` whom it gave up on."""
     memory = floor.memory
     if memory is None:
         return
@@ -71,7 +132,9 @@ def resume(
     if state is not None:
         spec = JobSpec.from_json(state["spec"])
         floor.job = new_job(spec, state["job_id"], str(floor.endpoint), floor.knobs.rpc_deadline_s)
-        if state.get("placement") != floor.job.plan.placement:
+        # Versions that noted no placement dealt as this one does, where they did not hash.
+        unsaid = floor.job.plan.placement if spec.settings.split_method == "RoundRobin" else None
+        if state.get("placement", unsaid) != floor.job.plan.placement:
             raise _placed_otherwise(memory.directory)
         memory.resume(floor.job, state, floor.clock.now())
         floor.roll.resume(spec.settings, state["members"])
@@ -86,7 +149,7 @@ def resume(
 
         return redo
 
-    memory.replay(floor.running, again(ask), again(hand_out), lose)
+    memory.replay(floor.running, begin_with, again(ask), again(hand_out), lose)
     job = floor.job
     if job is None:
         return

@@ -63,7 +63,7 @@ class Leaving:
 
     def _departed(self, worker: int, outbox: Outbox) -> None:
         floor, job = self._floor, self._floor.running()
-        if worker == 0 and not job.initialized:
+        if worker == 0 and (job.growing or not job.initialized):
             floor.fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
             return
         floor.drop_requests(worker, outbox)

@@ -9,6 +9,7 @@ from fleet.cluster import Endpoint
 from fleet.errors import ConfigurationError, IdentityError, PlanMismatchError, ProtocolError
 from fleet.ps import memory
 from fleet.ps.consistency import MODES
+from fleet.ps.server.job import Job
 from fleet.ps.table.shard import Shard
 from fleet.transpiler.plan import Plan
 from fleet.transpiler.specs import JobSpec, differences
@@ -79,7 +80,8 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
         )
 
 
-def check_same_job(endpoint: Endpoint, ours: str, plan: Plan, spec: JobSpec, hello: Any) -> None:
+def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello: Any) -> Plan:
+    """The plan that a worker knows, which is the job's, or was before parameters joined it."""
     # Ids are optional: launchers give them, people at four terminals do not. Only two different ones contradict.
     if ours and hello.job_id and ours != hello.job_id:
         raise IdentityError(
@@ -89,14 +91,16 @@ def check_same_job(endpoint: Endpoint, ours: str, plan: Plan, spec: JobSpec, hel
             got=f"job {hello.job_id[:_MOST_TEXT]}",
             todo="Give the second job servers of its own.",
         )
-    if plan.spec.common != spec.common:
+    plan = job.plan_of(spec)
+    if plan is None:
         raise PlanMismatchError(
             "this worker's model, optimizer or strategy is not the job's",
             where=str(endpoint),
-            got="; ".join(differences(plan.spec.common, spec.common))[:_MOST_TEXT],
+            got="; ".join(differences(job.plan.spec.common, spec.common))[:_MOST_TEXT],
             todo="Run the same script everywhere; if another job is using this server, give this one its own.",
         )
     check_fingerprint(endpoint, plan, hello.fingerprint)
+    return plan
 
 
 def check_fingerprint(endpoint: Endpoint, plan: Plan, theirs: str) -> None:

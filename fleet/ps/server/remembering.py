@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from fleet.checkpoint.manifest import Saved
 from fleet.errors import FleetError
 from fleet.ps.consistency.membership import Told
 from fleet.ps.consistency.staleness import total
@@ -22,6 +23,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.tensors import WireTensor
+from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import JobSpec
 
 #: Requests that change what a server would do next.
 NOTED = frozenset(
@@ -84,10 +87,17 @@ class Memory:
         job.loads, job.taken = state["loads"], state["taken"]
         job.last = (state["last"][0], state["last"][1])
         job.claims.resume(state["claims"], now)
+        # What is not in the snapshots of earlier releases.
+        job.began = Saved(*state.get("began", ("", "")))
+        job.former = [make_plan(JobSpec.from_json(each)) for each in state.get("former", ())]
+        job.outgrown = {
+            int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
+        }
 
     def replay(
         self,
         running: Callable[[], Job],
+        begin_with: Callable[[Saved], None],
         ask: Callable[[Frame], None],
         hand_out: Callable[[Frame], None],
         lose: Callable[[int], None],
@@ -97,7 +107,9 @@ class Memory:
         try:
             for kind, data in self._durable.records():
                 self.goes_on = True
-                if kind is Kind.LOST:
+                if kind is Kind.ORIGIN:
+                    begin_with(Saved(*json.loads(bytes(data))))
+                elif kind is Kind.LOST:
                     lose(int.from_bytes(data, "little"))
                 elif kind in (Kind.REQUEST, Kind.HANDED):
                     (ask if kind is Kind.REQUEST else hand_out)(read_frame(pb.Request, [data]))
@@ -108,6 +120,11 @@ class Memory:
         self.goes_on = self.goes_on or self._durable.snapshot is not None
 
     # ---------------------------------------------------------------- remembering
+
+    def begun(self, origin: Saved) -> None:
+        """A job is about to begin with this checkpoint, or with none."""
+        if not self.replaying:
+            self._durable.record(Kind.ORIGIN, [json.dumps(astuple(origin)).encode()])
 
     def note(self, kind: str, frame: Frame) -> None:
         """A request that is about to be carried out."""
@@ -182,6 +199,9 @@ class Memory:
             "loads": job.loads,
             "taken": job.taken,
             "last": job.last,
+            "began": astuple(job.began),
+            "former": [plan.spec.to_json() for plan in job.former],
+            "outgrown": {worker: plan.spec.to_json() for worker, plan in job.outgrown.items()},
             "claims": job.claims.told(),
             "members": members,
         }

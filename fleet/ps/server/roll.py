@@ -58,6 +58,11 @@ class Roll:
         with self._lock:
             return None if self._members is None else self._members.succeeds(worker, incarnation)
 
+    def has(self, request: Any) -> bool:
+        """Whether this very process has been let in, and still is."""
+        with self._lock:
+            return self._members is not None and self._members.has(request.worker, request.incarnation)
+
     def is_stranger(self, worker: int) -> bool:
         """Whether there is a job, and no such worker in it."""
         with self._lock:

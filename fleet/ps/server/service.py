@@ -30,7 +30,7 @@ from fleet.ps.server.remembering import NOTED
 from fleet.ps.server.replacing import Replacing
 from fleet.ps.server.telling import Telling
 from fleet.ps.server.training import Training
-from fleet.ps.server.waiting import Arrival, Outbox
+from fleet.ps.server.waiting import Arrival, Outbox, nobody
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
@@ -84,6 +84,7 @@ class Service:
         }
         resume(
             floor,
+            begin_with=filling.begin_with,
             ask=self._again,
             hand_out=training.hand_out_again,
             lose=lambda worker: leaving.lose(worker, []),
@@ -111,6 +112,7 @@ class Service:
                     raise ProtocolError("a request of an unknown kind", where=str(floor.endpoint))
                 if kind != "hello":
                     self._check_member(request, parting=kind == "bye")
+                    self._keeping.compare(kind, request, outbox)
                     self._keeping.note(kind, frame, outbox)
                 self._handlers[kind](Arrival(frame, respond, outbox))
                 self._meeting.refuse_standstill(outbox)
@@ -121,7 +123,7 @@ class Service:
         return floor.settle
 
     def _again(self, frame: Frame) -> None:
-        self.handle(frame, lambda _: None)
+        self.handle(frame, nobody)
 
     def _check_member(self, request: Any, *, parting: bool) -> None:
         self.floor.ending.refuse_if_failed(request.worker)

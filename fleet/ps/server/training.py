@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fleet.errors import ConfigurationError, FleetError, ProtocolError
+from fleet.errors import ConfigurationError, FleetError, PlanMismatchError, ProtocolError
 from fleet.ps.consistency.base import Effect
 from fleet.ps.server.floor import Floor
 from fleet.ps.server.job import Job
@@ -19,6 +19,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.narrow import Narrow
 from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.specs import DTYPES
+
+_MOST_TEXT = 1000
 
 
 class Training:
@@ -40,8 +42,10 @@ class Training:
     def push(self, arrival: Arrival) -> None:
         floor, job, request = self._floor, self._floor.running(), arrival.request
         worker, step = request.worker, request.step
-        # Its answer may have been lost, and others may add parameters since.
         is_repeated = step <= job.gate.delivered(worker) and worker in job.outgrown
+        if worker in job.outgrown and not is_repeated:
+            raise _lacking(job, worker, f"{floor.endpoint}, step {step}")
+        # The answer to one may have been lost, and others may add parameters since.
         if not job.initialized or (job.growing and not is_repeated):
             raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         quiet = request.push.quiet
@@ -93,7 +97,7 @@ class Training:
         )
         floor.check_patience(waiting)
         # While the job grows, workers that are not there yet still need rows to get there.
-        if job.initialized and not (job.growing and pull.dense):
+        if job.initialized and not (job.growing and pull.dense and request.worker not in job.outgrown):
             floor.park(pull.version, waiting, [], arrival.outbox)
         else:
             job.early.append((pull.version, waiting))
@@ -134,7 +138,7 @@ class Training:
         reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
         tensors: list[WireTensor] = []
         if dense:
-            flats = job.dense_for(worker, version) if before is None else before.dense
+            flats = job.dense_for(worker, job.dense_at(version) if before is None else before.dense)
             tensors += [WireTensor.of(tensor) for tensor in flats]
             if shard.compensation is not None:
                 handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
@@ -157,6 +161,7 @@ class Training:
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
         """The answer to a push."""
         values = self._values(job, worker, step, not quiet, ())
+        values.message.delivered = job.gate.delivered(worker)
         return values if self._floor.shard().changes is None else self._with_changes(values, worker, step)
 
     def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:
@@ -168,6 +173,18 @@ class Training:
             values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
         values.message.table_clocks.extend(table.step for table in shard.tables)
         return values
+
+
+def _lacking(job: Job, worker: int, where: str) -> PlanMismatchError:
+    known, there = job.outgrown[worker].spec, job.plan.spec
+    names = [param.name for param in there.params[len(known.params) :]]
+    names += [table.name for table in there.tables[len(known.tables) :]]
+    return PlanMismatchError(
+        f"worker {worker} lacks parameters that have joined the job",
+        where=where,
+        got=f"gradients without {', '.join(map(repr, names))}"[:_MOST_TEXT],
+        todo="Call add_param_group on every worker, after the same step; on one that starts again later, at once.",
+    )
 
 
 def _wanted(pull: Any, ids: Sequence[WireTensor]) -> list[tuple[int, Any, bool]]:

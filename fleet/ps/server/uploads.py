@@ -8,6 +8,7 @@ from fleet.errors import ProtocolError
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.tensors import WireTensor
+from fleet.transpiler.plan import Plan
 
 
 def check_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
@@ -23,9 +24,12 @@ def check_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor])
             shard.dense.check_values(position, tensor.torch())
 
 
-def write_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
-    if upload.rows:
+def write_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor], after: Plan | None = None) -> None:
+    """``after``: what this plan has stays as it is."""
+    first_block, first_table = (0, 0) if after is None else (len(after.by_server[shard.server]), len(after.spec.tables))
+    if upload.rows and upload.table >= first_table:
         shard.upload_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
-    else:
+    elif not upload.rows:
         for position, tensor in zip(upload.blocks, tensors, strict=True):
-            shard.dense.write(position, tensor.torch())
+            if position >= first_block:
+                shard.dense.write(position, tensor.torch())

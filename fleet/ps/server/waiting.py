@@ -15,6 +15,10 @@ from fleet.ps.wire.transport import Respond
 Outbox = list[tuple[Respond, Frame]]
 
 
+def nobody(_: Frame) -> None:
+    """Takes the answer to a request that is done over: who asked has not heard of this process yet, and asks again."""
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A request that is being handled; ``outbox`` is where its reply goes, and others' that it makes possible."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fleet.errors import DeadlineError, FleetError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.floor import Floor
+from fleet.ps.worker.joining import check_delivered
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Delivering:
         try:
             with floor.figures.push:
                 replies = floor.lines.ask_all(lambda server, _: push.frames[server], f"push of step {step}")
+            check_delivered(floor, step, replies)
         except BaseException as error:
             self._in_doubt = push.kept() if _is_unanswered(error) else None
             raise

@@ -28,3 +28,8 @@ class Floor:
     trained: Trained
     fetching: Fetching
     rows: RowReader
+
+    @property
+    def may_lose_steps(self) -> bool:
+        """Whether the job goes on where a server has lost steps (the servers' ``Job`` has the same)."""
+        return not (self.mode.lockstep or self.mode.adds or self.strategy.dc_lambda)

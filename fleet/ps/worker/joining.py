@@ -1,4 +1,4 @@
-"""A worker's hello to every server, and what their answers must agree on."""
+"""A worker's hello to every server, and what their answers must agree on, these and those to its pushes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fleet.errors import CheckpointError, ServerLostError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.floor import Floor
+
+_START_AGAIN = "Start the whole job again, from its last checkpoint if there is one."
 
 
 def join(floor: Floor) -> list[pb.Reply]:
@@ -39,17 +41,52 @@ def _hello(floor: Floor, server: int) -> pb.Reply:
     return reply
 
 
+def check_delivered(floor: Floor, step: int, replies: Sequence[Frame]) -> None:
+    """Refuse to go on with a server that answers a push as if it had come long ago: it has gone on from another state
+    than it had, and takes this worker's steps for repetitions."""
+    delivered = [reply.message.delivered for reply in replies]
+    if max(delivered) > step:
+        raise _ended(floor, _not_at_the_same_step(floor, delivered))
+
+
+def check_loads(floor: Floor, replies: Sequence[Frame]) -> None:
+    """Refuse to go on with a server that has other values than it had taken over."""
+    lost = [
+        str(client.endpoint)
+        for client, reply, known in zip(floor.lines.clients, replies, floor.progress.loads, strict=True)
+        if reply.message.loads < known
+    ]
+    if lost:
+        what = "a server has lost the values that had replaced all others"
+        raise _ended(floor, ServerLostError(what, where=", ".join(lost), todo=_START_AGAIN))
+
+
+def _ended(floor: Floor, error: ServerLostError) -> ServerLostError:
+    """The others must not go on either."""
+    floor.lines.farewell(abort=pb.Abort(reason=str(error)))
+    return error
+
+
+def _are_apart(numbers: Sequence[int]) -> bool:
+    """Whether servers are further apart than one step, which may be under way."""
+    return max(numbers) - min(numbers) > 1
+
+
+def _not_at_the_same_step(floor: Floor, steps: Sequence[int]) -> ServerLostError:
+    return ServerLostError(
+        "the servers are not at the same step: one was restarted without its state",
+        got=", ".join(f"{c.endpoint} at {step}" for c, step in zip(floor.lines.clients, steps, strict=True)),
+        todo=_START_AGAIN,
+    )
+
+
 def _check_alike(floor: Floor, answers: Sequence[Any]) -> None:
     clients = floor.lines.clients
-    versions = [answer.version for answer in answers]
-    # Servers may be a round apart where this worker starts again, while others train.
-    is_mixed = max(versions) > 0 and len({answer.initialized for answer in answers}) > 1
-    if floor.mode.lockstep and (is_mixed or max(versions) - min(versions) > 1):
-        raise ServerLostError(
-            "the servers are not at the same step: one was restarted without its state",
-            got=", ".join(f"{c.endpoint} at {a.version}" for c, a in zip(clients, answers, strict=True)),
-            todo="Start the whole job again, from its last checkpoint if there is one.",
-        )
+    # Servers may be a round apart where this worker starts again, while others train, or have its last push or not.
+    steps = [answer.version if floor.mode.lockstep else answer.delivered for answer in answers]
+    is_mixed = max(steps) > 0 and len({answer.initialized for answer in answers}) > 1
+    if is_mixed or (_are_apart(steps) and not floor.may_lose_steps):
+        raise _not_at_the_same_step(floor, steps)
     if len({answer.about for answer in answers}) > 1:
         raise CheckpointError(
             "the servers do not start from the same checkpoint",

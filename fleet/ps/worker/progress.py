@@ -25,7 +25,7 @@ class Progress:
         #: gatherings of all workers that this one has come to
         self.gathered = 0
         #: how often the values of each server had been replaced when this worker took them over
-        self._loads: list[int] = []
+        self.loads: list[int] = []
         #: whether a server says that they have been since
         self.replaced = False
         self._calls: Counter[str] = Counter()
@@ -33,11 +33,13 @@ class Progress:
 
     def resume(self, hellos: Sequence[Any]) -> None:
         """Be where the servers say that this worker is. Where it starts again, some may have its last step and some
-        not: it is taken once more."""
-        self.completed = min(reply.delivered for reply in hellos)
-        self.steps = self.taken = min(reply.steps for reply in hellos)
+        not: it is taken once more. One that is further behind has lost what the others have, and goes on with them."""
+        delivered = [reply.delivered for reply in hellos]
+        furthest = max if max(delivered) - min(delivered) > 1 else min
+        self.completed = furthest(delivered)
+        self.steps = self.taken = furthest(reply.steps for reply in hellos)
         self.gathered = hellos[0].gathered
-        self._loads = [reply.loads for reply in hellos]
+        self.loads = [reply.loads for reply in hellos]
 
     def take_step(self) -> None:
         self.taken += 1
@@ -50,13 +52,13 @@ class Progress:
     def notice(self, replies: Sequence[Frame]) -> None:
         """Replies from the first servers on: they say whether values have been replaced."""
         loads = [reply.message.loads for reply in replies]
-        self.replaced = self.replaced or loads != self._loads[: len(loads)]
+        self.replaced = self.replaced or loads != self.loads[: len(loads)]
 
     def begin_anew(self, replies: Sequence[Frame]) -> int:
         """Go on from the values in these replies, which have replaced all others; how often that has happened."""
         self.steps = self.taken = replies[0].message.steps
-        self._loads, self.replaced = [reply.message.loads for reply in replies], False
-        return sum(self._loads)
+        self.loads, self.replaced = [reply.message.loads for reply in replies], False
+        return sum(self.loads)
 
     def name_of_call(self, call: str) -> str:
         """A name for a call that is carried out once for the job: the same on every worker that makes it."""

@@ -37,7 +37,7 @@ from fleet.ps.worker.foresight import Foresight
 from fleet.ps.worker.forked import ForkedReader
 from fleet.ps.worker.geo import Replica
 from fleet.ps.worker.gradients import UserGradients
-from fleet.ps.worker.joining import join
+from fleet.ps.worker.joining import check_loads, join
 from fleet.ps.worker.lines import Lines
 from fleet.ps.worker.meeting import Meeting
 from fleet.ps.worker.progress import Progress
@@ -120,6 +120,7 @@ class WorkerRuntime:
         floor = self.floor
         self.flush()
         replies = floor.fetching.ask("values that were loaded")
+        check_loads(floor, replies)
         floor.rows.replaced(floor.progress.begin_anew(replies))
         self._pushing.forget_rounding()
         self._agreeing.begin_from(floor.fetching.take(replies))

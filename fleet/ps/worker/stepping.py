@@ -17,6 +17,7 @@ from fleet.ps.worker.dense import nbytes
 from fleet.ps.worker.early import EarlyGradients, worthwhile
 from fleet.ps.worker.floor import Floor
 from fleet.ps.worker.gradients import UserGradients
+from fleet.ps.worker.joining import check_delivered
 from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
 from fleet.ps.worker.pushing import Pushing
 
@@ -143,6 +144,7 @@ class Stepping:
         what = f"push of step {progress.completed + 1}"
         at_once = self._communication.thread_pool_size
         replies = self._floor.lines.ask_all(lambda server, _: frames[server], what, at_once)
+        check_delivered(self._floor, progress.completed + 1, replies)
         arrived()
         progress.notice(replies)  # long before values are fetched again, perhaps
         progress.completed, progress.steps = progress.completed + 1, progress.steps + gradients.steps
