@@ -19,6 +19,9 @@ from typing import Protocol
 
 
 class Guarded(Protocol):
+    @property
+    def stopped(self) -> bool: ...
+
     def abort(self, reason: str) -> None: ...
 
     def end(self, reason: str) -> None: ...
@@ -102,6 +105,8 @@ def _chain_sigterm() -> None:
 
 def _at_exit() -> None:
     def say(worker: Guarded) -> None:
+        if worker.stopped:
+            return
         _log.warning("the script ended without fleet.stop_worker(), so its job has failed: call it after the training")
         worker.abort("its script ended without fleet.stop_worker(), which has to be called after the training")
 

@@ -1242,13 +1242,13 @@ def test_state_of_another_placement_is_refused(
     with monkeypatch.context() as before:
         before.setattr(HashName, "dispatch", lambda self, blocks: [len(block) % 2 for block in blocks])
         run_job(body, 1, 2, environ={**PATIENT, "FLEET_DURABLE_DIR": str(root)})
-        goes_on(copy, "server0:1").close()
+        started_again(copy, "server0:1").close()
     for endpoint in ("server0:1", "server1:1"):
         with pytest.raises(ConfigurationError, match=r"gave servers other parts of the parameters; at .*copy"):
-            goes_on(copy, endpoint)
+            started_again(copy, endpoint)
 
 
-def goes_on(directory: Path, endpoint: str) -> Service:
+def started_again(directory: Path, endpoint: str) -> Service:
     """A server that starts again with what was kept there."""
     durable = Durable(str(directory), Endpoint.parse(endpoint), "os")
     try:
