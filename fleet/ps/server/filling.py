@@ -193,15 +193,26 @@ class Filling:
 
 
 def _found_again(origin: Saved) -> Restore:
+    expected = f"checkpoint {origin.id}"
     todo = "Start the whole job again, from another checkpoint if there is one, with this server's directory removed."
     try:
         restore = restore_from(origin.url)
     except CheckpointError as error:
-        what, got = "the checkpoint that the job began with cannot be read again", str(error)
-        raise CheckpointError(what, where=origin.url, expected=f"checkpoint {origin.id}", got=got, todo=todo) from None
+        raise CheckpointError(
+            "the checkpoint that the job began with cannot be read again",
+            where=origin.url,
+            expected=expected,
+            got=str(error),
+            todo=todo,
+        ) from None
     if restore.id != origin.id:
-        what, got = "the checkpoint that the job began with has been replaced", f"checkpoint {restore.id}"
-        raise CheckpointError(what, where=origin.url, expected=f"checkpoint {origin.id}", got=got, todo=todo)
+        raise CheckpointError(
+            "the checkpoint that the job began with has been replaced",
+            where=origin.url,
+            expected=expected,
+            got=f"checkpoint {restore.id}",
+            todo=todo,
+        )
     return restore
 
 

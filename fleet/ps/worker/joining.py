@@ -57,8 +57,10 @@ def check_loads(floor: Floor, replies: Sequence[Frame]) -> None:
         if reply.message.loads < known
     ]
     if lost:
-        what = "a server has lost the values that had replaced all others"
-        raise _ended(floor, ServerLostError(what, where=", ".join(lost), todo=_START_AGAIN))
+        error = ServerLostError(
+            "a server has lost the values that had replaced all others", where=", ".join(lost), todo=_START_AGAIN
+        )
+        raise _ended(floor, error)
 
 
 def _ended(floor: Floor, error: ServerLostError) -> ServerLostError:
