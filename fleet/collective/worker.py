@@ -43,7 +43,9 @@ class CollectiveWorker:
         meeting: Meeting,
         knobs: Knobs,
         clock: Clock,
+        group: Group | None = None,
     ) -> None:
+        """``group`` is one in which the workers have met already."""
         self.assignment = assignment
         self.optimizers = optimizers
         self.model = model
@@ -51,7 +53,7 @@ class CollectiveWorker:
         self.steps = 0
         self.loads = 0
         self.stopped = False
-        self.group = Group(assignment, knobs, clock)
+        self.group = group or Group(assignment, knobs, clock)
         self._strategy = strategy
         self._pace = Pace.of(strategy)
         self._meeting = meeting

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 from fleet.errors import FleetError, JobAbortedError, PlanMismatchError, ProtocolError
@@ -20,6 +22,8 @@ from fleet.ps.server.uploads import check_upload, write_upload
 from fleet.ps.server.waiting import Arrival, Outbox
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
+from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import make_plan
 from fleet.transpiler.specs import JobSpec, differences
 
@@ -35,6 +39,15 @@ class Filling:
         self.restore = restore
         #: whoever is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
+        #: by name what worker 0 brings, as the checkpoint lacks it; None: all there is
+        self._lacking: frozenset[str] | None = None
+        #: what came from worker 0 while the checkpoint was being read
+        self._early: list[tuple[Callable[[Arrival], None], Arrival]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether worker 0 has nothing to bring to what a job begins with."""
+        return self._lacking is not None and not self._lacking
 
     # ---------------------------------------------------------------- room for them
 
@@ -56,7 +69,8 @@ class Filling:
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
         job.steps_before = restore.version
-        job.last = (restore.id, restore.url)
+        job.origin, job.last = restore.id, (restore.id, restore.url)
+        self._lacking = restore.lacks(job.plan.spec)
 
         def load() -> None:
             floor = self._floor
@@ -73,10 +87,13 @@ class Filling:
                 with floor.lock:
                     if floor.ending.begun:
                         return
-                    job.shard, job.initialized = shard, True
+                    job.shard, job.initialized = shard, self.is_complete
                     with contextlib.suppress(JobAbortedError):  # everybody is told
-                        self._keeping.take(outbox)
-                        floor.release_early(outbox)
+                        if job.initialized:
+                            self._keeping.take(outbox)
+                            floor.release_early(outbox)
+                        else:
+                            self._go_through_early(outbox)
             floor.send(outbox)
 
         self._reader = threading.Thread(target=load, name=f"fleet-restore-{self._floor.endpoint}", daemon=True)
@@ -88,6 +105,16 @@ class Filling:
         if self._reader is not None:
             self._reader.start()
             self._reader = None
+
+    def _go_through_early(self, outbox: Outbox) -> None:
+        """The checkpoint has been read, and what worker 0 brings beside it has a place to go to."""
+        early, self._early = self._early, []
+        for act, arrival in early:
+            answered = Arrival(arrival.frame, arrival.respond, outbox)
+            try:
+                act(answered)
+            except FleetError as error:
+                outbox.append((arrival.respond, error_reply(error)))
 
     def _cannot_set_up(self, error: Exception, outbox: Outbox) -> FleetError:
         """Without its shard this server is of no use to anybody: the job cannot run."""
@@ -103,15 +130,40 @@ class Filling:
         if upload.anew:
             self._replacing.upload(arrival)
             return
-        job, shard = self._floor.running(), self._floor.shard()
         _check_initializer(arrival.worker)
+        if self._comes_early(self.upload, arrival):
+            return
+        job, shard = self._floor.running(), self._floor.shard()
         if job.growing or not job.initialized:
             check_upload(shard, upload, arrival.tensors)
-            write_upload(shard, upload, arrival.tensors)
+            write_upload(shard, *self._lacked(shard, upload, arrival.tensors))
         arrival.answer(pb.Reply())
+
+    def _comes_early(self, act: Callable[[Arrival], None], arrival: Arrival) -> bool:
+        """Whether a request of worker 0 has to wait until the checkpoint has been read, beside which it brings
+        values."""
+        if self._lacking and self._floor.running().shard is None:
+            self._early.append((act, arrival))
+            return True
+        return False
+
+    def _lacked(
+        self, shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]
+    ) -> tuple[pb.Upload, Sequence[WireTensor]]:
+        """What of an upload the checkpoint did not bring."""
+        lacking = self._lacking
+        if not lacking:
+            return upload, tensors
+        if upload.rows:
+            return (upload, tensors) if shard.table(upload.table).spec.name in lacking else (pb.Upload(), [])
+        slots, plan = shard.dense.layout.slots, shard.plan
+        there = [plan.param_of(slots[position].block).name in lacking for position in upload.blocks]
+        return pb.Upload(blocks=compress(upload.blocks, there)), list(compress(tensors, there))
 
     def ready(self, arrival: Arrival) -> None:
         """All values have come."""
+        if not arrival.request.ready.anew and self._comes_early(self.ready, arrival):
+            return
         self._floor.shard()
         ready = arrival.request.ready
         if ready.anew:
@@ -120,6 +172,9 @@ class Filling:
             _check_initializer(arrival.worker)
             job = self._floor.running()
             job.initialized, job.growing = True, False
+            if self._lacking:
+                self._keeping.take(arrival.outbox)
+            self._lacking = None
         arrival.answer(pb.Reply(initialized=True))
         self._floor.release_early(arrival.outbox)
 

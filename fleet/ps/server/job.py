@@ -48,6 +48,8 @@ class Job:
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request the gate or the hall holds back
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
+    #: the checkpoint that the job began with, if it did
+    origin: str = ""
     #: what was there when the job began: 0, or what its checkpoint says
     steps_before: int = 0
     #: worker -> how many of its steps were in what it pushed
@@ -147,6 +149,20 @@ class Job:
         """How many of its steps the job has."""
         return self.steps_before + self.steps.get(worker, 0)
 
+    @property
+    def step(self) -> int:
+        """How far the job is, by its own steps; where workers share none, how far the first one is."""
+        if not self.mode.lockstep:
+            return self.steps_of(0)
+        version = self.gate.version
+        ahead = {worker: clock - version for worker, clock in self.gate.clocks.items()}
+        return max((self.steps_of(worker) - ahead[worker] for worker in ahead), default=self.steps_before)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its values are others than those that it began with."""
+        return self.loads > 0 or self.gate.version != self.steps_before or any(self.steps.values())
+
     def grant(self) -> Frame:
         """What a worker is told that may do what only one does: also which checkpoint is the last."""
         checkpoint, url = self.last
@@ -164,10 +180,12 @@ def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
 
 @dataclass(frozen=True)
 class Restore:
-    """A checkpoint to start from: what its manifest says, and how to fill a new shard from it."""
+    """A checkpoint to start from: what its manifest says, how to fill a new shard from it, and by name what it does not
+    fill of a job."""
 
     id: str
     url: str
     seed: int
     version: int
     fill: Callable[[Shard, int], None]
+    lacks: Callable[[JobSpec], frozenset[str]]

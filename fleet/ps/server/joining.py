@@ -30,7 +30,7 @@ class Joining:
 
     def hello(self, arrival: Arrival) -> None:
         floor, request, worker = self._floor, arrival.request, arrival.worker
-        self._refuse_successor(request)
+        self.refuse_successor(worker, request.incarnation, request.hello.job_id)
         floor.ending.refuse_if_failed(worker)
         label = on_one_line(request.hello.label[:200])
         try:
@@ -53,25 +53,25 @@ class Joining:
         if job.initialized:
             floor.release_early(arrival.outbox)
 
-    def _refuse_successor(self, request: Any) -> None:
+    def refuse_successor(self, worker: int, incarnation: int, job_id: str) -> None:
         """A worker of the next job may be early: the process that had its place here has left, others have not."""
         floor, memory = self._floor, self._floor.memory
-        before = floor.roll.succeeds(request.worker, request.incarnation)
-        is_new = floor.roll.is_stranger(request.worker)
+        before = floor.roll.succeeds(worker, incarnation)
+        is_new = floor.roll.is_stranger(worker)
         ours = floor.knobs.job_id or ("" if floor.job is None else floor.job.job_id)
-        restarted = bool(ours) and ours == request.hello.job_id
+        restarted = bool(ours) and ours == job_id
         if before is Standing.LIVE and not restarted and memory is not None and memory.goes_on:
             raise IdentityError(
                 "this server goes on with a job whose state it has kept, and this worker was not part of it",
                 where=f"{floor.endpoint}, {memory.directory}",
-                got=f"a new worker {request.worker}",
+                got=f"a new worker {worker}",
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
         if not restarted and (before is Standing.LEFT or (floor.ending.over and (is_new or before is not None))):
             raise StillBusyError(
                 "this server has not finished an earlier job yet",
                 where=str(floor.endpoint),
-                got=f"a hello of a new worker {request.worker}; the earlier "
+                got=f"a new worker {worker}; the earlier "
                 + ("one has left" if before is Standing.LEFT else "job is over"),
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
@@ -119,15 +119,15 @@ class Joining:
             self._filling.begin_restoring(job, self._filling.restore, hello)
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
-        restore, worker = self._filling.restore, arrival.worker
+        worker = arrival.worker
         arrival.answer(
             pb.Reply(
                 version=job.gate.version,
-                initialized=job.initialized or restore is not None,
+                initialized=job.initialized or self._filling.is_complete,
                 delivered=job.gate.delivered(worker),
                 steps=job.steps_of(worker),
                 loads=job.loads,
                 gathered=job.hall.told()[worker],
-                about="" if restore is None else restore.id,
+                about=job.origin,
             )
         )

@@ -80,7 +80,7 @@ class Memory:
         job.shard, job.initialized = shard, True
         job.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"])
         job.hall.resume(_by_worker(state["came"]))
-        job.steps_before, job.steps = state["steps_before"], _by_worker(state["steps"])
+        job.origin, job.steps_before, job.steps = state["origin"], state["steps_before"], _by_worker(state["steps"])
         job.loads, job.taken = state["loads"], state["taken"]
         job.last = (state["last"][0], state["last"][1])
         job.claims.resume(state["claims"], now)
@@ -176,6 +176,7 @@ class Memory:
             "gone": job.gate.gone,
             "version": job.gate.version,
             "came": job.hall.told(),
+            "origin": job.origin,
             "steps_before": job.steps_before,
             "steps": {worker: steps - self._steps_pending(worker) for worker, steps in job.steps.items()},
             "loads": job.loads,
