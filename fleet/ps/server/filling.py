@@ -37,6 +37,8 @@ class Filling:
         self._keeping = keeping
         self._replacing = replacing
         self.restore = restore
+        #: the first hello, which says what this server has of the job
+        self._first: Any = None
         #: whoever is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
         #: by name what worker 0 brings, as the checkpoint lacks it; None: all there is
@@ -63,7 +65,20 @@ class Filling:
         except Exception as error:
             raise self._cannot_set_up(error, arrival.outbox) from None
 
-    def begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
+    def begin(self, job: Job, hello: Any) -> None:
+        """The first hello has come."""
+        self._first = hello
+        if self.restore is not None:
+            self._begin_restoring(job, self.restore, hello)
+
+    def start_from(self, restore: Restore | None) -> None:
+        """It has been found out what to start from, if from anything. The job may be known already, where an earlier
+        process of this server was killed before it had any values."""
+        self.restore = restore
+        if restore is not None and self._floor.job is not None:
+            self._begin_restoring(self._floor.job, restore, self._first)
+
+    def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""

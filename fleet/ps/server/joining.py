@@ -115,8 +115,7 @@ class Joining:
             job.plan.dense_bytes(hello.server),
             len(job.plan.spec.tables),
         )
-        if self._filling.restore is not None:
-            self._filling.begin_restoring(job, self._filling.restore, hello)
+        self._filling.begin(job, hello)
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
         worker = arrival.worker

@@ -49,12 +49,21 @@ class Resuming:
 
     def refuse_early(self) -> None:
         """No hello before the choice, where this server waits for one."""
-        if self._waits and self._floor.job is None:
+        if self._waits and not self._has_begun:
             raise StillBusyError(
                 "it is not chosen yet what the job goes on from",
                 where=str(self._floor.endpoint),
                 todo="Call fleet.resume_from(root) on every server and every worker.",
             )
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether there is a job with values to go on from. That of an earlier process of this server which was killed
+        before it had any is yet to begin."""
+        job = self._floor.job
+        if job is None:
+            return False
+        return self._kept_at is None or self._chosen is not None or job.initialized or bool(job.origin)
 
     def look(self, request: Any) -> pb.Reply:
         """What this server has, and sees where it has nothing. Places are read outside of the lock."""
@@ -70,7 +79,7 @@ class Resuming:
         told = request.choose
         choice = Choice(Mark(told.step, told.id) if told.id else BEGINNING, told.strict)
         with self._floor.lock:
-            is_open = self._floor.job is None and self._chosen is None
+            is_open = self._is_open
         restore = None
         if is_open and told.id:
             place = self._place(told.root).within(name_of(told.step))
@@ -84,10 +93,15 @@ class Resuming:
                     todo="Let no other job save there meanwhile.",
                 )
         with self._floor.lock:
-            if is_open and self._floor.job is None and self._chosen is None:
-                self._chosen, self._filling.restore, self._waits = choice, restore, False
+            if is_open and self._is_open:
+                self._chosen, self._waits = choice, False
+                self._filling.start_from(restore)
                 _log.info("%s: the job goes on from %s", self._floor.endpoint, choice.mark)
             return pb.Reply(about=(self._chosen or choice).to_json())
+
+    @property
+    def _is_open(self) -> bool:
+        return self._chosen is None and not self._has_begun
 
     def _check(self, request: Any) -> None:
         """Refuse who is of another job, or comes while an earlier one is about to end."""
@@ -111,7 +125,7 @@ class Resuming:
     def _held(self, request: Any) -> Held | None:
         floor, worker = self._floor, None if request.look.by_server else request.worker
         job = floor.job
-        if job is None:
+        if job is None or not self._has_begun:
             return None
         base = None if job.is_trained else Mark(job.steps_before, job.last[0])
         steps = None if worker is None or worker not in job.gate.clocks else job.steps_of(worker)
