@@ -40,8 +40,7 @@ class Joining:
             told = on_one_line(str(error))
             _log.warning("%s: worker %d (%s) was refused: %s", floor.endpoint, worker, label, told)
             raise
-        surely = floor.memory is not None and floor.memory.replaying
-        before = floor.roll.admit(request, label, job.plan.spec.settings, surely=surely)
+        before = floor.roll.admit(request, label, job.plan.spec.settings, surely=self._replaying)
         self._keeping.note("hello", arrival.frame, arrival.outbox)  # only now: whether it is let in is a matter of time
         if before is not None:
             self._take_place(job, before, label, arrival)
@@ -76,6 +75,10 @@ class Joining:
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
 
+    @property
+    def _replaying(self) -> bool:
+        return self._floor.memory is not None and self._floor.memory.replaying
+
     def _job_for(self, request: Any) -> Job:
         """The job that a hello is for, which it may be the first of; it fits, or is refused."""
         floor, hello = self._floor, request.hello
@@ -85,7 +88,9 @@ class Joining:
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             job = new_job(spec.among(begins_with), hello.job_id, str(floor.endpoint), floor.knobs.rpc_deadline_s)
-        check_same_job(floor.endpoint, floor.knobs.job_id or job.job_id, job.plan, spec, hello)
+        # What is done over was another job's, perhaps: that is told of when all of it is known.
+        ours = job.job_id if self._replaying else floor.knobs.job_id or job.job_id
+        check_same_job(floor.endpoint, ours, job.plan, spec, hello)
         check_share(floor.endpoint, job.plan, hello.server, hello.options, floor.most_bytes)
         return job
 

@@ -92,6 +92,7 @@ def resume(
             where=str(memory.directory),
             expected=f"job {floor.knobs.job_id!r} (FLEET_JOB_ID)",
             got=f"job {job.job_id!r}",
-            todo="Remove the directory if that job is over, or let this one keep its state elsewhere.",
+            todo=f"Set FLEET_JOB_ID={job.job_id} everywhere to go on with it; if it is over, remove the directory, or "
+            "let this job keep its state elsewhere (FLEET_DURABLE_DIR).",
         )
     _log.warning("%s: goes on from %s, at version %d", floor.endpoint, memory.directory, job.gate.version)
