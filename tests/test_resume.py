@@ -311,6 +311,37 @@ def test_servers_without_a_script(tmp_path: Path, whole: list[torch.Tensor]) -> 
     assert same(results[0][1], whole)
 
 
+class Blind:
+    """The network of servers that would not know each other, as without an authority for their certificates."""
+
+    def __init__(self, inner: LoopbackNetwork) -> None:
+        self.listen = inner.listen
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        raise ConfigurationError("cannot tell servers from strangers")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_servers_that_do_not_know_each_other(tmp_path: Path, whole: list[torch.Tensor], durable: bool) -> None:
+    """Workers tell them, or they go on from what they have themselves."""
+
+    class Strangers(Resuming):
+        def fleet(self, role: Role, index: int) -> Fleet:
+            made = Fleet(environ=self.environ, network=Blind(self.network) if role is Role.SERVER else self.network)
+            made.init(UserDefinedRoleMaker(index, role, self.workers, self.endpoints))
+            return made
+
+    root = tmp_path / "ckpt"
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"}
+    if durable:
+        environ["FLEET_DURABLE_DIR"] = str(tmp_path / "durable")
+    Strangers(root, trains(root, die_at=5), 2, 2, environ=environ).run_until_killed()
+    job = Strangers(root, trains(root), 2, 2, environ=environ)
+    results = job.run()
+    assert job.told == dict.fromkeys(job.told, 5 if durable else 3)
+    assert same(results[0][1], whole)
+
+
 # ---------------------------------------------------------------- into a running job
 
 

@@ -2,8 +2,8 @@
 choice, and tell them.
 
 Servers ask each other as workers ask them, and each process asks for itself; it does not matter who is first, and
-nobody waits for more than that every server is there. A server that cannot reach the others, for want of a certificate
-perhaps, is told by the workers.
+nobody waits for more than that every server is there. A server that the others do not let in, or that would not know
+them for want of a certificate, is told by the workers; one that has state of its own goes on from that.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def resume(
             seen.update((server, Seen.from_json(answer)) for server, answer in answers.items())
             if own is not None and own.chosen is not None:
                 return Resumed(own.chosen.mark.step)
+            if own is not None and missing and _is_barred(missing) and (mine := seen[assignment.index].held):
+                return Resumed(mine.step)
             if not missing:
                 # A server that was looked at first may have come into the job before the others were.
                 if not looked_again and (lost := without_state(_in_order(seen))):
@@ -177,6 +179,11 @@ class _Lines:
     def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
+
+
+def _is_barred(missing: Missing) -> bool:
+    """Whether those who do not answer are there, and this process is not let in, or would not know them."""
+    return all(isinstance(error, FleetError) and not isinstance(error, StillBusyError) for error in missing.values())
 
 
 def _in_order(seen: dict[int, Seen]) -> list[Seen]:

@@ -127,7 +127,7 @@ class Resuming:
         job = floor.job
         if job is None or not self._has_begun:
             return None
-        base = None if job.is_trained else Mark(job.steps_before, job.last[0])
+        base = None if job.is_trained else Mark(job.steps_before, job.origin)
         steps = None if worker is None or worker not in job.gate.clocks else job.steps_of(worker)
         met = worker is not None and floor.roll.has_met(worker)
         return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
