@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py
 
 When a worker fails, torchrun ends the others and starts all of them again, on as many machines as are left. The script
-needs no case of its own for that: it loads the checkpoint if there is one and begins at ``fleet.resume_step()``.
-``--fail_at STEP`` lets worker 1 be killed at that step, the first time.
+needs no case of its own for that: ``fleet.resume_from`` takes the newest checkpoint, if there is one, and the loop
+begins at its step. ``--fail_at STEP`` lets worker 1 be killed at that step, the first time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from pathlib import Path
 
 import torch
 
@@ -30,24 +29,22 @@ def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=Path("ckpt/elastic"))
+    parser.add_argument("--checkpoints", default="ckpt/elastic", metavar="DIR")
     parser.add_argument("--fail_at", type=int, metavar="STEP")
     options = parser.parse_args()
 
     torch.manual_seed(0)
     fleet.init()
+    begun = fleet.resume_from(options.checkpoints)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
     fleet.init_worker()
-    if fleet.metrics.max(float(options.checkpoint.exists())):
-        fleet.load_persistables(str(options.checkpoint))
-    begun = fleet.resume_step()
-    for step in range(begun, STEPS):
-        if step == options.fail_at and begun == 0 and fleet.worker_index() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.minimize(loss_of(model, step))
-        if (step + 1) % EVERY == 0:
-            fleet.save_persistables(str(options.checkpoint))
+    with fleet.Checkpoints(options.checkpoints, every_steps=EVERY, keep_last=2) as checkpoints:
+        for step in range(begun, STEPS):
+            if step == options.fail_at and begun == 0 and fleet.worker_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.minimize(loss_of(model, step))
+            checkpoints.after_step()
     total = sum(value.sum().item() for value in model.parameters())
     fleet.stop_worker()
     print(

@@ -35,6 +35,7 @@ worker_endpoints = _default.worker_endpoints
 server_endpoints = _default.server_endpoints
 split_files = _default.split_files
 distributed_optimizer = _default.distributed_optimizer
+resume_from = _default.resume_from
 init_server = _default.init_server
 run_server = _default.run_server
 init_worker = _default.init_worker
@@ -76,6 +77,7 @@ __all__ = [
     "optim",
     "prefetch",
     "report",
+    "resume_from",
     "resume_step",
     "run_server",
     "save_inference_model",

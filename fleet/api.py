@@ -6,6 +6,7 @@ Importing this module imports neither torch nor gRPC nor numba; a backend does, 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,6 +89,8 @@ class Fleet:
                     got=f"is_collective={is_collective} and {assignment.origin}",
                     todo="Leave is_collective out: then the role maker chooses, as it does with import fleet.",
                 )
+        if self._chosen is not None:
+            self._chosen.let_go()
         self._assignment = assignment
         self._chosen = None
         self._knobs = knobs
@@ -246,6 +249,37 @@ class Fleet:
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
         return backend.distributed_optimizer(given, strategy, model)
+
+    def resume_from(self, root: str | PathLike[str], *, strict: bool = True) -> int:
+        """Have the job go on where it was, on every role, after ``init()`` and before ``init_server()`` and
+        ``init_worker()``: from what durable servers have kept of it, else from the newest complete checkpoint in
+        ``root`` that all servers see, else from the beginning. The step that it goes on from is returned, the same on
+        every role; that of a running job to a process that starts again.
+
+        ``root`` is the directory of ``fleet.Checkpoints``, or a URL, and need not be there yet. With ``strict=False`` a
+        checkpoint of another model is loaded as far as names and shapes agree; the rest is logged, and begins anew.
+
+        Examples:
+            >>> with fleet.Checkpoints("ckpt/run", every_steps=2, background=False) as checkpoints:
+            ...     for _ in range(5):
+            ...         optimizer.minimize(loss())
+            ...         checkpoints.after_step()
+            >>> fleet.stop_worker()
+            >>> fleet.init()  # the script is run again
+            >>> fleet.resume_from("ckpt/run")
+            4
+            >>> model = torch.nn.Sequential(fleet.nn.Embedding(None, 4), torch.nn.Linear(4, 1))
+            >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            >>> fleet.init_worker()
+            >>> fleet.resume_step()
+            4
+        """
+        backend = self._backend("resume_from")
+        if isinstance(root, bytes) or not isinstance(root, str | os.PathLike):
+            raise ArgumentTypeError("root must be a path or a URL", got=repr(root))
+        if not isinstance(strict, bool):
+            raise ArgumentTypeError("strict must be True or False", got=repr(strict))
+        return backend.resume_from(root, strict=strict)
 
     def init_server(self, model_dir: str | PathLike[str] | None = None) -> None:
         """Prepare to serve, from a checkpoint if ``model_dir`` names one.

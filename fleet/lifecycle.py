@@ -25,6 +25,7 @@ class Lifecycle(Generic[W, S]):
     def __init__(self) -> None:
         self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S] | None = None
         self._worker: W | None = None
+        self._has_resumed = False
 
     @property
     def running(self) -> bool:
@@ -35,6 +36,15 @@ class Lifecycle(Generic[W, S]):
             raise StateError(
                 "fleet.distributed_optimizer was called twice",
                 todo="Give it all optimizers as a list, or start anew with fleet.init().",
+            )
+
+    def _refuse_late_resuming(self) -> None:
+        if self._has_resumed:
+            raise StateError("resume_from() was called twice", todo="Call it once; fleet.init() starts anew.")
+        if self._worker is not None:
+            raise StateError(
+                "resume_from() came after init_worker()",
+                todo="Call it before: a job that runs has begun. fleet.load_persistables(dirname) changes its values.",
             )
 
     def _parts_to_start(self) -> tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S]:

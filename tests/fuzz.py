@@ -135,6 +135,8 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
         "later": ({"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1])}, _tensors(_ids(5))),
         "beat": ({"beat": pb.Beat(figures={"steps": step, "loss": 0.5})}, []),
         "status": ({"status": pb.Status()}, []),
+        "look": ({"look": pb.Look(root=NOWHERE, job_id="")}, []),
+        "choose": ({"choose": pb.Choose(step=3, id="a", strict=True, root=NOWHERE)}, []),
         "export": ({"export": pb.Export(cursor="table:0:0", version=step - 1)}, []),
         "save": ({"save": pb.Save(id="a", folder=NOWHERE, proof="b", version=step - 1)}, []),
         "load": ({"load": pb.Load(id="a", url=NOWHERE, attempt="c")}, []),

@@ -26,10 +26,29 @@ LAYERS: list[tuple[str, ...]] = [
     ("cluster", "instead"),
     ("environ", "transpiler", "ps.memory", "members", "callers", "lifecycle", "observing.names", "observing.process"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
-    ("role_maker", "strategy", "ps.consistency", "ps.layout", "collective.options", "launch.job", "launch.parser"),
+    (
+        "role_maker",
+        "strategy",
+        "ps.consistency",
+        "ps.layout",
+        "ps.choice",
+        "collective.options",
+        "launch.job",
+        "launch.parser",
+    ),
     ("collective.pace", "collective.silence"),
     ("checkpoint", "data", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch", "launch.view"),
-    ("values", "optim", "serving", "ps.table", "ps.describe", "launch.network", "launch.local", "observing.prometheus"),
+    (
+        "values",
+        "optim",
+        "serving",
+        "ps.table",
+        "ps.describe",
+        "ps.resuming",
+        "launch.network",
+        "launch.local",
+        "observing.prometheus",
+    ),
     ("observing.observer",),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps.backend", "collective.backend"),
@@ -45,7 +64,7 @@ LAYERS: list[tuple[str, ...]] = [
 #: Decisions: nothing but the standard library, and of that nothing that has effects or differs from run to run.
 PURE = (
     *("errors", "spelling", "cluster", "strategy", "role_maker", "transpiler"),
-    *("ps.consistency", "ps.layout", "launch.job"),
+    *("ps.consistency", "ps.layout", "ps.choice", "launch.job"),
     *("collective.options", "collective.pace", "collective.silence"),
     "observing.names",
 )

@@ -73,6 +73,6 @@ def test_a_restarted_job_goes_on_from_its_last_checkpoint(tmp_path: Path) -> Non
         assert len(found) == 2
         return set(found)
 
-    ((begun, total),) = ends("--checkpoint", "whole")
+    ((begun, total),) = ends("--checkpoints", "whole")
     assert begun == "0"
-    assert ends("--checkpoint", "broken", "--fail_at", "35") == {("30", total)}
+    assert ends("--checkpoints", "broken", "--fail_at", "35") == {("30", total)}

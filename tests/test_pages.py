@@ -63,8 +63,6 @@ loss = loss_fn(model(x), y)
 BEFORE: dict[str, Sequence[str]] = {
     CHECKPOINTS: [
         f"{JOB}\noptimizer.minimize(loss)",
-        "fleet.stop_worker(); fleet.init()",
-        JOB.replace("fleet.init()", ""),
         "fleet.stop_worker()",
         "",
     ],

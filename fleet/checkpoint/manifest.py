@@ -182,6 +182,20 @@ def _content(place: Place) -> bytes:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """What a checkpoint has of a job, by the names of parameters and tables."""
+
+    #: of the same kind and under the same optimizer
+    whole: frozenset[str]
+    #: of the same kind, under another optimizer
+    values: frozenset[str]
+    #: in the job, and not or of another kind in the checkpoint
+    lacking: frozenset[str]
+    #: everything that differs, in words
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A manifest, the place it was found at, and the checkpoint before it if it is a delta."""
 
@@ -236,12 +250,7 @@ class Checkpoint:
 
     def check_fits(self, spec: JobSpec) -> None:
         """Refuse a job with other parameters, tables or optimizers than the one this was saved from."""
-        saved, wanted = _outline(self.manifest.spec), _outline(spec)
-        problems = [
-            f"{name!r}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} in the job"
-            for name in sorted(saved.keys() | wanted.keys())
-            if saved.get(name) != wanted.get(name)
-        ]
+        problems = self.fit(spec).problems
         if problems:
             raise CheckpointError(
                 "the checkpoint does not fit the model and its optimizer",
@@ -250,6 +259,18 @@ class Checkpoint:
                 todo="Build model and optimizer as they were when it was saved, or name another checkpoint; what else "
                 "can be used of it, fleet checkpoint export writes as plain tensors.",
             )
+
+    def fit(self, spec: JobSpec) -> Fit:
+        """How far this is the state of a job."""
+        saved, wanted = _outline(self.manifest.spec), _outline(spec)
+        whole = frozenset(name for name in wanted if saved.get(name) == wanted[name])
+        values = frozenset(name for name in wanted if name in saved and saved[name][0] == wanted[name][0]) - whole
+        problems = [
+            f"{name!r}: {_told(saved.get(name))} in the checkpoint, {_told(wanted.get(name))} in the job"
+            for name in sorted(saved.keys() | wanted.keys())
+            if saved.get(name) != wanted.get(name)
+        ]
+        return Fit(whole, values, frozenset(wanted) - whole - values, tuple(problems))
 
     def lineage(self) -> list[Checkpoint]:
         """The checkpoints this one consists of, the first one first."""
@@ -341,8 +362,12 @@ def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Te
     return decoded(piece, data, where)
 
 
-def _outline(spec: JobSpec) -> dict[str, str]:
-    """By name, what must be the same for a state to be taken over."""
+def _outline(spec: JobSpec) -> dict[str, tuple[str, str]]:
+    """By name, what must be the same for values to be taken over, and what for the optimizer's state."""
     rules = [group.rule for group in spec.groups]
-    params = {p.name: f"{p.dtype} {p.shape}, {rules[p.group]}" for p in spec.params}
-    return params | {t.name: f"table of {t.dtype} x {t.dim}, {rules[t.group]}" for t in spec.tables}
+    params = {p.name: (f"{p.dtype} {p.shape}", rules[p.group]) for p in spec.params}
+    return params | {t.name: (f"table of {t.dtype} x {t.dim}", rules[t.group]) for t in spec.tables}
+
+
+def _told(outline: tuple[str, str] | None) -> str:
+    return "absent" if outline is None else ", ".join(outline)

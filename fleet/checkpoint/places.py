@@ -65,6 +65,10 @@ class Place(Protocol):
         """Whether anything is here: a directory, even an empty one, or a file."""
         ...
 
+    def is_file(self) -> bool:
+        """Whether what is here is a file."""
+        ...
+
     def names(self) -> list[str]:
         """What is directly here; nothing where there is no directory."""
         ...
@@ -115,6 +119,9 @@ class Directory:
 
     def exists(self) -> bool:
         return self.path.exists()
+
+    def is_file(self) -> bool:
+        return self.path.is_file()
 
     def names(self) -> list[str]:
         return os.listdir(self.path) if self.path.is_dir() else []
@@ -200,6 +207,10 @@ class Remote:
     def exists(self) -> bool:
         self._fs.invalidate_cache()
         return bool(self._fs.exists(self._path))
+
+    def is_file(self) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.isfile(self._path))
 
     def names(self) -> list[str]:
         self._fs.invalidate_cache()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from itertools import islice
 
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint, is_checkpoint
-from fleet.checkpoint.places import Place
+from fleet.checkpoint.places import Place, place_at
 from fleet.errors import CheckpointError
+from fleet.ps.choice import MOST_TOLD, Mark
 
 _log = logging.getLogger("fleet.checkpoint")
 
@@ -24,16 +27,51 @@ def steps_in(root: Place) -> list[int]:
     return sorted(int(match[1]) for match in found if match is not None and match[0] == name_of(int(match[1])))
 
 
-def latest(root: Place) -> Checkpoint | None:
-    """The one of the latest step that is complete, with all that it goes on from."""
+def root_at(given: object) -> Place:
+    """The place of a series that a user names. It need not be there yet."""
+    root = place_at(given)
+    try:
+        is_checkpoint_itself, is_file = root.has(MANIFEST), root.is_file()
+    except Exception as error:  # every store has errors of its own
+        raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
+    if is_checkpoint_itself or is_file:
+        raise CheckpointError(
+            "this is no directory of checkpoints",
+            where=root.url,
+            expected="one that holds step-00000100 and so on, as fleet.Checkpoints makes them, or none yet",
+            got="a checkpoint" if is_checkpoint_itself else "a file",
+            todo="Name the directory; fleet.init_server(model_dir) begins with one checkpoint.",
+        )
+    return root
+
+
+def complete(root: Place) -> Iterator[Checkpoint]:
+    """Those that are complete, with all that they go on from, the one of the latest step first."""
     for step in reversed(steps_in(root)):
         place = root.within(name_of(step))
         if place.has(MANIFEST):
             try:
-                return Checkpoint.open(place.url)
+                found = Checkpoint.open(place.url)
             except CheckpointError as error:
                 _log.warning("passing by what is no complete checkpoint: %s", error)
-    return None
+                continue
+            yield found
+
+
+def marks(root: Place) -> list[Mark]:
+    """The newest complete ones, each where its step says that it is."""
+    try:
+        return [
+            Mark(each.manifest.version, each.manifest.id)
+            for each in islice(complete(root), MOST_TOLD)
+            if each.place.url == root.within(name_of(each.manifest.version)).url
+        ]
+    except Exception as error:  # every store has errors of its own
+        raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
+
+
+def latest(root: Place) -> Checkpoint | None:
+    return next(complete(root), None)
 
 
 def remove_old(root: Place, keep: int, newest: int) -> None:

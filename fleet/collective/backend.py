@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -9,18 +10,23 @@ from typing import Any, NoReturn
 import torch
 
 from fleet import exit_guard
+from fleet.checkpoint.series import root_at
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.collective import collecting, forward, saving
 from fleet.collective.batch_norm import Meeting, synchronize
+from fleet.collective.group import Group
 from fleet.collective.optimizer import CollectiveOptimizer
 from fleet.collective.options import DistributedStrategy, as_collective
+from fleet.collective.resuming import Beginning, resume
 from fleet.collective.trainable import refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
 from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, NotInitializedError, StateError, UnsupportedError
 from fleet.lifecycle import Lifecycle
 from fleet.members import members
+
+_log = logging.getLogger("fleet")
 
 
 class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
@@ -34,6 +40,9 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         self._clock = clock
         self._meeting = Meeting()
         self._device = _choose_device(assignment)
+        #: in which the workers meet from ``resume_from`` on, and what they go on from
+        self._group: Group | None = None
+        self._beginning: Beginning | None = None
 
     # ---------------------------------------------------------------- the optimizer
 
@@ -88,10 +97,39 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def _no_servers(self, call: str, todo: str) -> NoReturn:
         raise StateError(f"{call} was called in a collective job, which has no servers", todo=todo)
 
+    def resume_from(self, given: object, *, strict: bool) -> int:
+        self._refuse_late_resuming()
+        root = root_at(given)
+        group = Group(self._assignment, self._knobs, self._clock)
+        group.open()
+        try:
+            self._beginning = resume(group, root, strict=strict)
+        except BaseException as error:
+            group.clerk.fail(f"{type(error).__name__}: {error}")
+            group.abandon()
+            raise
+        self._group, self._has_resumed = group, True
+        _log.info("%s: the job goes on from step %d", self._assignment, self._beginning.step)
+        return self._beginning.step
+
+    def let_go(self) -> None:
+        """Nothing comes of what was begun here before the job."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.clerk.fail(f"worker {group.rank} did something else after resume_from()")
+            group.abandon()
+
     def init_worker(self) -> None:
         parts = self._parts_to_start()
-        worker = CollectiveWorker(self._assignment, *parts, self._meeting, self._knobs, self._clock)
+        group, self._group = self._group, None
+        worker = CollectiveWorker(self._assignment, *parts, self._meeting, self._knobs, self._clock, group)
         worker.start()
+        try:
+            if self._beginning is not None and self._beginning.url:
+                saving.load(worker, self._beginning.url, strict=self._beginning.strict)
+        except BaseException as error:
+            worker.abort(f"{type(error).__name__}: {error}")
+            raise
         self._worker = worker
         exit_guard.guard(worker)
 

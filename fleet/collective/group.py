@@ -13,7 +13,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -48,25 +48,26 @@ class Group:
     """``start`` connects; then ``everyone`` is the group of all workers, and ``control`` the one for CPU tensors.
     ``exchanging`` is around every wait for a collective."""
 
-    def __init__(
-        self, assignment: Assignment, knobs: Knobs, clock: Clock, exchanging: AbstractContextManager[None]
-    ) -> None:
+    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
         self.rank = assignment.index
         self.size = assignment.worker_num
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
-        self.exchanging = exchanging
+        self.exchanging: AbstractContextManager[None] = nullcontext()
         self._adopted = False
         self._made: list[dist.ProcessGroup] = []
         self._control: dist.ProcessGroup | None = None
         # Apart from what asks it: a group that is abandoned holds on to its store, and must not hold on to the port.
         self._server: TCPStore | None = None
+        self._store: Store | None = None
 
     # ---------------------------------------------------------------- coming together
 
-    def start(self, about: Mapping[str, object]) -> None:
-        """Connect to all other workers, if they are about to do the same as this one."""
+    def open(self) -> None:
+        """Open the job's store, through which workers find each other. A second time does nothing."""
+        if self._store is not None:
+            return
         self._adopted = dist.is_initialized()
         deadline_s = self._knobs.startup_deadline_s
         if self._adopted:
@@ -75,8 +76,26 @@ class Group:
             host, hosts_store = "the host of the adopted process group's store", False
         else:
             store, host, hosts_store = self._open_store(deadline_s)
+        self._store = store
         self.clerk = Clerk(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
+
+    def told_by_all(self, what: str, told: str) -> list[str]:
+        """What every worker says here, in their order; all of them come within the start-up deadline."""
+        self._post_and_wait(what, told, self._knobs.startup_deadline_s)
+        keys = [f"{what}/{rank}" for rank in range(self.size)]
+        return [self.clerk.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
+
+    def start(self, about: Mapping[str, object]) -> None:
+        """Connect to all other workers, if they are about to do the same as this one."""
+        self.open()
+        deadline_s, store = self._knobs.startup_deadline_s, self._store
+        assert store is not None
         try:
+            if dist.is_initialized() and not self._adopted:
+                raise StateError(
+                    "torch.distributed was initialized between resume_from() and init_worker()",
+                    todo="Call init_process_group before resume_from, or leave it out.",
+                )
             self._call_the_roll(about, deadline_s)
             if not self._adopted:
                 self._connect(store, deadline_s)
@@ -257,6 +276,7 @@ class Group:
         """Every worker has come here: part from the others; what was the user's stays."""
         self.clerk.part()
         self.clerk.end()
+        self._store = None
         if not self._adopted:
             dist.destroy_process_group()
         else:
@@ -270,7 +290,7 @@ class Group:
         wait for them: it is left to the end of the process."""
         self.clerk.linger()
         self.clerk.end()
-        self._server = None
+        self._server = self._store = None
         if self._adopted or not dist.is_initialized():
             return
         for group in (self.everyone, *self._made):

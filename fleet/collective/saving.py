@@ -8,6 +8,7 @@ others, so that only its machine needs the files.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from fleet.collective.claiming import write_once
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
 from fleet.transpiler.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
+
+_log = logging.getLogger("fleet.checkpoint")
 
 
 def save(worker: CollectiveWorker, dirname: object, mode: object) -> None:
@@ -95,8 +98,8 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
     worker.group.broadcast(list(model.state_dict().values()), 0)
 
 
-def load(worker: CollectiveWorker, dirname: object) -> None:
-    """Every worker calls it; worker 0 reads."""
+def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> None:
+    """Every worker calls it; worker 0 reads. Unless it is ``strict``, what does not fit is logged and left out."""
     group, clerk = worker.group, worker.group.clerk
     found: dict[str, Any] = {}
     values: list[torch.Tensor] = []
@@ -104,7 +107,7 @@ def load(worker: CollectiveWorker, dirname: object) -> None:
     worker.loads += 1
     if clerk.rank == 0:
         try:
-            found, values = _read(worker, Checkpoint.open(dirname))
+            found, values = _read(worker, Checkpoint.open(dirname), strict)
         except Exception as error:
             failure = json.dumps({"failure": str(error)})
             clerk.ask(lambda store: store.set(key, failure))
@@ -121,33 +124,45 @@ def load(worker: CollectiveWorker, dirname: object) -> None:
     _fill(worker, found, values)
 
 
-def _read(worker: CollectiveWorker, checkpoint: Checkpoint) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What there is, and the tensors of it in that order."""
-    checkpoint.check_fits(_spec(worker))
-    assembly = Assembly({each.name: each.param.numel() for each in worker.members}, checkpoint.where)
+    spec = _spec(worker)
+    if strict:
+        checkpoint.check_fits(spec)
+    fit = checkpoint.fit(spec)
+    if fit.problems:
+        _log.warning("%s is loaded as far as it fits: %s", checkpoint.where, "; ".join(fit.problems))
+    there = [each for each in worker.members if each.name not in fit.lacking]
+    assembly = Assembly({each.name: each.param.numel() for each in there}, checkpoint.where)
     for about, tensors in checkpoint.pieces(DENSE):
         assembly.add(about[DENSE], tensors)
     params: list[dict[str, Any]] = []
     values: list[torch.Tensor] = []
-    for member in worker.members:
+    for member in there:
         pieces, flat = assembly.whole(member.name)
+        if member.name in fit.values:
+            pieces, flat = {VALUE: pieces[VALUE]}, set()
         plain = {key: piece for key, piece in pieces.items() if not isinstance(piece, torch.Tensor)}
         keys = [key for key in pieces if key not in plain]
-        params.append({"tensors": keys, "flat": sorted(flat), "plain": plain})
+        params.append({"name": member.name, "tensors": keys, "flat": sorted(flat), "plain": plain})
         values += [pieces[key] for key in keys]
     buffers: list[str] = []
     present = {} if worker.model is None else {name: each.shape for name, each in worker.model.named_buffers()}
     for about, tensors in checkpoint.pieces(BUFFERS):
         for name, tensor in zip(about[BUFFERS], tensors, strict=True):
-            if present.get(name) != tensor.shape:
-                raise CheckpointError(
-                    "the checkpoint does not fit the model's buffers",
-                    where=checkpoint.where,
-                    expected=f"{name!r}: {tuple(tensor.shape)}",
-                    got=tuple(present[name]) if name in present else "none",
-                )
-        buffers += about[BUFFERS]
-        values += tensors
+            if present.get(name) == tensor.shape:
+                buffers.append(name)
+                values.append(tensor)
+                continue
+            error = CheckpointError(
+                "the checkpoint does not fit the model's buffers",
+                where=checkpoint.where,
+                expected=f"{name!r}: {tuple(tensor.shape)}",
+                got=tuple(present[name]) if name in present else "none",
+            )
+            if strict:
+                raise error
+            _log.warning("%s", error)
     kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
     return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values
 
@@ -156,7 +171,9 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint) -> tuple[dict[str, A
 def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Tensor]) -> None:
     """``values`` are used up one by one: a device may have no room for all of them twice."""
     values.reverse()
-    for member, told in zip(worker.members, found["params"], strict=True):
+    members = {member.name: member for member in worker.members}
+    for told in found["params"]:
+        member = members[told["name"]]
         pieces = {**told["plain"], **{key: values.pop() for key in told["tensors"]}}
         member.param.copy_(pieces[VALUE].view(member.param.shape))
         set_state(member.optimizer, member.param, pieces, set(told["flat"]))

@@ -44,7 +44,9 @@ class CollectiveWorker:
         meeting: Meeting,
         knobs: Knobs,
         clock: Clock,
+        group: Group | None = None,
     ) -> None:
+        """``group`` is one in which the workers have met already."""
         self.assignment = assignment
         self.optimizers = optimizers
         self.model = model
@@ -55,7 +57,8 @@ class CollectiveWorker:
         self._own_steps = 0
         self.loads = 0
         self.stopped = False
-        self.group = Group(assignment, knobs, clock, self.figures.push)
+        self.group = group or Group(assignment, knobs, clock)
+        self.group.exchanging = self.figures.push
         self._strategy = strategy
         self._pace = Pace.of(strategy)
         self._meeting = meeting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,13 +13,17 @@ from typing import Any
 import torch
 
 from fleet import exit_guard
+from fleet.checkpoint.places import Place
+from fleet.checkpoint.series import latest, root_at
 from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
 from fleet.errors import FleetError, NotInitializedError, StateError
 from fleet.lifecycle import Lifecycle
 from fleet.optimizer import DistributedOptimizer
+from fleet.ps.choice import Resumed
 from fleet.ps.describe import Description, describe, go_remote
+from fleet.ps.resuming import resume
 from fleet.ps.server.job import Restore
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
@@ -29,6 +34,8 @@ from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.saving import Rest
 from fleet.strategy import Strategy, as_strategy
+
+_log = logging.getLogger("fleet")
 
 
 def real_network(knobs: Knobs) -> Network:
@@ -58,6 +65,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._network = self._given_network or real_network(knobs)
         self._restore: Restore | None = None
         self._server_prepared = False
+        #: listens from ``resume_from`` on, until it runs
+        self._listening: ServerRuntime | None = None
+        self._resumed: Resumed | None = None
         self._embedded: threading.Thread | None = None
 
     # ---------------------------------------------------------------- the optimizer
@@ -68,6 +78,12 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._refuse_second_optimizer()
         strategy = as_strategy(given)
         knobs = self._knobs.joined(dict(strategy.settings))
+        if self._listening is not None and knobs is not self._knobs:
+            raise StateError(
+                "the strategy has settings for a server that listens already",
+                where=str(self._assignment),
+                todo="Call distributed_optimizer before resume_from.",
+            )
         network = self._network if knobs is self._knobs else self._given_network or real_network(knobs)
         self._parts = (optimizers, model, strategy)
         try:
@@ -82,6 +98,41 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
                 handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
         return DistributedOptimizer(optimizers, lambda: self._running_worker("step()"), lambda: self.running)
 
+    # ---------------------------------------------------------------- going on
+
+    def resume_from(self, given: object, *, strict: bool) -> int:
+        self._refuse_late_resuming()
+        if self._server_prepared:
+            raise StateError("resume_from() came after init_server()", todo="Call it before init_server().")
+        root = root_at(given)
+        self._resumed = self._resume_alone(root, strict) if self._assignment.embedded else self._resume(root, strict)
+        self._has_resumed = True
+        _log.info("%s: the job goes on from step %d", self._assignment, self._resumed.step)
+        return self._resumed.step
+
+    def _resume_alone(self, root: Place, strict: bool) -> Resumed:
+        found = latest(root)
+        if found is None:
+            return Resumed(0)
+        self._restore = restore_from(found.where, strict=strict)
+        return Resumed(self._restore.version)
+
+    def _resume(self, root: Place, strict: bool) -> Resumed:
+        a = self._assignment
+        if a.is_server:
+            self._listening = self._make_server(a.servers[a.index], resumes=root)
+        try:
+            return resume(a, self._network, self._knobs, self._clock, root.url, strict=strict, own=self._listening)
+        except BaseException:
+            self.let_go()
+            raise
+
+    def let_go(self) -> None:
+        """Nothing comes of what was begun here before the job."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            listening.close()
+
     # ---------------------------------------------------------------- servers
 
     def init_server(self, model_dir: object) -> None:
@@ -89,7 +140,14 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise StateError(f"init_server() was called on {self._assignment}", todo="Guard it with fleet.is_server().")
         if self._worker is not None:
             raise StateError("init_server() came after init_worker()", todo="Call it before: the server is running.")
-        self._restore = None if model_dir is None else restore_from(model_dir)
+        if self._has_resumed and model_dir is not None:
+            raise StateError(
+                "init_server(model_dir) came after resume_from(), and both say what the job goes on from",
+                got=f"model_dir={str(model_dir)!r}",
+                todo="Leave the model_dir out.",
+            )
+        if not self._has_resumed:
+            self._restore = None if model_dir is None else restore_from(model_dir)
         self._server_prepared = True
 
     def run_server(self) -> None:
@@ -98,10 +156,11 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         if not self._server_prepared:
             raise NotInitializedError("run_server() came before init_server()", todo="Call fleet.init_server() first.")
         self._server_prepared = False
-        self._make_server(self._assignment.servers[self._assignment.index]).run()
+        server, self._listening = self._listening, None
+        (server or self._make_server(self._assignment.servers[self._assignment.index])).run()
         self._done()
 
-    def _make_server(self, endpoint: Endpoint) -> ServerRuntime:
+    def _make_server(self, endpoint: Endpoint, resumes: Place | None = None) -> ServerRuntime:
         expected = (self._assignment.worker_num, self._assignment.servers)
         # One that lives and dies with its only worker has nobody to keep anything for, and the port is the worker's.
         knobs = self._knobs
@@ -109,7 +168,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             knobs = replace(
                 knobs, durable_dir="", observing=replace(knobs.observing, metrics_port=None), launcher="itself"
             )
-        return ServerRuntime(endpoint, self._network, knobs, self._clock, expected=expected, restore=self._restore)
+        return ServerRuntime(
+            endpoint, self._network, knobs, self._clock, expected=expected, restore=self._restore, resumes=resumes
+        )
 
     # ---------------------------------------------------------------- workers
 
@@ -124,7 +185,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
                 server = self._make_server(a.servers[0])
                 self._embedded = threading.Thread(target=_run_quietly, args=(server,), name="fleet-server", daemon=True)
                 self._embedded.start()
-            worker.start()
+            worker.start(self._resumed)
         except BaseException:
             worker.close()
             self._join_embedded()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -1183,6 +1184,46 @@ def checkpoints_from_time_to_time(me: Rank) -> None:
     close(values(model), saved, 0)
     assert {"1.running_mean", "1.running_var"} <= set(buffers(Checkpoint.open(root / "step-00000006")))
     fleet.stop_worker()
+
+
+@check(2)
+def a_job_resumes(me: Rank) -> None:
+    """From the newest checkpoint that all workers see who see any; those who see none take worker 0's."""
+    mine, shared = me.scratch / f"of worker {me.rank}", me.scratch / "shared"
+
+    def run(root: object, until: int, model: nn.Module, **options: bool) -> tuple[int, list[torch.Tensor]]:
+        fleet = me.fleet()
+        first = fleet.resume_from(root, **options)
+        optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model=model)
+        fleet.init_worker()
+        assert fleet.resume_step() == first
+        with Checkpoints(shared, every_steps=2, fleet=fleet) as checkpoints:
+            for step in range(first, until):
+                optimizer.minimize(loss_of(model, me.rank, step))
+                checkpoints.after_step()
+        fleet.stop_worker()
+        return first, values(model)
+
+    first, whole = run(me.scratch / "none", 6, network(0))
+    assert first == 0
+    if me.rank == 0:  # killed while it wrote the last one
+        (shared / "step-00000006" / "manifest.json").unlink()
+    fleet = me.fleet()
+    raises(ConfigurationError, "different values of strict", lambda: fleet.resume_from(shared, strict=me.rank == 0))
+    first, got = run(shared, 6, network(1))
+    assert first == 4
+    close(got, whole, 0)
+    if me.rank == 0:
+        shutil.copytree(shared, mine)
+    first, got = run(mine, 6, network(2))
+    assert first == 6
+    close(got, whole, 0)
+    wider = network(0)
+    wider[-1] = nn.Linear(16, 5)
+    first, _ = run(shared, 6, wider, strict=False)
+    assert first == 6
+    close([*wider[0].parameters()], [whole[0]], 0)
+    raises(FleetError, "does not fit", lambda: run(shared, 6, wider))
 
 
 @check(2)

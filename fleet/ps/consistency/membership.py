@@ -126,6 +126,11 @@ class Membership:
         member = self._members.get(worker)
         return member is not None and member.incarnation == incarnation and member.standing is Standing.LIVE
 
+    def met(self, worker: int) -> bool:
+        """Whether a worker is here, and not only surmised to be."""
+        member = self._members.get(worker)
+        return member is not None and member.standing is Standing.LIVE and not member.surmised
+
     def heard(self, worker: int, incarnation: int, now: float) -> bool:
         """Note a sign of life; False if this process is not a live member."""
         if not self.has(worker, incarnation):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
-from fleet.checkpoint.manifest import Saved
 from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError
 from fleet.ps.server.floor import Floor
-from fleet.ps.server.job import NOTHING, Job, Restore
+from fleet.ps.server.job import NOTHING, Job, Origin, Restore
 from fleet.ps.server.keeping import Keeping
 from fleet.ps.server.loading import restore_from
 from fleet.ps.server.reception import check_fingerprint, check_share
@@ -22,6 +23,8 @@ from fleet.ps.server.uploads import check_upload, write_upload
 from fleet.ps.server.waiting import Arrival, Outbox
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.errors import error_reply
+from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import make_plan
 from fleet.transpiler.specs import JobSpec, differences
 
@@ -35,17 +38,28 @@ class Filling:
         self._keeping = keeping
         self._replacing = replacing
         self.restore = self._given = restore
+        #: the first hello, which says what this server has of the job
+        self._first: Any = None
         #: whoever is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
+        #: by name what worker 0 brings, as the checkpoint lacks it; None: all there is
+        self._lacking: frozenset[str] | None = None
+        #: what came from worker 0 while the checkpoint was being read
+        self._early: list[tuple[Callable[[Arrival], None], Arrival]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether worker 0 has nothing to bring to what a job begins with."""
+        return self._lacking is not None and not self._lacking
 
     # ---------------------------------------------------------------- a checkpoint or none
 
     @property
-    def origin(self) -> Saved:
+    def origin(self) -> Origin:
         """What a job begins with here."""
-        return NOTHING if self.restore is None else Saved(self.restore.id, self.restore.url)
+        return NOTHING if self.restore is None else Origin(self.restore.id, self.restore.url, self.restore.strict)
 
-    def begin_with(self, origin: Saved) -> None:
+    def begin_with(self, origin: Origin) -> None:
         """Have a job that is gone on with begin as it did, whatever there is to begin with by now."""
         if origin.id == self.origin.id:
             return
@@ -67,13 +81,27 @@ class Filling:
         except Exception as error:
             raise self._cannot_set_up(error, arrival.outbox) from None
 
-    def begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
+    def begin(self, job: Job, hello: Any) -> None:
+        """The first hello has come."""
+        self._first = hello
+        if self.restore is not None:
+            self._begin_restoring(job, self.restore, hello)
+
+    def start_from(self, restore: Restore | None) -> None:
+        """It has been found out what to start from, if from anything. The job may be known already, where an earlier
+        process of this server was killed before it had any values."""
+        self.restore = restore
+        if restore is not None and self._floor.job is not None:
+            self._begin_restoring(self._floor.job, restore, self._first)
+
+    def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
         job.steps_before = restore.version
         job.began, job.last = self.origin, (restore.id, restore.url)
+        self._lacking = restore.lacks(job.plan.spec)
 
         def load() -> None:
             floor = self._floor
@@ -90,10 +118,13 @@ class Filling:
                 with floor.lock:
                     if floor.ending.begun:
                         return
-                    job.shard, job.initialized = shard, True
+                    job.shard, job.initialized = shard, self.is_complete
                     with contextlib.suppress(JobAbortedError):  # everybody is told
-                        self._keeping.take(outbox)
-                        floor.release_early(outbox)
+                        if job.initialized:
+                            self._keeping.take(outbox)
+                            floor.release_early(outbox)
+                        else:
+                            self._go_through_early(outbox)
             floor.send(outbox)
 
         self._reader = threading.Thread(target=load, name=f"fleet-restore-{self._floor.endpoint}", daemon=True)
@@ -112,6 +143,16 @@ class Filling:
             self._reader.start()
             self._reader = None
 
+    def _go_through_early(self, outbox: Outbox) -> None:
+        """The checkpoint has been read, and what worker 0 brings beside it has a place to go to."""
+        early, self._early = self._early, []
+        for act, arrival in early:
+            answered = Arrival(arrival.frame, arrival.respond, outbox)
+            try:
+                act(answered)
+            except FleetError as error:
+                outbox.append((arrival.respond, error_reply(error)))
+
     def _cannot_set_up(self, error: Exception, outbox: Outbox) -> FleetError:
         """Without its shard this server is of no use to anybody: the job cannot run."""
         _log.error("%s: the job cannot be set up", self._floor.endpoint, exc_info=error)
@@ -126,16 +167,42 @@ class Filling:
         if upload.anew:
             self._replacing.upload(arrival)
             return
-        job, shard = self._floor.running(), self._floor.shard()
         _check_initializer(arrival.worker)
+        if self._comes_early(self.upload, arrival):
+            return
+        job, shard = self._floor.running(), self._floor.shard()
         if job.growing or not job.initialized:
             check_upload(shard, upload, arrival.tensors)
             # Whoever has started again may bring more than is lacking.
-            write_upload(shard, upload, arrival.tensors, job.former[-1] if job.growing else None)
+            former = job.former[-1] if job.growing else None
+            write_upload(shard, *self._lacked(shard, upload, arrival.tensors), former)
         arrival.answer(pb.Reply())
+
+    def _comes_early(self, act: Callable[[Arrival], None], arrival: Arrival) -> bool:
+        """Whether a request of worker 0 has to wait until the checkpoint has been read, beside which it brings
+        values."""
+        if self._lacking and self._floor.running().shard is None:
+            self._early.append((act, arrival))
+            return True
+        return False
+
+    def _lacked(
+        self, shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]
+    ) -> tuple[pb.Upload, Sequence[WireTensor]]:
+        """What of an upload the checkpoint did not bring."""
+        lacking = self._lacking
+        if not lacking:
+            return upload, tensors
+        if upload.rows:
+            return (upload, tensors) if shard.table(upload.table).spec.name in lacking else (pb.Upload(), [])
+        slots, plan = shard.dense.layout.slots, shard.plan
+        there = [plan.param_of(slots[position].block).name in lacking for position in upload.blocks]
+        return pb.Upload(blocks=compress(upload.blocks, there)), list(compress(tensors, there))
 
     def ready(self, arrival: Arrival) -> None:
         """All values have come."""
+        if not arrival.request.ready.anew and self._comes_early(self.ready, arrival):
+            return
         self._floor.shard()
         ready = arrival.request.ready
         if ready.anew:
@@ -145,6 +212,9 @@ class Filling:
             job = self._floor.running()
             job.initialized, job.growing = True, False
             job.forget_values()  # a worker that does not know of these may have been told the others meanwhile
+            if self._lacking:
+                self._keeping.take(arrival.outbox)
+            self._lacking = None
         arrival.answer(pb.Reply(initialized=True))
         self._floor.release_early(arrival.outbox)
 
@@ -192,11 +262,11 @@ class Filling:
         arrival.answer(pb.Reply(version=job.gate.version, initialized=not job.growing))
 
 
-def _found_again(origin: Saved) -> Restore:
+def _found_again(origin: Origin) -> Restore:
     expected = f"checkpoint {origin.id}"
     todo = "Start the whole job again, from another checkpoint if there is one, with this server's directory removed."
     try:
-        restore = restore_from(origin.url)
+        restore = restore_from(origin.url, strict=origin.strict)
     except CheckpointError as error:
         raise CheckpointError(
             "the checkpoint that the job began with cannot be read again",

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fleet.checkpoint.manifest import Saved
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Gate, Mode
 from fleet.ps.layout import dense_layout
@@ -26,7 +25,17 @@ from fleet.ps.wire.tensors import WireTensor
 from fleet.transpiler.plan import Plan, make_plan
 from fleet.transpiler.specs import JobSpec
 
-NOTHING = Saved("", "")
+
+@dataclass(frozen=True)
+class Origin:
+    """What a job begins with: a checkpoint, all of which has to fit if it is ``strict``; or nothing."""
+
+    id: str = ""
+    url: str = ""
+    strict: bool = True
+
+
+NOTHING = Origin()
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Job:
     #: what was there when the job began: 0, or what its checkpoint says
     steps_before: int = 0
     #: the checkpoint that the job began with, if it did
-    began: Saved = NOTHING
+    began: Origin = NOTHING
     #: worker -> how many of its steps were in what it pushed
     steps: dict[int, int] = field(default_factory=dict)
     #: all dense values at some version, as they were answered last
@@ -177,6 +186,20 @@ class Job:
         """How many of its steps the job has."""
         return self.steps_before + self.steps.get(worker, 0)
 
+    @property
+    def step(self) -> int:
+        """How far the job is, by its own steps; where workers share none, how far the first one is."""
+        if not self.mode.lockstep:
+            return self.steps_of(0)
+        version = self.gate.version
+        ahead = {worker: clock - version for worker, clock in self.gate.clocks.items()}
+        return max((self.steps_of(worker) - ahead[worker] for worker in ahead), default=self.steps_before)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its values are others than those that it began with."""
+        return self.loads > 0 or self.gate.version != self.steps_before or any(self.steps.values())
+
     def grant(self) -> Frame:
         """What a worker is told that may do what only one does: also which checkpoint is the last."""
         checkpoint, url = self.last
@@ -194,10 +217,13 @@ def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
 
 @dataclass(frozen=True)
 class Restore:
-    """A checkpoint to start from: what its manifest says, and how to fill a new shard from it."""
+    """A checkpoint to start from: what its manifest says, how to fill a new shard from it, and by name what it does not
+    fill of a job."""
 
     id: str
     url: str
     seed: int
     version: int
     fill: Callable[[Shard, int], None]
+    lacks: Callable[[JobSpec], frozenset[str]]
+    strict: bool

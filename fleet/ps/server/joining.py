@@ -31,7 +31,7 @@ class Joining:
 
     def hello(self, arrival: Arrival) -> None:
         floor, request, worker = self._floor, arrival.request, arrival.worker
-        self._refuse_successor(request)
+        self.refuse_successor(worker, request.incarnation, request.hello.job_id)
         floor.ending.refuse_if_failed(worker)
         label = on_one_line(request.hello.label[:200])
         try:
@@ -42,8 +42,7 @@ class Joining:
             _log.warning("%s: worker %d (%s) was refused: %s", floor.endpoint, worker, label, told)
             raise
         is_repeated = floor.roll.has(request)
-        surely = floor.memory is not None and floor.memory.replaying
-        before = floor.roll.admit(request, label, job.plan.spec.settings, surely=surely)
+        before = floor.roll.admit(request, label, job.plan.spec.settings, surely=self._replaying)
         if floor.job is None:
             self._keeping.note_origin(self._filling.origin, arrival.outbox)
         self._keeping.note("hello", arrival.frame, arrival.outbox)  # only now: whether it is let in is a matter of time
@@ -59,28 +58,32 @@ class Joining:
         if job.initialized and not job.growing:
             floor.release_early(arrival.outbox)
 
-    def _refuse_successor(self, request: Any) -> None:
+    def refuse_successor(self, worker: int, incarnation: int, job_id: str) -> None:
         """A worker of the next job may be early: the process that had its place here has left, others have not."""
         floor, memory = self._floor, self._floor.memory
-        before = floor.roll.succeeds(request.worker, request.incarnation)
-        is_new = floor.roll.is_stranger(request.worker)
+        before = floor.roll.succeeds(worker, incarnation)
+        is_new = floor.roll.is_stranger(worker)
         ours = floor.knobs.job_id or ("" if floor.job is None else floor.job.job_id)
-        restarted = bool(ours) and ours == request.hello.job_id
+        restarted = bool(ours) and ours == job_id
         if before is Standing.LIVE and not restarted and memory is not None and memory.goes_on:
             raise IdentityError(
                 "this server goes on with a job whose state it has kept, and this worker was not part of it",
                 where=f"{floor.endpoint}, {memory.directory}",
-                got=f"a new worker {request.worker}",
+                got=f"a new worker {worker}",
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
         if not restarted and (before is Standing.LEFT or (floor.ending.over and (is_new or before is not None))):
             raise StillBusyError(
                 "this server has not finished an earlier job yet",
                 where=str(floor.endpoint),
-                got=f"a hello of a new worker {request.worker}; the earlier "
+                got=f"a new worker {worker}; the earlier "
                 + ("one has left" if before is Standing.LEFT else "job is over"),
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
             )
+
+    @property
+    def _replaying(self) -> bool:
+        return self._floor.memory is not None and self._floor.memory.replaying
 
     def _job_for(self, request: Any) -> tuple[Job, Plan]:
         """The job that a hello is for, which it may be the first of, and the plan that the worker knows; it fits, or is
@@ -92,7 +95,9 @@ class Joining:
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             job = new_job(spec.among(begins_with), hello.job_id, str(floor.endpoint), floor.knobs.rpc_deadline_s)
-        known = check_same_job(floor.endpoint, floor.knobs.job_id or job.job_id, job, spec, hello)
+        # What is done over was another job's, perhaps: that is told of when all of it is known.
+        ours = job.job_id if self._replaying else floor.knobs.job_id or job.job_id
+        known = check_same_job(floor.endpoint, ours, job, spec, hello)
         check_share(floor.endpoint, known, hello.server, hello.options, floor.most_bytes)
         return job, known
 
@@ -122,15 +127,14 @@ class Joining:
             job.plan.dense_bytes(hello.server),
             len(job.plan.spec.tables),
         )
-        if self._filling.restore is not None:
-            self._filling.begin_restoring(job, self._filling.restore, hello)
+        self._filling.begin(job, hello)
 
     def _welcome(self, job: Job, arrival: Arrival) -> None:
         worker = arrival.worker
         arrival.answer(
             pb.Reply(
                 version=job.gate.version,
-                initialized=job.initialized or bool(job.began.id),
+                initialized=job.initialized or self._filling.is_complete,
                 delivered=job.gate.delivered(worker),
                 steps=job.steps_of(worker),
                 loads=job.loads,

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fleet.checkpoint.manifest import Saved
 from fleet.errors import ConfigurationError, FleetError, ServerLostError
 from fleet.ps.server.floor import Floor
-from fleet.ps.server.job import Job, new_job
+from fleet.ps.server.job import Job, Origin, new_job
 from fleet.ps.server.snapshots import Snapshots
 from fleet.ps.server.waiting import Outbox
 from fleet.ps.wire.frame import Frame
@@ -83,7 +82,7 @@ class Keeping:
         """Have a request that changes anything in the journal, before it does."""
         self._keep(lambda kept: kept.memory.note(kind, frame), outbox)
 
-    def note_origin(self, origin: Saved, outbox: Outbox) -> None:
+    def note_origin(self, origin: Origin, outbox: Outbox) -> None:
         """Have in the journal, before the first hello, what the job begins with."""
         self._keep(lambda kept: kept.memory.begun(origin), outbox)
 
@@ -118,7 +117,7 @@ class Keeping:
 def resume(
     floor: Floor,
     *,
-    begin_with: Callable[[Saved], None],
+    begin_with: Callable[[Origin], None],
     ask: Callable[[Frame], None],
     hand_out: Callable[[Frame], None],
     lose: Callable[[int], None],
@@ -161,7 +160,8 @@ def resume(
             where=str(memory.directory),
             expected=f"job {floor.knobs.job_id!r} (FLEET_JOB_ID)",
             got=f"job {job.job_id!r}",
-            todo="Remove the directory if that job is over, or let this one keep its state elsewhere.",
+            todo=f"Set FLEET_JOB_ID={job.job_id} everywhere to go on with it; if it is over, remove the directory, or "
+            "let this job keep its state elsewhere (FLEET_DURABLE_DIR).",
         )
     _log.warning("%s: goes on from %s, at version %d", floor.endpoint, memory.directory, job.gate.version)
 

@@ -23,6 +23,10 @@ class Leaving:
         self._keeping = keeping
         self._began_at = floor.clock.now()
 
+    def await_the_first(self) -> None:
+        """Count the time for the first worker from now on."""
+        self._began_at = self._floor.clock.now()
+
     def bye(self, arrival: Arrival) -> None:
         arrival.answer(pb.Reply())
         self._floor.ending.tell([arrival.worker])

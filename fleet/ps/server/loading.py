@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -11,7 +12,7 @@ import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE
-from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint
+from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint, Fit
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
@@ -20,16 +21,23 @@ from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
 
+_log = logging.getLogger("fleet.server")
 
-def restore_from(dirname: object) -> Restore:
-    """How to start from a checkpoint; its manifest is read now, its pieces when the job is known."""
+
+def restore_from(dirname: object, *, strict: bool = True) -> Restore:
+    """How to start from a checkpoint; its manifest is read now, its pieces when the job is known. Unless it is
+    ``strict``, what does not fit is logged and left out."""
     checkpoint = Checkpoint.open(dirname)
 
     def fill(shard: Shard, server: int) -> None:
-        checkpoint.check_fits(shard.plan.spec)
+        if strict:
+            checkpoint.check_fits(shard.plan.spec)
+        fit = checkpoint.fit(shard.plan.spec)
+        if fit.problems:
+            _log.warning("%s is loaded as far as it fits: %s", checkpoint.where, "; ".join(fit.problems))
         try:
-            _restore_dense(checkpoint, shard)
-            _restore_rows(checkpoint, shard, server)
+            _restore_dense(checkpoint, shard, fit)
+            _restore_rows(checkpoint, shard, server, fit)
             shard.history.begin(checkpoint.manifest.id, "")
             shard.history.exists(checkpoint.manifest.id)
         except CheckpointError:
@@ -40,31 +48,43 @@ def restore_from(dirname: object) -> Restore:
             ) from error
 
     manifest = checkpoint.manifest
-    return Restore(manifest.id, checkpoint.where, manifest.seed, manifest.version, fill)
+    return Restore(
+        manifest.id,
+        checkpoint.where,
+        manifest.seed,
+        manifest.version,
+        fill,
+        lambda spec: frozenset() if strict else checkpoint.fit(spec).lacking,
+        strict,
+    )
 
 
-def _restore_dense(checkpoint: Checkpoint, shard: Shard) -> None:
+def _restore_dense(checkpoint: Checkpoint, shard: Shard, fit: Fit) -> None:
     """Assemble every parameter that has a block here from the blocks it was saved in, then cut our blocks."""
     plan, slots = shard.plan, shard.dense.layout.slots
-    wanted = {plan.param_of(slot.block).name: plan.param_of(slot.block).numel for slot in slots}
+    here = {plan.param_of(slot.block).name: plan.param_of(slot.block).numel for slot in slots}
+    wanted = {name: numel for name, numel in here.items() if name not in fit.lacking}
     assembly = Assembly(wanted, checkpoint.where)
     for about, tensors in checkpoint.pieces(DENSE):
         assembly.add(about["dense"], tensors)
     states: list[BlockState] = []
     for slot in slots:
-        block = slot.block
-        whole, flat = assembly.whole(plan.param_of(block).name)
+        block, name = slot.block, plan.param_of(slot.block).name
+        if name in fit.lacking:
+            states.append(({}, set()))
+            continue
+        whole, flat = assembly.whole(name)
         mine = {
             key: value[block.offset : block.offset + block.numel] if key in flat else value
             for key, value in whole.items()
         }
         shard.dense.write(slot.position, mine.pop(VALUE))
-        states.append((mine, flat))
+        states.append((mine, flat) if name in fit.whole else ({}, set()))
     shard.dense.restore(states)
 
 
-def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
-    tables = {table.spec.name: table for table in shard.tables}
+def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -> None:
+    tables = {table.spec.name: table for table in shard.tables if table.spec.name not in fit.lacking}
     servers = shard.plan.spec.settings.server_num
     shard.prepare()
     for name, table in tables.items():
@@ -73,7 +93,8 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int) -> None:
         for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
             # A table may have joined the job while a worker saved that did not know of it yet.
             if about["table"] in tables:
-                _restore_piece(tables[about["table"]], about, [tensor.numpy() for tensor in tensors], shard, server)
+                table, arrays = tables[about["table"]], [tensor.numpy() for tensor in tensors]
+                _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
 
 
 def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
@@ -84,15 +105,19 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
     return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
 
 
-def _restore_piece(table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int) -> None:
-    table.step = max(table.step, int(about["step"]))
+def _restore_piece(
+    table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int, *, keeps_state: bool
+) -> None:
+    if keeps_state:
+        table.step = max(table.step, int(about["step"]))
     servers = shard.plan.spec.settings.server_num
     # All are mine where there is no other server, and nothing need be copied.
     mine = partition(arrays[0], servers)[server] if servers > 1 else slice(None)
     if len(arrays[0][mine]):
         columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
         # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
-        table.load(arrays[0][mine], columns if shard.changes is None else {WEIGHT: columns[WEIGHT]})
+        is_whole = keeps_state and shard.changes is None
+        table.load(arrays[0][mine], columns if is_whole else {WEIGHT: columns[WEIGHT]})
 
 
 def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:

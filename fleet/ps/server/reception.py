@@ -80,17 +80,21 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
         )
 
 
-def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello: Any) -> Plan:
-    """The plan that a worker knows, which is the job's, or was before parameters joined it."""
+def check_job_id(endpoint: Endpoint, ours: str, theirs: str) -> None:
     # Ids are optional: launchers give them, people at four terminals do not. Only two different ones contradict.
-    if ours and hello.job_id and ours != hello.job_id:
+    if ours and theirs and ours != theirs:
         raise IdentityError(
             "this server serves another job",
             where=str(endpoint),
             expected=f"job {ours}",
-            got=f"job {hello.job_id[:_MOST_TEXT]}",
+            got=f"job {theirs[:_MOST_TEXT]}",
             todo="Give the second job servers of its own.",
         )
+
+
+def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello: Any) -> Plan:
+    """The plan that a worker knows, which is the job's, or was before parameters joined it."""
+    check_job_id(endpoint, ours, hello.job_id)
     plan = job.plan_of(spec)
     if plan is None:
         raise PlanMismatchError(

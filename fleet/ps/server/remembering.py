@@ -9,12 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fleet.checkpoint.manifest import Saved
 from fleet.errors import FleetError
 from fleet.ps.consistency.membership import Told
 from fleet.ps.consistency.staleness import total
 from fleet.ps.server.durable import Draft, Durable, Kind, Snapshot
-from fleet.ps.server.job import Job
+from fleet.ps.server.job import Job, Origin
 from fleet.ps.server.loading import fill_own
 from fleet.ps.table.before import Before
 from fleet.ps.table.shard import FIRST, Piece, Shard, is_of_rows
@@ -88,7 +87,7 @@ class Memory:
         job.last = (state["last"][0], state["last"][1])
         job.claims.resume(state["claims"], now)
         # What is not in the snapshots of earlier releases.
-        job.began = Saved(*state.get("began", ("", "")))
+        job.began = Origin(*state.get("began", ()))
         job.former = [make_plan(JobSpec.from_json(each)) for each in state.get("former", ())]
         job.outgrown = {
             int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
@@ -97,7 +96,7 @@ class Memory:
     def replay(
         self,
         running: Callable[[], Job],
-        begin_with: Callable[[Saved], None],
+        begin_with: Callable[[Origin], None],
         ask: Callable[[Frame], None],
         hand_out: Callable[[Frame], None],
         lose: Callable[[int], None],
@@ -108,7 +107,7 @@ class Memory:
             for kind, data in self._durable.records():
                 self.goes_on = True
                 if kind is Kind.ORIGIN:
-                    begin_with(Saved(*json.loads(bytes(data))))
+                    begin_with(Origin(*json.loads(bytes(data))))
                 elif kind is Kind.LOST:
                     lose(int.from_bytes(data, "little"))
                 elif kind in (Kind.REQUEST, Kind.HANDED):
@@ -121,7 +120,7 @@ class Memory:
 
     # ---------------------------------------------------------------- remembering
 
-    def begun(self, origin: Saved) -> None:
+    def begun(self, origin: Origin) -> None:
         """A job is about to begin with this checkpoint, or with none."""
         if not self.replaying:
             self._durable.record(Kind.ORIGIN, [json.dumps(astuple(origin)).encode()])

@@ -63,6 +63,11 @@ class Roll:
         with self._lock:
             return self._members is not None and self._members.has(request.worker, request.incarnation)
 
+    def has_met(self, worker: int) -> bool:
+        """Whether a worker has come to this process, and is here as far as is known."""
+        with self._lock:
+            return self._members is not None and self._members.met(worker)
+
     def is_stranger(self, worker: int) -> bool:
         """Whether there is a job, and no such worker in it."""
         with self._lock:

@@ -1,4 +1,7 @@
-"""A server as a process lives it: load, listen, let time pass until the job is over, close."""
+"""A server as a process lives it: load, listen, let time pass until the job is over, close.
+
+It listens from the beginning on. ``run`` serves; one that is to resume has been asked before, what it sees.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from fleet.checkpoint.places import Place
 from fleet.clock import Clock, Wait
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
 from fleet.observing.observer import Observer
+from fleet.ps.choice import Choice
 from fleet.ps.server.durable import Durable
 from fleet.ps.server.job import Restore
 from fleet.ps.server.service import Service
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
 
 _log = logging.getLogger("fleet.server")
@@ -36,6 +43,7 @@ class ServerRuntime:
         *,
         expected: tuple[int, tuple[Endpoint, ...]] | None = None,
         restore: Restore | None = None,
+        resumes: Place | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._knobs = knobs
@@ -46,7 +54,14 @@ class ServerRuntime:
         durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
         try:
             self._service = Service(
-                endpoint, knobs, clock, expected=expected, restore=restore, durable=durable, name=self._name
+                endpoint,
+                knobs,
+                clock,
+                expected=expected,
+                restore=restore,
+                durable=durable,
+                resumes=resumes,
+                name=self._name,
             )
             self._listener = network.listen(endpoint, self._service.handle)
         except BaseException:
@@ -54,8 +69,27 @@ class ServerRuntime:
                 durable.close()
             raise
 
+    def ask(self, request: pb.Request) -> Frame:
+        """What this server answers to a request that it can answer at once."""
+        replies: list[Frame] = []
+        self._service.handle(Frame(request), replies.append)
+        (reply,) = replies
+        return reply
+
+    @property
+    def chosen(self) -> Choice | None:
+        """What the job goes on from, if this server has been told."""
+        return self._service.resuming.chosen
+
+    def close(self) -> None:
+        """End without having served."""
+        self._service.stop("its process does something else")
+        self._listener.close()
+        self._service.close()
+
     def run(self) -> None:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
+        self._service.await_the_first()
         explained_at = self._clock.now()
         waits = Wait(self._clock, self._knobs.startup_deadline_s)
         # Started by hand, nobody else says that it is there; and a log that nobody has set up shows warnings only.

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from fleet.checkpoint.places import Place
 from fleet.clock import Clock
 from fleet.cluster import Endpoint
 from fleet.environ import Knobs
@@ -28,6 +29,7 @@ from fleet.ps.server.meeting import Meeting
 from fleet.ps.server.reception import Expected
 from fleet.ps.server.remembering import NOTED
 from fleet.ps.server.replacing import Replacing
+from fleet.ps.server.resuming import Resuming
 from fleet.ps.server.telling import Telling
 from fleet.ps.server.training import Training
 from fleet.ps.server.waiting import Arrival, Outbox, nobody
@@ -46,12 +48,13 @@ class Service:
         expected: Expected | None = None,
         restore: Restore | None = None,
         durable: Durable | None = None,
+        resumes: Place | None = None,
         name: str = "",
     ) -> None:
         """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
         was told of, where it was told;
         ``restore`` the checkpoint to start from; ``durable`` where what is acknowledged is kept, and where it may be
-        from before."""
+        from before; ``resumes`` where checkpoints are, of which the job goes on from one if it does from any."""
         self.floor = floor = Floor(endpoint, knobs, clock, durable, name or f"server {endpoint}")
         self.ended = floor.ending.ended
         self._keeping = keeping = Keeping(floor)
@@ -63,6 +66,7 @@ class Service:
         self._meeting = meeting = Meeting(floor)
         self._leaving = leaving = Leaving(floor, keeping)
         self._telling = telling = Telling(floor, None if expected is None else expected[0])
+        self.resuming = Resuming(floor, filling, joining, resumes)
         self._handlers: dict[str, Callable[[Arrival], None]] = {
             "hello": joining.hello,
             "upload": filling.upload,
@@ -90,6 +94,7 @@ class Service:
             lose=lambda worker: leaving.lose(worker, []),
         )
         filling.go_on()
+        self.resuming.begin()
 
     def handle(self, frame: Frame, respond: Respond) -> Callable[[], None] | None:
         request, floor = frame.message, self.floor
@@ -103,6 +108,10 @@ class Service:
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))
             return None
+        if kind in ("look", "choose") and not floor.ending.suspended:
+            answer = self.resuming.look if kind == "look" else self.resuming.choose
+            respond(Frame(answer(request)))
+            return None
         outbox: Outbox = []
         try:
             with floor.lock, floor.ledger.request(frame, outbox):
@@ -110,7 +119,9 @@ class Service:
                     return None  # unanswered, it is asked again when the server is there again
                 if kind not in self._handlers:
                     raise ProtocolError("a request of an unknown kind", where=str(floor.endpoint))
-                if kind != "hello":
+                if kind == "hello":
+                    self.resuming.refuse_early()
+                else:
                     self._check_member(request, parting=kind == "bye")
                     self._keeping.compare(kind, request, outbox)
                     self._keeping.note(kind, frame, outbox)
@@ -140,6 +151,10 @@ class Service:
                 floor.job.claims.tick(now, outbox)
         floor.send(outbox)
         floor.sync(lambda memory: memory.sync_if_due(now))
+
+    def await_the_first(self) -> None:
+        """From now on workers are expected, and time passes."""
+        self._leaving.await_the_first()
 
     def stop(self, reason: str) -> None:
         """End the job from outside, as a signal does; one that is kept on disk goes on when its server does."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from fleet.ps.choice import Resumed
 from fleet.ps.consistency.base import Mode
 from fleet.ps.wire.frame import Frame
 
@@ -44,6 +45,13 @@ class Progress:
     def take_step(self) -> None:
         self.taken += 1
         self.own += 1
+
+    def go_back(self, resumed: Resumed) -> None:
+        """Take a step once more whose round was not over when this worker resumed, as all others begin with it. The
+        servers, which have it, count it once."""
+        if self._mode.lockstep and resumed.ahead and self.steps == resumed.step + resumed.ahead:
+            self.completed -= resumed.ahead
+            self.steps = self.taken = resumed.step
 
     def version_needed(self, more_steps: int = 0) -> int:
         """The version that this worker needs to go on, now or when it has completed some more steps."""

@@ -22,6 +22,7 @@ from fleet.nn.handle import Lookup, Wanted
 from fleet.observing.cause import claim
 from fleet.observing.observer import Observer
 from fleet.observing.worker import WorkerFigures
+from fleet.ps.choice import Resumed
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.gathering import BARRIER
 from fleet.ps.describe import Description
@@ -98,12 +99,15 @@ class WorkerRuntime:
 
     # ---------------------------------------------------------------- joining
 
-    def start(self) -> None:
-        """Say hello to every server, bring the initial values if that is this worker's part, and take them over."""
+    def start(self, resumed: Resumed | None = None) -> None:
+        """Say hello to every server, bring the initial values if that is this worker's part, and take them over. What
+        it was told when it ``resumed`` is where it goes on."""
         floor = self.floor
         try:
             answers = join(floor)
             floor.progress.resume(answers)
+            if resumed is not None:
+                floor.progress.go_back(resumed)
             initialize(floor, answers)
             self._agreeing.begin_from(floor.fetching.take(floor.fetching.ask("initial parameters")))
         except BaseException as error:

@@ -1,0 +1,216 @@
+"""What a job goes on from: one choice for all of its processes, made of what its servers have and see.
+
+State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else it is the
+newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the servers
+tell (``Seen``), so that whoever asks them comes to the same choice; should a checkpoint become complete in between, the
+first server holds to the choice it was told first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fleet.errors import CheckpointError, ProtocolError, ServerLostError
+
+#: A server tells of so many checkpoints, the newest ones: others see the same few, or none.
+MOST_TOLD = 16
+
+
+@dataclass(frozen=True, order=True)
+class Mark:
+    """A checkpoint by its step and its id."""
+
+    step: int
+    id: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} (checkpoint {self.id})" if self.id else "a beginning"
+
+
+#: No checkpoint at all.
+BEGINNING = Mark(0, "")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``strict``: all of the checkpoint has to fit."""
+
+    mark: Mark
+    strict: bool = True
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Choice:
+        try:
+            return _choice(json.loads(text))
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            raise ProtocolError("what a server goes on from cannot be read", got=text[:80]) from None
+
+
+@dataclass(frozen=True)
+class Held:
+    """A job as one server has it."""
+
+    #: how far the job is; where workers share no step, how far the first one is
+    step: int
+    #: what it began from, as long as nobody has trained since
+    base: Mark | None
+    #: how far it was when the server's process took it over from what an earlier one had kept
+    kept_at: int | None
+    #: whether steps are the whole job's
+    lockstep: bool
+    #: how many steps of the worker that asks it has, if that worker has any part in it
+    steps: int | None
+    #: whether that worker has come to this process before
+    met: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one server has and sees. Of checkpoints it tells only where neither a job nor a choice is there before."""
+
+    held: Held | None = None
+    chosen: Choice | None = None
+    checkpoints: tuple[Mark, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Seen:
+        try:
+            raw = json.loads(text)
+            held, chosen = raw["held"], raw["chosen"]
+            if held is not None:
+                held = Held(**{**held, "base": None if held["base"] is None else _mark(held["base"])})
+            return cls(
+                held,
+                None if chosen is None else _choice(chosen),
+                tuple(_mark(each) for each in raw["checkpoints"]),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            raise ProtocolError("what a server sees cannot be read", got=text[:80]) from None
+
+
+def marks_to_json(marks: Sequence[Mark]) -> str:
+    return json.dumps([asdict(each) for each in marks])
+
+
+def marks_from_json(text: str) -> list[Mark]:
+    return [_mark(each) for each in json.loads(text)]
+
+
+def _mark(raw: Any) -> Mark:
+    return Mark(int(raw["step"]), str(raw["id"]))
+
+
+def _choice(raw: Any) -> Choice:
+    return Choice(_mark(raw["mark"]), bool(raw["strict"]))
+
+
+# ---------------------------------------------------------------------------------------------- the choice
+
+
+def without_state(seen: Sequence[Seen]) -> list[int]:
+    """The servers that lack the job although others have been trained in it."""
+    is_trained = any(each.held is not None and each.held.base is None for each in seen)
+    return [server for server, each in enumerate(seen) if each.held is None] if is_trained else []
+
+
+def choose(servers: Sequence[object], seen: Sequence[Seen], *, strict: bool = True) -> Choice | None:
+    """What the job begins from; None where every server has it already. ``servers`` are named so in errors."""
+    lost = without_state(seen)
+    if lost:
+        there = [f"{servers[i]} at step {each.held.step}" for i, each in enumerate(seen) if each.held is not None]
+        raise ServerLostError(
+            "a server has lost its part of the job, which the others have",
+            got=f"{', '.join(str(servers[i]) for i in lost)} without state, {', '.join(there)}",
+            todo="Start the whole job again, from its last checkpoint if there is one, without what durable servers "
+            "have kept of it (FLEET_DURABLE_DIR).",
+        )
+    held = [each.held for each in seen if each.held is not None]
+    if len(held) == len(seen):
+        return None
+    before = {each.base for each in held if each.base is not None}
+    told = {each.chosen for each in seen if each.chosen is not None}
+    if len(before | {each.mark for each in told}) > 1:
+        raise CheckpointError(
+            "the servers do not start from the same checkpoint",
+            got=", ".join(f"{server} from {_origin(each)}" for server, each in zip(servers, seen, strict=True)),
+            todo="Start the whole job again, without what durable servers have kept of it (FLEET_DURABLE_DIR).",
+        )
+    if told:
+        return min(told, key=lambda each: each.strict)
+    if before:
+        return Choice(before.pop(), strict)
+    return Choice(newest_of_all([each.checkpoints for each in seen]), strict)
+
+
+def newest_of_all(seen: Sequence[Sequence[Mark]]) -> Mark:
+    """The newest checkpoint that all see who tell what they see; a beginning if there is none."""
+    return max(set(seen[0]).intersection(*seen[1:]), default=BEGINNING)
+
+
+def _origin(seen: Seen) -> str:
+    found = seen.held.base if seen.held is not None else seen.chosen.mark if seen.chosen is not None else None
+    return "nothing yet" if found is None else str(found)
+
+
+def passed_by(servers: Sequence[object], seen: Sequence[Seen], choice: Choice) -> list[str]:
+    """Newer checkpoints than the one that was chosen, each in words with who does not see it."""
+    newer = {mark for each in seen for mark in each.checkpoints if mark.step > choice.mark.step}
+    blind = {mark: [servers[i] for i, each in enumerate(seen) if mark not in each.checkpoints] for mark in newer}
+    return [f"{mark} is not seen by {', '.join(map(str, blind[mark]))}" for mark in sorted(newer)]
+
+
+# ---------------------------------------------------------------------------------------------- the step
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a process is told: the job's step; and how many more of this worker's steps the servers had then, which it
+    takes once more: a step that was brought before its round was over."""
+
+    step: int
+    ahead: int = 0
+
+
+def step_of_worker(seen: Sequence[Seen], choice: Choice | None) -> Resumed:
+    """Of a worker that is about to join, for the first time or again."""
+    held = [each.held for each in seen if each.held is not None]
+    if not held:
+        assert choice is not None, "made where a server lacks the job"
+        return Resumed(choice.mark.step)
+    own = [each.steps for each in held if each.steps is not None]
+    if not held[0].lockstep:
+        return Resumed(min(own) if own else min(each.step for each in held))
+    step = min(each.step for each in held)
+    if own and not any(each.met for each in held):
+        step = min(step, _kept_at(held, min(own), step))
+    return Resumed(step, max(0, min(own) - step) if own else 0)
+
+
+def step_of_server(seen: Sequence[Seen], choice: Choice | None, me: int) -> Resumed:
+    """Of server ``me``, which has just started."""
+    mine = seen[me]
+    if mine.chosen is not None:
+        return Resumed(mine.chosen.mark.step)
+    held = [each.held for each in seen if each.held is not None]
+    if mine.held is None or mine.held.kept_at is None:
+        return Resumed(choice.mark.step if choice is not None else min(each.step for each in held))
+    step = min(each.step for each in held)
+    return Resumed(min(step, _kept_at(held, mine.held.kept_at, step)))
+
+
+def _kept_at(held: Sequence[Held], mine: int, step: int) -> int:
+    """Where the job was when all of its servers started again, if that is just now, for whoever was at ``mine`` then:
+    others may have trained on since. Else ``step``, where it is."""
+    kept = [each.kept_at for each in held if each.kept_at is not None]
+    if len(kept) < len(held) or mine - min(kept) > 1:
+        return step
+    return min(kept)
