@@ -50,6 +50,8 @@ class CollectiveWorker:
         self.figures = WorkerFigures(clock)
         self.steps = 0
         self.loads = 0
+        #: what the checkpoint that was loaded last has of the states of workers' own objects
+        self.brought: dict[str, Any] = {"of": [], "workers": 0}
         self.stopped = False
         self.group = Group(assignment, knobs, clock)
         self._strategy = strategy

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fleet import exit_guard
+from fleet.checkpoint.state import Bytes, encoded
 from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
@@ -26,7 +27,7 @@ from fleet.ps.wire.transport import Network
 from fleet.ps.worker import collecting, loading, saving
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
-from fleet.ps.worker.saving import Rest
+from fleet.ps.worker.saving import CheckpointStates, Rest
 from fleet.strategy import Strategy, as_strategy
 
 
@@ -204,9 +205,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     # ---------------------------------------------------------------- state
 
-    def begin_saving(self, dirname: object, mode: object) -> Rest:
+    def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
         """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
-        return saving.begin(self._running_worker("save_persistables()"), dirname, mode)
+        return saving.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
     saves_behind = True
@@ -215,6 +216,18 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     @property
     def steps_taken(self) -> int:
         return self._running_worker("steps_taken").floor.progress.taken
+
+    def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
+        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        return CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
+
+    def keep_state(self, state: object) -> None:
+        worker = self._running_worker("keep_state()")
+        worker.settle("keep_state()")
+        worker.floor.own.keep(encoded(state))
+
+    def load_state(self, state: object) -> bool:
+        return loading.load_own_state(self._running_worker("load_state()"), state)
 
     def load_persistables(self, dirname: object) -> None:
         loading.load(self._running_worker("load_persistables()"), dirname)

@@ -25,6 +25,7 @@ from fleet.ps.server.joining import Joining
 from fleet.ps.server.keeping import Keeping, resume
 from fleet.ps.server.leaving import Leaving
 from fleet.ps.server.meeting import Meeting
+from fleet.ps.server.recalling import Recalling
 from fleet.ps.server.reception import Expected
 from fleet.ps.server.remembering import NOTED
 from fleet.ps.server.replacing import Replacing
@@ -59,6 +60,7 @@ class Service:
         training = Training(floor)
         checkpointing = Checkpointing(floor)
         self._meeting = meeting = Meeting(floor)
+        self._recalling = recalling = Recalling(floor)
         self._leaving = leaving = Leaving(floor, keeping)
         self._telling = telling = Telling(floor)
         self._handlers: dict[str, Callable[[Arrival], None]] = {
@@ -76,6 +78,8 @@ class Service:
             "save": checkpointing.save,
             "settle": checkpointing.settle,
             "load": replacing.load,
+            "give": recalling.give,
+            "recall": recalling.recall,
             "survey": telling.survey,
             "bye": leaving.bye,
             "abort": leaving.abort,
@@ -112,6 +116,7 @@ class Service:
                     self._keeping.note(kind, frame, outbox)
                 self._handlers[kind](Arrival(frame, respond, outbox))
                 self._meeting.refuse_standstill(outbox)
+                self._recalling.answer_ready(outbox)
                 self._keeping.begin_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
@@ -132,6 +137,7 @@ class Service:
         with floor.lock:
             self._leaving.tick(now, outbox)
             self._meeting.refuse_standstill(outbox)
+            self._recalling.answer_ready(outbox)
             if floor.job is not None:
                 floor.job.claims.tick(now, outbox)
         floor.send(outbox)

@@ -26,6 +26,12 @@ class Progress:
         self._loads: list[int] = []
         #: whether a server says that they have been since
         self.replaced = False
+        #: the step at which this process, or the values it has, went on
+        self.went_on_at = 0
+        #: the name of a checkpoint that wants this worker's state; empty if none does
+        self.wanted = ""
+        #: whether other workers give theirs for checkpoints
+        self.others_give = False
         self._calls: Counter[str] = Counter()
         self._calls_after = 0
 
@@ -33,7 +39,7 @@ class Progress:
         """Be where the servers say that this worker is. Where it starts again, some may have its last step and some
         not: it is taken once more."""
         self.completed = min(reply.delivered for reply in hellos)
-        self.steps = self.taken = min(reply.steps for reply in hellos)
+        self.steps = self.taken = self.went_on_at = min(reply.steps for reply in hellos)
         self.gathered = hellos[0].gathered
         self._loads = [reply.loads for reply in hellos]
 
@@ -42,13 +48,15 @@ class Progress:
         return self._mode.version_needed(self.completed + more_steps, self._staleness)
 
     def notice(self, replies: Sequence[Frame]) -> None:
-        """Replies from the first servers on: they say whether values have been replaced."""
+        """Replies from the first servers on: they say whether values have been replaced, and states are wanted."""
+        self.wanted = replies[0].message.wanted or self.wanted
+        self.others_give = self.others_give or replies[0].message.others_give
         loads = [reply.message.loads for reply in replies]
         self.replaced = self.replaced or loads != self._loads[: len(loads)]
 
     def begin_anew(self, replies: Sequence[Frame]) -> int:
         """Go on from the values in these replies, which have replaced all others; how often that has happened."""
-        self.steps = self.taken = replies[0].message.steps
+        self.steps = self.taken = self.went_on_at = replies[0].message.steps
         self._loads, self.replaced = [reply.message.loads for reply in replies], False
         return sum(self._loads)
 
