@@ -32,7 +32,7 @@ _READERS = 2
 
 #: Kinds of pieces: parameters with their optimizer's state, rows of a table, buffers of a model, and the states of
 #: workers' own objects.
-DENSE, TABLE, BUFFERS, STATE = "dense", "table", "buffers", "state"
+DENSE, TABLE, BUFFERS, STATES = "dense", "table", "buffers", "states"
 
 
 @dataclass(frozen=True)

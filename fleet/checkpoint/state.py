@@ -11,13 +11,13 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from fleet.checkpoint.manifest import STATE, Checkpoint
+from fleet.checkpoint.manifest import STATES, Checkpoint
 from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, UnsupportedError
 
@@ -129,6 +129,23 @@ def decoded(data: Bytes, where: str) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def values(data: Bytes, where: str) -> dict[str, Any]:
+    """What is in some bytes, for people: by the path of each value, as `schedule.last_epoch`."""
+    found: dict[str, Any] = {}
+
+    def enter(value: Any, path: str) -> None:
+        if isinstance(value, dict) and value:
+            for key, each in value.items():
+                enter(each, f"{path}.{key}")
+        else:
+            found[path] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    for name, entry in decoded(data, where).items():
+        for kind, value in entry.items():
+            enter(value, f"{name}.{kind}" if kind == _OPTIONS else name)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- in a checkpoint
 
 
@@ -145,22 +162,27 @@ def write_states(pieces: PieceWriter, shares: Iterable[tuple[int, int, Bytes]]) 
 
 
 def _add(pieces: PieceWriter, shares: list[tuple[int, int, Bytes]]) -> None:
-    about = {STATE: [worker for worker, *_ in shares], "steps": [steps for _, steps, _ in shares]}
+    about = {STATES: [worker for worker, *_ in shares], "steps": [steps for _, steps, _ in shares]}
     pieces.add(about, {f"worker-{worker}": data.copy() for worker, _, data in shares})
 
 
 def states_in(checkpoint: Checkpoint) -> Iterator[tuple[int, int, Bytes]]:
     """The states that a checkpoint has, as ``write_states`` was given them."""
-    for about, tensors in checkpoint.pieces(STATE):
+    for about, tensors in checkpoint.pieces(STATES):
         try:
-            shares = list(zip(about[STATE], about["steps"], tensors, strict=True))
-            if any(tensor.dtype is not torch.uint8 or tensor.dim() != 1 for *_, tensor in shares):
-                raise ValueError("a state is not a row of bytes")
-            found = [(int(worker), int(steps), tensor.numpy().copy()) for worker, steps, tensor in shares]
+            found = shares_of(about, tensors)
         except (LookupError, TypeError, ValueError) as error:
             what = "the workers' states in the checkpoint cannot be read"
             raise CheckpointError(what, where=checkpoint.where, got=repr(error)) from None
         yield from found
+
+
+def shares_of(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Bytes]]:
+    """The states in one piece; a ``ValueError`` or one of its like if it makes no sense."""
+    if any(tensor.dtype is not torch.uint8 or tensor.dim() != 1 for tensor in tensors):
+        raise ValueError("a state is not a row of bytes")
+    shares = zip(about[STATES], about["steps"], tensors, strict=True)
+    return [(int(worker), int(steps), tensor.numpy().copy()) for worker, steps, tensor in shares]
 
 
 def _path(name: str) -> str:

@@ -14,7 +14,7 @@ Not thread-safe: the caller holds the server's lock.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from fleet.ps.wire.tensors import WireTensor
 #: Without rounds, a worker that has sent more pushes than these since a collection began has gone past it. These may
 #: have been on their way.
 _PUSHES_ON_THEIR_WAY = 4
+#: A worker may give its state for so many checkpoints more at one step.
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class States:
         self._workers_then = 0
         #: worker -> its last two, each with the step that it came with
         self._kept: dict[int, list[tuple[int, Share]]] = {}
-        self._given: dict[int, Share] = {}
+        #: worker -> what it gave at its last step, by name, and in that order
+        self._given: dict[int, dict[str, Share]] = {}
         #: the workers that give theirs for checkpoints
         self._giving: set[int] = set()
         #: the step that a checkpoint follows, and the name of that
@@ -115,7 +118,9 @@ class States:
         return self._asked[1] if self._asked[0] == step else ""
 
     def give(self, worker: int, share: Share, *, last: bool) -> None:
-        self._given[worker] = share
+        earlier = [each for each in self._given.get(worker, {}).values() if each.steps == share.steps]
+        kept = [each for each in earlier if each.name != share.name][-_MOST_NAMES:]
+        self._given[worker] = {each.name: each for each in (*kept, share)}
         (self._giving.discard if last else self._giving.add)(worker)
 
     def collect(self, name: str, everyone: bool, step: int, waiting: Waiting, clocks: Mapping[int, int]) -> None:
@@ -130,7 +135,7 @@ class States:
 
     def answer_ready(
         self,
-        live: Iterable[int],
+        live: Collection[int],
         clocks: Mapping[int, int],
         occupied: Callable[[], set[int]],
         outbox: Outbox,
@@ -164,15 +169,15 @@ class States:
         return collection.everyone and clock <= begun + _PUSHES_ON_THEIR_WAY
 
     def _has_given(self, worker: int, name: str) -> bool:
-        return worker in self._given and self._given[worker].name == name
+        return name in self._given.get(worker, ())
 
-    def _outcome(self, collection: _Collection, live: Iterable[int]) -> Collected:
+    def _outcome(self, collection: _Collection, live: Collection[int]) -> Collected:
         shares = {}
-        for worker in sorted(live):
-            any_will_do = not self._lockstep and not collection.everyone and worker in self._given
-            if self._has_given(worker, collection.name) or any_will_do:
-                shares[worker] = self._given[worker]
-                self._given[worker] = Share(shares[worker].data, shares[worker].steps)  # another call is named alike
+        for worker, given in sorted(self._given.items()):
+            if collection.name in given:  # whoever gave it may have left since
+                shares[worker] = given[collection.name]
+            elif given and worker in live and not (self._lockstep or collection.everyone):
+                shares[worker] = list(given.values())[-1]
         missing = sorted(worker for worker in self._giving - shares.keys() if worker in live)
         return Collected(collection.name, collection.waiting.worker, shares, missing)
 
@@ -180,9 +185,8 @@ class States:
         return [] if self._collection is None else [self._collection.waiting]
 
     def left(self, worker: int) -> None:
-        """A process has gone. What it kept stays, for the one that takes its place."""
+        """A process has gone. What it has given stays, to who takes its place too."""
         self._giving.discard(worker)
-        self._given.pop(worker, None)
         if self._collection is not None and self._collection.waiting.worker == worker:
             self._collection = None
         if self.collected.worker == worker:
@@ -200,7 +204,7 @@ class States:
         shares = [
             *(("brought", worker, 0, share) for worker, share in self._brought.items()),
             *(("kept", worker, step, share) for worker, kept in self._kept.items() for step, share in kept),
-            *(("given", worker, 0, share) for worker, share in self._given.items()),
+            *(("given", worker, 0, share) for worker, given in self._given.items() for share in given.values()),
         ]
         for kind, worker, step, share in shares:
             about = {"kind": kind, "worker": worker, "step": step, "steps": share.steps, "name": share.name}
@@ -219,4 +223,4 @@ class States:
         elif about["kind"] == "kept":
             self.keep(worker, about["step"], share)
         else:
-            self._given[worker] = share
+            self._given.setdefault(worker, {})[share.name] = share

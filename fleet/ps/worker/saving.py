@@ -177,8 +177,8 @@ class CheckpointStates:
 
     @property
     def wanted(self) -> str | None:
-        """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know when
-        one is, and it is after every step."""
+        """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know
+        when one is, and it is after every step."""
         return (self._floor.progress.wanted or None) if self._floor.mode.lockstep else ""
 
     def name_of_call(self, call: str) -> str:

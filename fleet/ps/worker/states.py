@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleet.checkpoint.state import Bytes
-from fleet.errors import ConfigurationError
+from fleet.errors import ConfigurationError, MissedError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.tensors import WireTensor
@@ -116,8 +116,15 @@ class OwnStates:
     def collected(self, shares: Shares, told: dict[str, Any]) -> Iterator[tuple[int, int, Bytes]]:
         """What was collected, one worker after the other."""
         for worker, steps in zip(told["workers"], told["steps"], strict=True):
-            recall = pb.Recall(collection=shares.name, workers=[worker])
-            yield worker, steps, self._ask(f"state of worker {worker}", recall=recall).tensors[0].numpy()
+            yield worker, steps, self._collected_of(worker, shares)
+
+    def _collected_of(self, worker: int, shares: Shares) -> Bytes:
+        recall = pb.Recall(collection=shares.name, workers=[worker])
+        while True:
+            try:
+                return self._ask(f"state of worker {worker}", recall=recall).tensors[0].numpy()
+            except MissedError:  # a server that was killed has what was given, and forgets who collects it
+                self.collect(shares)
 
     # ---------------------------------------------------------------- back
 
