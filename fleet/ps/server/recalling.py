@@ -21,7 +21,7 @@ class Recalling:
 
     def give(self, arrival: Arrival) -> None:
         job, give = self._floor.running(), arrival.request.give
-        _check_name(give.name)
+        check_name(give.name)
         share = share_of(arrival.tensors, give.steps, give.name)
         job.states.give(arrival.worker, share, last=give.last)
         arrival.answer(pb.Reply())
@@ -31,7 +31,7 @@ class Recalling:
         if recall.workers:
             self._hand_over(arrival)
         elif recall.collection:
-            _check_name(recall.collection)
+            check_name(recall.collection)
             self._collect(arrival)
         else:
             share = job.states.of(arrival.worker, arrival.request.step, job.steps_before)
@@ -81,6 +81,6 @@ def share_of(tensors: Sequence[WireTensor], steps: int, name: str = "") -> Share
     return Share(tensors[0].numpy().copy(), steps, name)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     if len(name) > _LONGEST_NAME:
         raise ProtocolError("a name is too long", expected=f"up to {_LONGEST_NAME} characters", got=len(name))

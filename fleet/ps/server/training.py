@@ -13,7 +13,7 @@ from fleet.ps.consistency.base import Effect
 from fleet.ps.server.floor import Floor
 from fleet.ps.server.job import Job
 from fleet.ps.server.reading import contribution_of
-from fleet.ps.server.recalling import share_of
+from fleet.ps.server.recalling import check_name, share_of
 from fleet.ps.server.waiting import Arrival, Waiting
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
@@ -60,6 +60,7 @@ class Training:
         )
         floor.check_patience(waiting)
         tensors, kept = arrival.tensors, None
+        check_name(request.push.keeping.asks)
         if request.push.keeping.kept:
             tensors, kept = tensors[:-1], share_of(tensors[-1:], 0)
         effects: list[Effect] = []
