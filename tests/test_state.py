@@ -214,6 +214,26 @@ def test_a_schedule_goes_on_with_what_it_had_set(name: str, tensor: bool) -> Non
         assert go(*second, 6) == go(*first, 6)
 
 
+def test_what_others_make_has_a_state() -> None:
+    """A scaler, and a loader that other libraries have, shuffled."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made() -> dict[str, Any]:
+        numbers = list(range(100))
+        loader = loaders.StatefulDataLoader(numbers, batch_size=2, shuffle=True, generator=torch.Generator())
+        return {"loader": loader, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
+
+    first, second = made(), made()
+    batches = iter(first["loader"])
+    for _ in range(7):
+        next(batches)
+    first["scaler"].scale(torch.ones(1))
+    first["scaler"].update(2.0)
+    restore(second, encoded(first), "here")
+    assert [batch.tolist() for batch in second["loader"]] == [batch.tolist() for batch in batches]
+    assert second["scaler"].get_scale() == 2.0
+
+
 # ---------------------------------------------------------------------------------------------- in jobs
 
 
@@ -310,12 +330,18 @@ def keep_and_step(me: Worker) -> None:
     train(me.model, me.optimizer, [number])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kept", ["in memory", "on disk"])
+@pytest.mark.parametrize(
+    ("strategy", "kept"),
+    [
+        *((strategy, "in memory") for strategy in STRATEGIES),
+        *(("sync", kept) for kept in ("in a journal", "in snapshots")),
+        *(("geo", "in a journal"), ("half-async", "in snapshots")),
+    ],
+)
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, tmp_path: Path, files: Path) -> None:
     """It belongs to the step that it goes on after, however often servers are killed."""
-    environ = {**ENVIRON, "FLEET_JOB_ID": "one"}
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
 
     def body(job: Fleet, index: int) -> tuple[list[int], float]:
         if index == 1:
@@ -327,6 +353,8 @@ def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, t
                 keep_and_step(me)
             first._chosen._worker.flush()  # type: ignore[union-attr]
             first._chosen._worker.close()  # type: ignore[union-attr]
+            if isinstance(running, DyingJob):
+                running.hosts[0].kill()
         me = Worker(job, strategy, files)
         assert me.went_on() == (index == 1)
         assert me.state["seen"] == [*range(job.resume_step())]
@@ -335,10 +363,11 @@ def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, t
         return me.state["seen"], me.lr
 
     running: Job = Job(body, 2, 2, environ=environ)
-    if kept == "on disk":
+    if kept != "in memory":
         die = every(3, 1)
         plan = lambda server, kind, number: die(server, kind, number) if kind == "push" else None  # noqa: E731
-        running = DyingJob(body, tmp_path / "durable", environ=environ, plan=plan)
+        size = 1 if kept == "in snapshots" else 1 << 30
+        running = DyingJob(body, tmp_path / "durable", environ=environ, plan=plan, journal_bytes=size)
     for seen, lr in running.run():
         assert seen == [0, 1, 2, 3, 4, 5]
         assert lr == 0.1 / 4
@@ -354,7 +383,7 @@ def test_what_was_kept_last_may_be_ahead_of_where_a_worker_goes_on() -> None:
     assert [None if each is None else int(each.data[0]) for each in found] == [None, 2, 3, 3]
 
 
-# ---------------------------------------------------------------------------------------------- who gives, and who waits
+# ---------------------------------------------------------------- who gives, and who waits
 
 
 class Plain:
