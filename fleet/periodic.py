@@ -136,9 +136,9 @@ class Checkpoints:
                 "it is not said when checkpoints are due", todo="Give every_steps, every_s, or both."
             )
         if state is not None:
-            from fleet.checkpoint.state import check_names
+            from fleet.checkpoint.state import check_state
 
-            check_names(state)
+            check_state(state)
         self._job = job._backend("Checkpoints")
         self._clock = SystemClock() if clock is None else clock
         self._schedule = Schedule(every_steps, every_s, full_every, self._job.steps_taken, self._clock.now())

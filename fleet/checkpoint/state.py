@@ -43,14 +43,19 @@ _OBJECT, _OPTIONS, _VALUE = "object", "options", "value"
 _SCHEDULED = ("lr", "momentum", "betas")
 
 
-def check_names(state: object) -> dict[str, Any]:
-    """The dict that a user gives, of names and what stands for itself or can tell its state."""
+def check_state(state: object) -> dict[str, Any]:
+    """The dict that a user gives, of names and what can tell its state or stands for itself."""
+    checked = _named(state)
+    for name, value in checked.items():
+        if not _is_object(value):
+            _Encoder().encode(value, _path(name))
+    return checked
+
+
+def _named(state: object) -> dict[str, Any]:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         odd = type(state).__name__ if not isinstance(state, dict) else "a dict with other keys"
         raise ArgumentTypeError("state must be a dict of objects by name", expected="keys that are str", got=odd)
-    for name, value in state.items():
-        if not _is_object(value):
-            _Encoder().encode(value, _path(name))
     return state
 
 
@@ -58,7 +63,7 @@ def encoded(state: object) -> Bytes:
     """What the objects of a dict say of themselves now, and its plain values."""
     encoder = _Encoder()
     entries: dict[str, Any] = {}
-    for name, value in check_names(state).items():
+    for name, value in _named(state).items():
         if not _is_object(value):
             entries[name] = {_VALUE: encoder.encode(value, _path(name))}
             continue
@@ -73,7 +78,7 @@ def encoded(state: object) -> Bytes:
 def restore(state: object, data: Bytes, where: str) -> None:
     """Give the objects of a dict what ``encoded`` had of them, and the dict its plain values; ``where`` that came from,
     errors tell. All of it is there and can be read before anything is given."""
-    wanted, entries = check_names(state), decoded(data, where)
+    wanted, entries = _named(state), decoded(data, where)
     problems = [f"{name!r} is not in it" for name in wanted if name not in entries]
     for name, entry in entries.items():
         if name in wanted and (_OBJECT in entry) != _is_object(wanted[name]):

@@ -13,7 +13,7 @@ from functools import partial
 from torch._C._distributed_c10d import Store
 
 from fleet.checkpoint.manifest import Checkpoint
-from fleet.checkpoint.state import Bytes, check_names, restore, states_in
+from fleet.checkpoint.state import Bytes, check_state, restore, states_in
 from fleet.collective.gathering import drop, get, put
 from fleet.collective.worker import CollectiveWorker
 from fleet.ps.wire.tensors import WireTensor
@@ -76,7 +76,7 @@ def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]
 
 def load(worker: CollectiveWorker, state: object) -> bool:
     """Give this worker's own objects what the checkpoint has of them that was loaded; whether it has anything."""
-    check_names(state)
+    check_state(state)
     rank, of = worker.group.clerk.rank, worker.brought["of"]
     # Worker 0's for those that were not there.
     whose = rank if rank < worker.brought["workers"] or rank in of else 0

@@ -16,7 +16,7 @@ import torch
 from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
-from fleet.checkpoint.state import check_names, restore
+from fleet.checkpoint.state import check_state, restore
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.kernels.jit import Array
@@ -50,7 +50,7 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
 
 def load_own_state(worker: WorkerRuntime, state: object) -> bool:
     """Give the worker's own objects what the job has of them; whether it has anything."""
-    check_names(state)
+    check_state(state)
     worker.settle("load_state()")
     data = worker.floor.own.recall()
     if data is not None:
