@@ -46,6 +46,8 @@ prefetch = _default.prefetch
 metrics = _default.metrics
 save_persistables = _default.save_persistables
 load_persistables = _default.load_persistables
+load_state = _default.load_state
+keep_state = _default.keep_state
 save_inference_model = _default.save_inference_model
 load_inference_model = _default.load_inference_model
 state_dict = _default.state_dict
@@ -69,8 +71,10 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "keep_state",
     "load_inference_model",
     "load_persistables",
+    "load_state",
     "load_state_dict",
     "metrics",
     "nn",

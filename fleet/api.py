@@ -385,9 +385,12 @@ class Fleet:
     # ---------------------------------------------------------------- state
 
     @directory_first("save_persistables(dirname)")
-    def save_persistables(self, dirname: str | PathLike[str], mode: str = "full") -> None:
+    def save_persistables(
+        self, dirname: str | PathLike[str], mode: str = "full", *, state: dict[str, Any] | None = None
+    ) -> None:
         """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
         a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one.
+        ``state`` is what else belongs to it, of every worker that makes the call: see ``load_state``.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -397,8 +400,51 @@ class Fleet:
             >>> fleet.load_persistables("ckpt/final")
         """
         backend = self._backend("save_persistables")
+        own = None
+        if state is not None:
+            from fleet.checkpoint.state import encoded
+
+            own = encoded(state)
         with backend.undisturbed("save_persistables()"):
-            backend.begin_saving(dirname, mode)(None)
+            backend.begin_saving(dirname, mode, own)(None)
+
+    def load_state(self, state: dict[str, Any]) -> bool:
+        """Put back what the checkpoint that the job went on from holds for this worker (worker 0's, if there are more
+        workers now than then), and return whether there was any. ``state`` is a dict of names and objects with
+        ``state_dict()`` and ``load_state_dict()``, as schedulers and datasets have them, or plain values, which are put
+        into the dict itself. Each of its names has to be there.
+
+        Examples:
+            >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+            >>> state = {"schedule": schedule, "best": 0.25}
+            >>> optimizer.minimize(loss())
+            >>> schedule.step()
+            >>> fleet.save_persistables("ckpt/scheduled", state=state)
+            >>> optimizer.minimize(loss())
+            >>> schedule.step()
+            >>> state["best"] = 0.125
+            >>> fleet.load_persistables("ckpt/scheduled")
+            >>> fleet.load_state(state), schedule.last_epoch, state["best"]
+            (True, 1, 0.25)
+        """
+        return self._backend("load_state").load_state(state)
+
+    def keep_state(self, state: dict[str, Any]) -> None:
+        """Have ``state``, a dict as ``load_state`` takes it, kept with the step that comes next: a worker that starts
+        again in this job is given back what belongs to the step it goes on after. It is as safe there as the step:
+        durable servers keep it on their disks, others as long as they live.
+
+        Examples:
+            >>> state = {"seen": 0}
+            >>> for batch in range(3):
+            ...     state["seen"] += 32
+            ...     fleet.keep_state(state)
+            ...     optimizer.minimize(loss())
+            >>> again = {"seen": None}
+            >>> fleet.load_state(again), again["seen"]
+            (True, 96)
+        """
+        self._backend("keep_state").keep_state(state)
 
     def resume_step(self) -> int:
         """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleet.api import Fleet
 from fleet.clock import Clock, SystemClock
@@ -64,6 +64,12 @@ class Schedule:
         by_time = self.every_s is not None and now - self.at >= self.every_s
         return step > self.step and (by_steps or by_time or self.missed)
 
+    def following(self, step: int, now: float) -> int | None:
+        """The next step after which one will be due, as far as that is known."""
+        if self.is_due(step + 1, now):
+            return step + 1
+        return None if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps
+
     @property
     def mode(self) -> str:
         return "delta" if 0 < self.written < self.full_every else "full"
@@ -102,6 +108,7 @@ class Checkpoints:
         keep_last: int | None = None,
         full_every: int = 1,
         background: bool | None = None,
+        state: dict[str, Any] | None = None,
         fleet: Fleet | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -110,7 +117,9 @@ class Checkpoints:
         full and the others are deltas. ``keep_last`` removes older ones, but for what those that stay go on from.
 
         ``background=None`` trains on while a checkpoint is written wherever the mode allows that, False never does;
-        True asks for it. Called after ``init_worker()``; ``clock`` stands in for the machine's (tests, simulations).
+        True asks for it. ``state`` is what else belongs to the job, as ``load_state`` takes it: every worker hands over
+        its own, and calls ``after_step()`` when that is as it should be. Called after ``init_worker()``; ``clock``
+        stands in for the machine's (tests, simulations).
         """
         job = Checkpoints.default if fleet is None else fleet
         if not isinstance(job, Fleet):
@@ -126,6 +135,10 @@ class Checkpoints:
             raise ConfigurationError(
                 "it is not said when checkpoints are due", todo="Give every_steps, every_s, or both."
             )
+        if state is not None:
+            from fleet.checkpoint.state import check_state
+
+            check_state(state)
         self._job = job._backend("Checkpoints")
         self._clock = SystemClock() if clock is None else clock
         self._schedule = Schedule(every_steps, every_s, full_every, self._job.steps_taken, self._clock.now())
@@ -147,9 +160,12 @@ class Checkpoints:
         self._root: Place = place_at(root)
         self._keep_last = keep_last
         self._saves = job.is_first_worker()
+        self._state = state
+        self._states = self._job.checkpoint_states(gives=state is not None)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._closed = False
+        self._give_notice()
 
     @staticmethod
     def latest(root: str | PathLike[str]) -> str | None:
@@ -166,32 +182,59 @@ class Checkpoints:
         an earlier one fail behind the training is raised here."""
         self._refuse_closed("after_step()")
         if not self._saves:
+            wanted = None if self._state is None else self._states.wanted
+            if wanted is not None:
+                self._states.give(wanted, self._own())
             return
         is_due = self._schedule.is_due(self._job.steps_taken, self._clock.now())
         if not self._is_writing():
             self._raise_failure()
-            if is_due:
-                self._save()
+            if is_due and (self._states.asked or not self._states.needs_notice):
+                self._save(self._states.asked or self._states.name_of_call("Checkpoints"))
         elif is_due:
             self._schedule.missed = True
+        self._give_notice()
+
+    def _give_notice(self) -> None:
+        """Where all workers' states after a step belong into its checkpoint, they hear of it with the step."""
+        if self._saves and self._states.needs_notice:
+            following = self._schedule.following(self._job.steps_taken, self._clock.now())
+            if following is not None:
+                self._states.ask(following)
+
+    def _own(self) -> Any:
+        """The state of this worker's own objects as it is now, if it has any."""
+        if self._state is None:
+            return None
+        from fleet.checkpoint.state import encoded
+
+        return encoded(self._state)
 
     def save(self, within_s: float = 600.0) -> None:
         """Save now, whether it is time or not, as at the end of the training; one that is still being written has to
         be done within so many seconds."""
         self._refuse_closed("save()")
+        wanted = self._states.name_of_call("Checkpoints.save()")
         if self._saves:
             self._finish(within_s)
-            self._save()
+            self._save(wanted)
+        elif self._state is not None:
+            self._states.give(wanted, self._own())
 
     def close(self, within_s: float = 600.0) -> None:
         """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
         has to be done within so many seconds. A second time does nothing."""
-        if not self._closed:
+        if self._closed:
+            return
+        wanted = self._states.name_of_call("Checkpoints.close()")
+        if not self._saves and self._state is not None:
+            self._states.give(wanted, self._own(), last=True)
+        self._finish(within_s)
+        if self._schedule.missed:
+            self._save(wanted)
             self._finish(within_s)
-            if self._schedule.missed:
-                self._save()
-                self._finish(within_s)
-            self._closed = True
+        self._states.end()
+        self._closed = True
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -205,14 +248,15 @@ class Checkpoints:
 
     # ---------------------------------------------------------------- one checkpoint
 
-    def _save(self) -> None:
+    def _save(self, wanted: str) -> None:
+        """``wanted`` is the name under which other workers give their states; empty where they do not."""
         from fleet.checkpoint.series import name_of
 
         with self._job.undisturbed("Checkpoints"):
             step, mode = self._job.steps_taken, self._schedule.mode
             where = self._root.within(name_of(step)).url
             self._schedule.begin(step, self._clock.now())
-            rest = self._job.begin_saving(where, mode)
+            rest = self._job.begin_saving(where, mode, self._own(), wanted)
             if not self._background:
                 self._write(partial(rest, None), step, mode)
                 return

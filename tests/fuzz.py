@@ -109,6 +109,9 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
     rows = {"row_tables": [0, 1], "used_tables": [0, 1], "rows_read_at": [0, 0]}
     push = pb.Push(options=[OPTIONS], present=b"\1\1", steps=1, **rows)  # type: ignore[arg-type]
     behind = pb.Push(options=[OPTIONS], present=b"\0\1", steps=1, attempt=7)
+    keeping = pb.Keeping(kept=True, gives=True, asks="ckpt@1")
+    kept = pb.Push(options=[OPTIONS], present=b"\0\1", steps=1, keeping=keeping)
+    own = np.frombuffer(b"{}\n", np.uint8)
 
     def gradients(*arrays: np.ndarray) -> list[WireTensor]:
         narrow = Narrow(SPECS[job].settings.wire_dtype)
@@ -145,6 +148,11 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
         "claim": ({"claim": pb.Claim(name="ckpt@1")}, []),
         "release": ({"release": pb.Release(name="ckpt@1", failure="no room")}, []),
         "gather": ({"gather": pb.Gather(number=1, op="sum", dtype="float32")}, _tensors(weight)),
+        "kept": ({"push": kept}, [*gradients(bias), *_tensors(own)]),
+        "give": ({"give": pb.Give(name="ckpt@1", steps=step)}, _tensors(own)),
+        "recall": ({"recall": pb.Recall()}, []),
+        "collect": ({"recall": pb.Recall(collection="ckpt@1")}, []),
+        "collected": ({"recall": pb.Recall(collection="ckpt@1", workers=[0])}, []),
         "survey": ({"survey": pb.Survey()}, []),
         "extend": ({"extend": pb.Extend(**told)}, []),
     }

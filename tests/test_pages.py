@@ -65,6 +65,18 @@ BEFORE: dict[str, Sequence[str]] = {
         f"{JOB}\noptimizer.minimize(loss)",
         "fleet.stop_worker()",
         "",
+        """
+fleet.init()
+model = torch.nn.Linear(1, 1)
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+fleet.init_worker()
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+data = MultiSlot(["numbers.txt"], slots, batch_size=100)
+state, batches, STEPS = {"schedule": schedule, "data": data}, iter(data), 3
+checkpoints = fleet.Checkpoints("ckpt/kept", every_steps=2, state=state)
+loss_of = lambda batch: model(batch["x"]).mean()
+""",
+        "checkpoints.close(); fleet.stop_worker()",
     ],
     "docs/embeddings.md": [
         SCRIPT,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.checkpoint.inspection import Array, Parameter, Rows, buffers, parameters, scratch
+from fleet.checkpoint.inspection import Array, Parameter, Rows, buffers, parameters, scratch, states
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.transpiler.specs import JobSpec
 
@@ -63,7 +63,8 @@ Finding = tuple[str, "Difference | RowDifference | Told"]
 
 
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Finding]:
-    """Everything that either has, as it is found: numbers of the job, parameters, their state, buffers, tables."""
+    """Everything that either has, as it is found: numbers of the job, parameters, their state, buffers, the states of
+    workers' own objects, tables."""
     for name, mine, theirs in (
         ("step", left.manifest.version, right.manifest.version),
         ("seed of rows", left.manifest.seed, right.manifest.seed),
@@ -75,12 +76,17 @@ def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Finding]:
         yield name, Told(mine_told.get(name, "absent"), theirs_told.get(name, "absent"))
     yield from _parameters(left, right, both)
     yield from _values(buffers(left), buffers(right))
+    yield from _values(_own(left), _own(right))
     for spec in left.manifest.spec.tables:
         if spec.name in both:
             other = next(each for each in right.manifest.spec.tables if each.name == spec.name)
             before, after = Rows(left, spec), Rows(right, other)
             yield spec.name, _compare_rows(before, after)
             yield f"{spec.name} step", Told(str(before.step), str(after.step))
+
+
+def _own(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {f"worker {own.worker} {path}": value for own in states(checkpoint) for path, value in own.values.items()}
 
 
 def _described(spec: JobSpec) -> dict[str, str]:

@@ -16,9 +16,10 @@ import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import STATE, VALUE, joined
-from fleet.checkpoint.manifest import BUFFERS, DENSE, TABLE, Checkpoint, Manifest, chain, lacking_tables, read
+from fleet.checkpoint.manifest import BUFFERS, DENSE, STATES, TABLE, Checkpoint, Manifest, chain, lacking_tables, read
 from fleet.checkpoint.pieces import PieceFile
 from fleet.checkpoint.places import Place
+from fleet.checkpoint.state import Bytes, decoded, shares_of, values
 from fleet.errors import CheckpointError
 from fleet.transpiler.specs import JobSpec, ParamSpec, TableSpec
 
@@ -72,6 +73,32 @@ def buffers(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     for place, piece in checkpoint.files(BUFFERS):
         found |= zip(piece.about[BUFFERS], _checked(place, piece, checkpoint), strict=True)
     return found
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """The state of one worker's own objects."""
+
+    worker: int
+    #: how many of its steps it had taken
+    steps: int
+    bytes: int
+    #: by path, as `schedule.last_epoch`
+    values: Mapping[str, Any]
+
+
+def states(checkpoint: Checkpoint) -> list[OwnState]:
+    """What each worker had beside the model, in the order of their indices."""
+
+    def own(worker: int, steps: int, data: Bytes) -> OwnState:
+        return OwnState(worker, steps, data.nbytes, values(data, f"{checkpoint.where}, worker {worker}"))
+
+    found = [
+        own(*share)
+        for place, piece in checkpoint.files(STATES)
+        for share in shares_of(piece.about, _checked(place, piece, checkpoint))
+    ]
+    return sorted(found, key=lambda each: each.worker)
 
 
 class Rows:
@@ -206,7 +233,13 @@ def _fault(piece: PieceFile, tensors: Sequence[torch.Tensor], spec: JobSpec) -> 
             return _dense_fault(piece.about[DENSE], tensors, {each.name: each for each in spec.params})
         if TABLE in piece.about:
             return _rows_fault(piece.about, tensors, {each.name: each for each in spec.tables})
+        if STATES in piece.about:
+            for worker, _, data in shares_of(piece.about, tensors):
+                decoded(data, f"worker {worker}")
+            return ""
         return "" if len(piece.about[BUFFERS]) == len(tensors) else "it names other buffers than it has"
+    except CheckpointError as error:
+        return str(error)
     except (AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError) as error:
         return f"what it says of itself makes no sense: {error!r}"
 

@@ -33,8 +33,9 @@ _IMPOSSIBLE = "the manifest says what cannot be"
 #: So many pieces are read and verified while one is worked on: one waits for the disk while another is summed up.
 _READERS = 2
 
-#: Kinds of pieces: parameters with their optimizer's state, rows of a table, and buffers of a model.
-DENSE, TABLE, BUFFERS = "dense", "table", "buffers"
+#: Kinds of pieces: parameters with their optimizer's state, rows of a table, buffers of a model, and the states of
+#: workers' own objects.
+DENSE, TABLE, BUFFERS, STATES = "dense", "table", "buffers", "states"
 
 
 @dataclass(frozen=True)

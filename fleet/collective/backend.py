@@ -11,9 +11,10 @@ import torch
 
 from fleet import exit_guard
 from fleet.checkpoint.series import root_at
+from fleet.checkpoint.state import Bytes
 from fleet.clock import Clock
 from fleet.cluster import Assignment
-from fleet.collective import collecting, forward, saving
+from fleet.collective import collecting, forward, saving, states
 from fleet.collective.batch_norm import Meeting, synchronize
 from fleet.collective.group import Group
 from fleet.collective.optimizer import CollectiveOptimizer
@@ -196,10 +197,12 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         self._quiet_worker(call)
         return nullcontext()
 
-    def begin_saving(self, dirname: object, mode: object) -> Callable[[None], None]:
+    def begin_saving(
+        self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = ""
+    ) -> Callable[[None], None]:
         """What is returned saves; there is nothing to be done before it."""
         worker = self._running_worker("save_persistables()")
-        return lambda _: saving.save(worker, dirname, mode)
+        return lambda _: saving.save(worker, dirname, mode, own, wanted)
 
     #: What would be saved is what the next step alters; and there are no rows.
     saves_behind = saves_deltas = False
@@ -207,6 +210,20 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     @property
     def steps_taken(self) -> int:
         return self._running_worker("steps_taken").steps
+
+    def checkpoint_states(self, *, gives: bool) -> states.CheckpointStates:
+        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        return states.CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
+
+    def keep_state(self, state: object) -> NoReturn:  # noqa: ARG002
+        self._running_worker("keep_state()")
+        raise UnsupportedError(
+            "keep_state() is for a worker that starts again, which none of a collective job can alone",
+            todo="Give state= to fleet.Checkpoints, and start the whole job again from its last checkpoint.",
+        )
+
+    def load_state(self, state: object) -> bool:
+        return states.load(self._running_worker("load_state()"), state)
 
     def load_persistables(self, dirname: object) -> None:
         saving.load(self._quiet_worker("load_persistables()"), dirname)

@@ -33,6 +33,10 @@ class Gatherings:
         self._callers = callers
         self._number = 0
 
+    def is_ahead(self, store: Store, worker: int) -> bool:
+        """Whether a worker has come to the gathering that is next for this one."""
+        return store.check([f"gather/{self._number + 1}/{worker}"])
+
     def barrier(self) -> None:
         with self._callers.gathering("barrier_worker()"):
             self._meet(Asked(BARRIER, beside=self._callers.are_beside), None)
@@ -52,11 +56,11 @@ class Gatherings:
         self._number += 1
         number, rank, clerk = self._number, self._clerk.rank, self._clerk
         header = {"op": asked.op, "dtype": asked.dtype, "shape": asked.shape, "beside": asked.beside}
-        clerk.ask(lambda store: _put(store, f"gather/{number}/{rank}", header, mine))
+        clerk.ask(lambda store: put(store, f"gather/{number}/{rank}", header, mine))
         if self._wait(lambda store: self._leads(store, number), number, asked):
             self._wait(lambda store: not self._absent(store, number) or None, number, asked)
             clerk.ask(lambda store: self._collect(store, number))
-        told, result = clerk.ask(lambda store: _get(store, f"gather/{number}/result"))
+        told, result = clerk.ask(lambda store: get(store, f"gather/{number}/result"))
         if told.get("error"):
             raise PlanMismatchError(**told["error"])
         return result
@@ -88,7 +92,7 @@ class Gatherings:
 
     def _collect(self, store: Store, number: int) -> None:
         came = [other for other in range(self._clerk.size) if store.check([f"gather/{number}/{other}"])]
-        brought = {worker: _get(store, f"gather/{number}/{worker}") for worker in came}
+        brought = {worker: get(store, f"gather/{number}/{worker}") for worker in came}
         asked = {
             worker: Asked(told["op"], told["dtype"], tuple(told["shape"]), told["beside"])
             for worker, (told, _) in brought.items()
@@ -102,13 +106,13 @@ class Gatherings:
             header = {"error": {name: getattr(error, name) for name in told}}
         elif asked[came[0]].op != BARRIER:
             result = reduced(asked[came[0]].op, [tensor for _, tensor in brought.values() if tensor is not None])
-        _put(store, f"gather/{number}/result", header, result)
+        put(store, f"gather/{number}/result", header, result)
         # Everybody has come to this one, so nobody will ask for the one before.
         for name in (*map(str, range(self._clerk.size)), "result"):
-            _drop(store, f"gather/{number - 1}/{name}")
+            drop(store, f"gather/{number - 1}/{name}")
 
 
-def _put(store: Store, key: str, header: dict[str, Any], tensor: WireTensor | None) -> None:
+def put(store: Store, key: str, header: dict[str, Any], tensor: WireTensor | None) -> None:
     told = dict(header)
     if tensor is not None:
         data = b"".join(tensor.buffers)
@@ -118,7 +122,7 @@ def _put(store: Store, key: str, header: dict[str, Any], tensor: WireTensor | No
     store.set(key, json.dumps(told))  # last: it says that the rest is there
 
 
-def _get(store: Store, key: str) -> tuple[dict[str, Any], WireTensor | None]:
+def get(store: Store, key: str) -> tuple[dict[str, Any], WireTensor | None]:
     told = json.loads(store.get(key))
     if "carried" not in told:
         return told, None
@@ -127,7 +131,7 @@ def _get(store: Store, key: str) -> tuple[dict[str, Any], WireTensor | None]:
     return told, view(buffer, 0, buffer.nbytes, told["carried"], tuple(told["extent"]))
 
 
-def _drop(store: Store, key: str) -> None:
+def drop(store: Store, key: str) -> None:
     if store.check([key]):
         told = json.loads(store.get(key))
         for start in range(0, told.get("bytes", 0), _CHUNK):

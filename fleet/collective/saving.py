@@ -19,7 +19,9 @@ from fleet.checkpoint.entries import VALUE, entries_of, names, set_state, split
 from fleet.checkpoint.manifest import BUFFERS, DENSE, Checkpoint
 from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.checkpoint.places import place_at
+from fleet.checkpoint.state import Bytes, write_states
 from fleet.checkpoint.writer import CheckpointWriter
+from fleet.collective import states
 from fleet.collective.claiming import write_once
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
@@ -28,8 +30,9 @@ from fleet.transpiler.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSe
 _log = logging.getLogger("fleet.checkpoint")
 
 
-def save(worker: CollectiveWorker, dirname: object, mode: object) -> None:
-    """Written by the first worker that calls it after this step; the others wait until it has been."""
+def save(worker: CollectiveWorker, dirname: object, mode: object, own: Bytes | None, wanted: str) -> None:
+    """Written by the first worker that calls it after this step; the others wait until it has been. ``own`` is the
+    state of this worker's own objects, ``wanted`` the name under which others give theirs; empty: that of this call."""
     if mode != "full":
         raise UnsupportedError(
             "a collective job has no rows of which only the changed ones could be saved",
@@ -43,8 +46,15 @@ def save(worker: CollectiveWorker, dirname: object, mode: object) -> None:
             with files.pieces("worker") as pieces:
                 _write(worker, pieces)
             files.add(pieces.files)
+            if own is not None or wanted:
+                with files.pieces("workers") as pieces:
+                    write_states(pieces, states.collect(worker, name, everyone=not wanted))
+                files.add(pieces.files)
             files.commit(worker.steps, 0, spec)
 
+    name = wanted or f"{where} after step {worker.steps}"
+    if own is not None:
+        states.give(worker, name, own)
     write_once(worker, f"checkpoint {where}", write)
 
 
@@ -107,7 +117,9 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
     worker.loads += 1
     if clerk.rank == 0:
         try:
-            found, values = _read(worker, Checkpoint.open(dirname), strict)
+            checkpoint = Checkpoint.open(dirname)
+            found, values = _read(worker, checkpoint, strict)
+            found["states"] = states.bring(worker, checkpoint)
         except Exception as error:
             failure = json.dumps({"failure": str(error)})
             clerk.ask(lambda store: store.set(key, failure))
@@ -181,3 +193,4 @@ def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Te
     for name in found["buffers"]:
         buffers[name].copy_(values.pop())
     worker.steps = found["step"]
+    worker.brought = found["states"]

@@ -56,6 +56,8 @@ class CollectiveWorker:
         #: of these, what this process has taken itself
         self._own_steps = 0
         self.loads = 0
+        #: what the checkpoint that was loaded last has of the states of workers' own objects
+        self.brought: dict[str, Any] = {"of": [], "workers": 0}
         self.stopped = False
         self.group = group or Group(assignment, knobs, clock)
         self.group.exchanging = self.figures.push

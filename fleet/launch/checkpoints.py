@@ -16,7 +16,7 @@ import torch
 
 from fleet.checkpoint.comparison import Difference, RowDifference, Told, compare
 from fleet.checkpoint.exporting import export
-from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, buffers, parameters, verify
+from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, buffers, parameters, states, verify
 from fleet.checkpoint.manifest import FORMAT, FORMAT_VERSION, MANIFEST, Checkpoint, is_checkpoint
 from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.clock import SystemClock
@@ -72,6 +72,16 @@ class _Table:
     norm: float | None
 
 
+@dataclass(frozen=True)
+class _State:
+    """Of one worker's own objects."""
+
+    worker: int
+    step: int
+    bytes: int
+    state: list[str]
+
+
 def _list(options: argparse.Namespace) -> int:
     failed = False
     for position, dirname in enumerate(options.dirs):
@@ -112,9 +122,10 @@ def _list_one(checkpoint: Checkpoint, as_json: bool) -> None:
     dense = list(_parameters(checkpoint))
     tables = list(_tables(checkpoint))
     beside = {name: list(value.shape) for name, value in buffers(checkpoint).items()}
+    own = list(_states(checkpoint))
     if as_json:
         contents = {"parameters": [asdict(p) for p in dense], "tables": [asdict(t) for t in tables], "buffers": beside}
-        print(json.dumps({**asdict(summary), **contents}))
+        print(json.dumps({**asdict(summary), **contents, "states": [asdict(s) for s in own]}))
         return
     print(summary.url)
     print(f"  {summary.format}, id {summary.id}, step {summary.step}, {summary.kind}", end="")
@@ -130,8 +141,14 @@ def _list_one(checkpoint: Checkpoint, as_json: bool) -> None:
     if beside:
         print()
         _print_aligned([("buffer", "shape"), *((name, _shape(shape)) for name, shape in beside.items())])
+    if own:
+        print()
+        _print_aligned(
+            [_STATE_HEADER, *((each.worker, each.step, _size(each.bytes), _listed(each.state)) for each in own)]
+        )
 
 
+_STATE_HEADER = ("worker", "step", "size", "state")
 _PARAMETER_HEADER = ("parameter", "shape", "type", "norm", "optimizer", "state")
 
 
@@ -183,6 +200,12 @@ def _parameters(checkpoint: Checkpoint) -> Iterator[_Parameter]:
         spec = each.spec
         length = _finite(float(each.value.double().norm()))
         yield _Parameter(spec.name, spec.shape, spec.dtype, groups[spec.group].rule, list(each.state), length)
+
+
+def _states(checkpoint: Checkpoint) -> Iterator[_State]:
+    for own in states(checkpoint):
+        names = dict.fromkeys(path.partition(".")[0] for path in own.values)
+        yield _State(own.worker, own.steps, own.bytes, list(names))
 
 
 def _tables(checkpoint: Checkpoint) -> Iterator[_Table]:

@@ -15,6 +15,7 @@ import torch
 from fleet import exit_guard
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.series import latest, root_at
+from fleet.checkpoint.state import Bytes, encoded
 from fleet.clock import Clock
 from fleet.cluster import Assignment, Endpoint
 from fleet.environ import Knobs
@@ -32,7 +33,7 @@ from fleet.ps.wire.transport import Network
 from fleet.ps.worker import collecting, loading, saving
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
-from fleet.ps.worker.saving import Rest
+from fleet.ps.worker.saving import CheckpointStates, Rest
 from fleet.strategy import Strategy, as_strategy
 
 _log = logging.getLogger("fleet")
@@ -279,9 +280,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         """Surrounds what is one call to the user, between whose parts no other thread of this process trains on."""
         return self._running_worker(call).callers
 
-    def begin_saving(self, dirname: object, mode: object) -> Rest:
+    def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
         """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
-        return saving.begin(self._running_worker("save_persistables()"), dirname, mode)
+        return saving.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
     saves_behind = True
@@ -290,6 +291,18 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     @property
     def steps_taken(self) -> int:
         return self._running_worker("steps_taken").floor.progress.taken
+
+    def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
+        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        return CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
+
+    def keep_state(self, state: object) -> None:
+        worker = self._running_worker("keep_state()")
+        worker.settle("keep_state()")
+        worker.floor.own.keep(encoded(state))
+
+    def load_state(self, state: object) -> bool:
+        return loading.load_own_state(self._running_worker("load_state()"), state)
 
     def load_persistables(self, dirname: object) -> None:
         loading.load(self._running_worker("load_persistables()"), dirname)

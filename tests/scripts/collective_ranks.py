@@ -1161,6 +1161,68 @@ def values_that_do_not_fit_change_nothing(me: Rank) -> None:
 
 
 @check(2)
+def states_of_each_rank(me: Rank) -> None:
+    """What each rank has beside the model, by checkpoints from time to time and by one save, by one rank or by all."""
+
+    class Counting:
+        def __init__(self) -> None:
+            self.read = torch.zeros(2, dtype=torch.int64)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"read": self.read}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.read = state["read"].clone()
+
+    def job(strategy: DistributedStrategy | None = None) -> tuple[Any, Callable[[int], None], dict[str, Any]]:
+        fleet, model = me.fleet(), network(0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet.distributed_optimizer(inner, strategy, model=model)
+        fleet.init_worker()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        state = {"schedule": schedule, "data": Counting(), "rank": me.rank}
+
+        def step(number: int) -> None:
+            optimizer.minimize(loss_of(model, me.rank, number))
+            state["data"].read += 1 + me.rank
+            schedule.step()
+
+        return fleet, step, state
+
+    def check_state(fleet: Any, state: dict[str, Any], steps: int, rank: int) -> None:
+        assert fleet.load_state(state)
+        assert state["rank"] == rank
+        assert state["data"].read.tolist() == [steps * (1 + rank)] * 2
+        assert state["schedule"].optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (steps // 2)
+
+    merging = DistributedStrategy()
+    merging.gradient_merge = GradientMerge(k_steps=4)
+    for name, strategy in (("plain", None), ("merging", merging)):
+        root = me.scratch / f"states-{name}"
+        fleet, step, state = job(strategy)
+        assert not fleet.load_state(state)
+        raises(
+            UnsupportedError, "keep_state() is for a worker that starts again", lambda fleet=fleet: fleet.keep_state({})
+        )
+        with Checkpoints(root, every_steps=3, state=state, fleet=fleet) as checkpoints:
+            for number in range(7):
+                step(number)
+                checkpoints.after_step()
+            checkpoints.save()
+        fleet.save_persistables(str(root / "all"), state=state)
+        if me.rank == 1:
+            fleet.save_persistables(str(root / "one"), state=state)
+        fleet.barrier_worker()
+        step(7)
+        for where, steps in (("step-00000003", 3), ("step-00000006", 6), ("step-00000007", 7), ("all", 7)):
+            fleet.load_persistables(str(root / where))
+            check_state(fleet, state, steps, me.rank)
+        fleet.load_persistables(str(root / "one"))
+        assert fleet.load_state(state) == (me.rank == 1)
+        fleet.stop_worker()
+
+
+@check(2)
 def checkpoints_from_time_to_time(me: Rank) -> None:
     """The first worker saves when its clock says so, and the others wait for it in their next step."""
     fleet = me.fleet()

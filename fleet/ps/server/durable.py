@@ -55,6 +55,8 @@ class Kind(bytes, enum.Enum):
     LOST = b"L"
     #: what the last round has changed, as it was before
     BEFORE = b"B"
+    #: of the states of the workers' own objects
+    STATE = b"S"
 
 
 @dataclass(frozen=True)

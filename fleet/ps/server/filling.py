@@ -109,6 +109,7 @@ class Filling:
             try:
                 shard = Shard(job.plan, hello.server, restore.seed, tuple(hello.options))
                 restore.fill(shard, hello.server)
+                states = restore.states() if hello.server == 0 else {}
                 shard.warm()
             except Exception as error:
                 with floor.lock:
@@ -119,6 +120,7 @@ class Filling:
                     if floor.ending.begun:
                         return
                     job.shard, job.initialized = shard, self.is_complete
+                    job.states.bring(states, restore.workers)
                     with contextlib.suppress(JobAbortedError):  # everybody is told
                         if job.initialized:
                             self._keeping.take(outbox)

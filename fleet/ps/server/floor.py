@@ -162,6 +162,7 @@ class Floor:
         job = self.running()
         job.claims.left(worker, outbox)
         job.parts.forget(worker)
+        job.states.left(worker)
         job.outgrown.pop(worker, None)
         if job.asked_by == worker:
             job.give_up()
@@ -188,6 +189,7 @@ class Floor:
             self.job.parked.clear()
             self.job.early.clear()
             self.job.claims.clear()
+            self.job.states.clear()
 
     def cannot_keep(self, error: OSError, outbox: Outbox) -> FleetError:
         """What cannot be kept may not be acknowledged either: the job cannot go on."""

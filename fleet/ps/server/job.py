@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from fleet.ps.server.claims import Claims
 from fleet.ps.server.gathering import Hall
 from fleet.ps.server.parts import Parts
 from fleet.ps.server.shares import Errand
+from fleet.ps.server.states import Share, States
 from fleet.ps.server.waiting import Waiting
 from fleet.ps.table.before import Before
 from fleet.ps.table.shard import Contribution, Shard
@@ -47,6 +48,7 @@ class Job:
     gate: Gate
     hall: Hall
     claims: Claims
+    states: States
     shard: Shard | None = None
     initialized: bool = False
     #: the plans before further parameters joined, the first one first
@@ -82,7 +84,7 @@ class Job:
     errand: Errand | None = None
     asked_by: int | None = None
     #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
-    loaded: tuple[str, Restore, Shard] | None = None
+    loaded: tuple[str, Restore, Shard, Mapping[int, Share]] | None = None
     #: other values that have been uploaded, likewise
     uploads: list[tuple[pb.Upload, Sequence[WireTensor]]] = field(default_factory=list)
     #: the attempt that was taken over last
@@ -172,7 +174,8 @@ class Job:
         return self.knows_readers and (training or (dense and not self.mode.adds))
 
     def all_waiting(self) -> list[Waiting]:
-        return [*self.parked.values(), *(waiting for _, waiting in self.early), *self.claims.waiting()]
+        early = (waiting for _, waiting in self.early)
+        return [*self.parked.values(), *early, *self.claims.waiting(), *self.states.waiting()]
 
     def waited_for(self, waiting: Waiting) -> list[int]:
         """The workers that have to do something before a request can be answered, as far as that is known."""
@@ -211,7 +214,8 @@ def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
     what only another one may do."""
     workers, mode = spec.settings.worker_num, MODES[spec.settings.mode]
     claims = Claims(where, deadline_s, lambda: job.grant(), only_first=mode.adds)
-    job = Job(make_plan(spec), job_id, mode.gate(range(workers), 0), Hall(workers), claims)
+    states = States(lockstep=mode.lockstep)
+    job = Job(make_plan(spec), job_id, mode.gate(range(workers), 0), Hall(workers), claims, states)
     return job
 
 
@@ -227,3 +231,7 @@ class Restore:
     fill: Callable[[Shard, int], None]
     lacks: Callable[[JobSpec], frozenset[str]]
     strict: bool
+    #: reads the states of the workers that it has
+    states: Callable[[], Mapping[int, Share]]
+    #: how many workers the job had
+    workers: int

@@ -13,10 +13,12 @@ import torch
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE
 from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint, Fit
+from fleet.checkpoint.state import states_in
 from fleet.errors import CheckpointError
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
 from fleet.ps.server.room import room_taken
+from fleet.ps.server.states import Share
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
@@ -47,6 +49,9 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
                 "the checkpoint's contents do not fit the job", where=checkpoint.where, got=repr(error)
             ) from error
 
+    def states() -> dict[int, Share]:
+        return {worker: Share(data, steps) for worker, steps, data in states_in(checkpoint)}
+
     manifest = checkpoint.manifest
     return Restore(
         manifest.id,
@@ -56,6 +61,8 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
         fill,
         lambda spec: frozenset() if strict else checkpoint.fit(spec).lacking,
         strict,
+        states,
+        manifest.spec.settings.worker_num,
     )
 
 

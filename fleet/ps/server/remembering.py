@@ -27,7 +27,7 @@ from fleet.transpiler.specs import JobSpec
 
 #: Requests that change what a server would do next.
 NOTED = frozenset(
-    ("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "bye", "abort")
+    ("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "give", "bye", "abort")
 )
 
 
@@ -210,6 +210,7 @@ class Memory:
         carried = [
             *((Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.hall.outcomes()),
             *((Kind.BEFORE, _told(before).buffers()) for before in [job.before] if before is not None),
+            *((Kind.STATE, frame.buffers()) for frame in job.states.told()),
             *((Kind.REQUEST, frame.buffers()) for frame in self._open.values()),
         ]
         given = ((Kind.GIVEN, part.buffers()) for part in _given(shard))  # one at a time: they may be large
@@ -283,6 +284,8 @@ def _recall(job: Job, kind: Kind, frame: Frame) -> None:
         job.hall.know(frame.message.version, _outcome_of(frame))
     elif kind is Kind.BEFORE:
         job.before = _before_of(frame)
+    elif kind is Kind.STATE:
+        job.states.recall(frame)
     elif job.shard is not None and job.shard.readers is not None:
         job.shard.readers.recall(json.loads(frame.message.about), [tensor.torch() for tensor in frame.tensors])
 

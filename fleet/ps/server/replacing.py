@@ -51,9 +51,10 @@ class Replacing:
                     )
                 shard = Shard(job.plan, old.server, restore.seed, old.options)
                 restore.fill(shard, old.server)
+                states = restore.states() if old.server == 0 else {}
                 with floor.lock:
                     if job.errand is errand:
-                        job.loaded = (load.attempt, restore, shard)
+                        job.loaded = (load.attempt, restore, shard, states)
                 return Frame(pb.Reply())
 
             errand = job.errand = Errand(load.attempt, read, f"loading {load.url} on server {floor.endpoint}")
@@ -76,7 +77,8 @@ class Replacing:
         try:
             if is_read:
                 assert loaded is not None
-                _, restore, job.shard = loaded
+                _, restore, job.shard, states = loaded
+                job.states.bring(states, restore.workers)
                 # Of a round that is open, what has been pushed counts from here on.
                 job.steps_before, job.steps = restore.version, dict.fromkeys((worker for worker, _ in job.pushed), 1)
                 job.last = (restore.id, restore.url)

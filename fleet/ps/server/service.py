@@ -26,6 +26,7 @@ from fleet.ps.server.joining import Joining
 from fleet.ps.server.keeping import Keeping, resume
 from fleet.ps.server.leaving import Leaving
 from fleet.ps.server.meeting import Meeting
+from fleet.ps.server.recalling import Recalling
 from fleet.ps.server.reception import Expected
 from fleet.ps.server.remembering import NOTED
 from fleet.ps.server.replacing import Replacing
@@ -64,6 +65,7 @@ class Service:
         training = Training(floor)
         checkpointing = Checkpointing(floor)
         self._meeting = meeting = Meeting(floor)
+        self._recalling = recalling = Recalling(floor)
         self._leaving = leaving = Leaving(floor, keeping)
         self._telling = telling = Telling(floor, None if expected is None else expected[0])
         self.resuming = Resuming(floor, filling, joining, resumes)
@@ -82,6 +84,8 @@ class Service:
             "save": checkpointing.save,
             "settle": checkpointing.settle,
             "load": replacing.load,
+            "give": recalling.give,
+            "recall": recalling.recall,
             "survey": telling.survey,
             "bye": leaving.bye,
             "abort": leaving.abort,
@@ -127,6 +131,7 @@ class Service:
                     self._keeping.note(kind, frame, outbox)
                 self._handlers[kind](Arrival(frame, respond, outbox))
                 self._meeting.refuse_standstill(outbox)
+                self._recalling.answer_ready(outbox)
                 self._keeping.begin_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
@@ -147,6 +152,7 @@ class Service:
         with floor.lock:
             self._leaving.tick(now, outbox)
             self._meeting.refuse_standstill(outbox)
+            self._recalling.answer_ready(outbox)
             if floor.job is not None:
                 floor.job.claims.tick(now, outbox)
         floor.send(outbox)

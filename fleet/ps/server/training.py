@@ -5,6 +5,7 @@ is there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fleet.errors import ConfigurationError, FleetError, PlanMismatchError, ProtocolError
@@ -12,6 +13,7 @@ from fleet.ps.consistency.base import Effect
 from fleet.ps.server.floor import Floor
 from fleet.ps.server.job import Job
 from fleet.ps.server.reading import contribution_of
+from fleet.ps.server.recalling import check_name, share_of
 from fleet.ps.server.waiting import Arrival, Waiting
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import error_reply
@@ -61,12 +63,16 @@ class Training:
             handing_out=told,
         )
         floor.check_patience(waiting)
+        tensors, kept = arrival.tensors, None
+        check_name(request.push.keeping.asks)
+        if request.push.keeping.kept:
+            tensors, kept = tensors[:-1], share_of(tensors[-1:], 0)
         effects: list[Effect] = []
         if step > job.gate.delivered(worker):
             if any(other == worker for other, _ in job.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
             job.pushed[worker, step] = contribution_of(
-                request, arrival.tensors, floor.shard(), job.parts, floor.endpoint, floor.most_bytes
+                request, tensors, floor.shard(), job.parts, floor.endpoint, floor.most_bytes
             )
             try:
                 effects = job.gate.push(worker, step)
@@ -74,6 +80,9 @@ class Training:
                 del job.pushed[worker, step]
                 raise
             job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
+        job.states.pushed(worker, step, request.push.keeping)
+        if kept is not None:
+            job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
         needed = job.mode.version_needed(step, job.plan.spec.settings.staleness)
         floor.park(needed, waiting, effects, arrival.outbox)
 
@@ -162,6 +171,8 @@ class Training:
         """The answer to a push."""
         values = self._values(job, worker, step, not quiet, ())
         values.message.delivered = job.gate.delivered(worker)
+        values.message.wanted = job.states.wanted(step)
+        values.message.others_give = job.states.others_give(worker)
         return values if self._floor.shard().changes is None else self._with_changes(values, worker, step)
 
     def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:

@@ -110,6 +110,16 @@ class Gather(_message.Message):
     op: str
     def __init__(self, number: _Optional[int] = ..., op: _Optional[str] = ..., dtype: _Optional[str] = ..., beside: bool = ...) -> None: ...
 
+class Give(_message.Message):
+    __slots__ = ["last", "name", "steps"]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    last: bool
+    name: str
+    steps: int
+    def __init__(self, name: _Optional[str] = ..., last: bool = ..., steps: _Optional[int] = ...) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +139,16 @@ class Hello(_message.Message):
     server: int
     spec: str
     def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., options: _Optional[_Iterable[str]] = ..., label: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class Keeping(_message.Message):
+    __slots__ = ["asks", "gives", "kept"]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    GIVES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    asks: str
+    gives: bool
+    kept: bool
+    def __init__(self, kept: bool = ..., gives: bool = ..., asks: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ["attempt", "id", "url"]
@@ -173,8 +193,9 @@ class Pull(_message.Message):
     def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ["attempt", "options", "present", "quiet", "read_at", "row_tables", "rows_read_at", "steps", "used_tables"]
+    __slots__ = ["attempt", "keeping", "options", "present", "quiet", "read_at", "row_tables", "rows_read_at", "steps", "used_tables"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEEPING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +205,7 @@ class Push(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     USED_TABLES_FIELD_NUMBER: _ClassVar[int]
     attempt: int
+    keeping: Keeping
     options: _containers.RepeatedScalarFieldContainer[str]
     present: bytes
     quiet: bool
@@ -192,7 +214,7 @@ class Push(_message.Message):
     rows_read_at: _containers.RepeatedScalarFieldContainer[int]
     steps: int
     used_tables: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ["anew", "attempt"]
@@ -201,6 +223,16 @@ class Ready(_message.Message):
     anew: bool
     attempt: str
     def __init__(self, anew: bool = ..., attempt: _Optional[str] = ...) -> None: ...
+
+class Recall(_message.Message):
+    __slots__ = ["collection", "everyone", "workers"]
+    COLLECTION_FIELD_NUMBER: _ClassVar[int]
+    EVERYONE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    collection: str
+    everyone: bool
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, collection: _Optional[str] = ..., everyone: bool = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ["failure", "name"]
@@ -211,7 +243,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "changed", "clock", "cursor", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "steps", "table_clocks", "tensors", "version"]
+    __slots__ = ["about", "changed", "clock", "cursor", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "others_give", "steps", "table_clocks", "tensors", "version", "wanted"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -223,10 +255,12 @@ class Reply(_message.Message):
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_GIVE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TABLE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     about: str
     changed: _containers.RepeatedScalarFieldContainer[int]
     clock: int
@@ -238,14 +272,16 @@ class Reply(_message.Message):
     granted: bool
     initialized: bool
     loads: int
+    others_give: bool
     steps: int
     table_clocks: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    wanted: str
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "choose", "claim", "direct", "export", "extend", "gather", "hello", "incarnation", "load", "look", "part", "pull", "push", "ready", "release", "save", "settle", "status", "step", "survey", "tensors", "upload", "worker"]
+    __slots__ = ["abort", "beat", "bye", "choose", "claim", "direct", "export", "extend", "gather", "give", "hello", "incarnation", "load", "look", "part", "pull", "push", "ready", "recall", "release", "save", "settle", "status", "step", "survey", "tensors", "upload", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +291,7 @@ class Request(_message.Message):
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     EXTEND_FIELD_NUMBER: _ClassVar[int]
     GATHER_FIELD_NUMBER: _ClassVar[int]
+    GIVE_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +300,7 @@ class Request(_message.Message):
     PULL_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +319,7 @@ class Request(_message.Message):
     export: Export
     extend: Extend
     gather: Gather
+    give: Give
     hello: Hello
     incarnation: int
     load: Load
@@ -289,6 +328,7 @@ class Request(_message.Message):
     pull: Pull
     push: Push
     ready: Ready
+    recall: Recall
     release: Release
     save: Save
     settle: Settle
@@ -298,7 +338,7 @@ class Request(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     upload: Upload
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ["after", "begin", "folder", "id", "proof", "version"]

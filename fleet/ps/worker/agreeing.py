@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.checkpoint.assembly import Assembly
@@ -26,6 +28,7 @@ class Agreeing:
         self._pushing = pushing
         self._delivering = delivering
         self._unsent = 0  #: steps since the replica last agreed with the servers
+        self._state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with these
         #: what is trained here, in the mode in which anything is
         self.replica: Replica | None = None
 
@@ -58,6 +61,8 @@ class Agreeing:
         self.replica.train(update, self._gradients.rows(), self._fetch)
         self._floor.progress.take_step()
         self._unsent += 1
+        state = self._floor.own.take()
+        self._state = self._state if state is None else state
         if self._unsent >= self._floor.strategy.update_frequency:
             self._agree(self.replica)
 
@@ -75,11 +80,11 @@ class Agreeing:
         floor = self._floor
         floor.trained.description.check_types()
         clocks = Clocks(floor.fetching.read_at, floor.rows.read_at)
-        frames, told = self._pushing.of_change(replica.change(), clocks, self._unsent)
+        frames, told = self._pushing.of_change(replica.change(), clocks, self._unsent, self._state)
 
         def take(replies: Sequence[Frame]) -> None:
             replica.agree(told, floor.fetching.values(replies), list(self._changed_rows(replies)))
-            self._unsent = 0
+            self._unsent, self._state = 0, None
 
         self._delivering.deliver(Push(self._unsent, frames, take))
 

@@ -12,6 +12,7 @@ from fleet.ps.worker.fetching import Fetching
 from fleet.ps.worker.lines import Lines
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.rows import RowReader
+from fleet.ps.worker.states import OwnStates
 from fleet.ps.worker.trained import Trained
 from fleet.strategy import Strategy
 
@@ -28,6 +29,7 @@ class Floor:
     trained: Trained
     fetching: Fetching
     rows: RowReader
+    own: OwnStates
 
     @property
     def may_lose_steps(self) -> bool:

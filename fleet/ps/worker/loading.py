@@ -16,6 +16,7 @@ import torch
 from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
+from fleet.checkpoint.state import check_state, restore
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.kernels.jit import Array
@@ -50,6 +51,16 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
 
     once(worker, worker.floor.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
     worker.take_replaced()
+
+
+def load_own_state(worker: WorkerRuntime, state: object) -> bool:
+    """Give the worker's own objects what the job has of them; whether it has anything."""
+    check_state(state)
+    worker.settle("load_state()")
+    data = worker.floor.own.recall()
+    if data is not None:
+        restore(state, data, str(worker.floor.assignment))
+    return data is not None
 
 
 def load_state(worker: WorkerRuntime, model: object, state: object) -> None:

@@ -48,6 +48,7 @@ class Gradients:
     options: Sequence[str]  #: of every group, as they were set for the last of the steps
     steps: int = 1
     ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
+    state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
@@ -68,6 +69,7 @@ class GradientMerge:
         self._rows: dict[int, list[Rows]] = {}
         self._read = Clocks()
         self._options: Sequence[str] = ()
+        self._state: np.ndarray[Any, Any] | None = None
 
     @torch.no_grad()
     def add(self, gradients: Gradients) -> Gradients | None:
@@ -87,6 +89,7 @@ class GradientMerge:
         for table, pair in gradients.rows.items():
             self._rows.setdefault(table, []).append(pair)
         self._read, self._options = self._read.or_earlier(gradients.read), gradients.options
+        self._state = self._state if gradients.state is None else gradients.state
         return self.rest() if self._count == self.steps else None
 
     def rest(self) -> Gradients | None:
@@ -101,8 +104,9 @@ class GradientMerge:
         for table, pairs in self._rows.items():
             divisor = 1 if self._sums(spec.tables[table].group) else len(pairs)
             rows[table] = merge(pairs, divisor)
-        merged = Gradients(self._dense, rows, self._read, self._options, self._count)
+        merged = Gradients(self._dense, rows, self._read, self._options, self._count, state=self._state)
         self._count, self._dense, self._dense_counts, self._rows, self._read = 0, [], [], {}, Clocks()
+        self._state = None
         return merged
 
     def _sums(self, group: int) -> bool:

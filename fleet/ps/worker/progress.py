@@ -29,6 +29,12 @@ class Progress:
         self.loads: list[int] = []
         #: whether a server says that they have been since
         self.replaced = False
+        #: the step at which this process, or the values it has, went on
+        self.went_on_at = 0
+        #: the name of a checkpoint that wants this worker's state; empty if none does
+        self.wanted = ""
+        #: whether other workers give theirs for checkpoints
+        self.others_give = False
         self._calls: Counter[str] = Counter()
         self._calls_after = 0
 
@@ -38,7 +44,7 @@ class Progress:
         delivered = [reply.delivered for reply in hellos]
         furthest = max if max(delivered) - min(delivered) > 1 else min
         self.completed = furthest(delivered)
-        self.steps = self.taken = furthest(reply.steps for reply in hellos)
+        self.steps = self.taken = self.went_on_at = furthest(reply.steps for reply in hellos)
         self.gathered = hellos[0].gathered
         self.loads = [reply.loads for reply in hellos]
 
@@ -51,20 +57,22 @@ class Progress:
         servers, which have it, count it once."""
         if self._mode.lockstep and resumed.ahead and self.steps == resumed.step + resumed.ahead:
             self.completed -= resumed.ahead
-            self.steps = self.taken = resumed.step
+            self.steps = self.taken = self.went_on_at = resumed.step
 
     def version_needed(self, more_steps: int = 0) -> int:
         """The version that this worker needs to go on, now or when it has completed some more steps."""
         return self._mode.version_needed(self.completed + more_steps, self._staleness)
 
     def notice(self, replies: Sequence[Frame]) -> None:
-        """Replies from the first servers on: they say whether values have been replaced."""
+        """Replies from the first servers on: they say whether values have been replaced, and states are wanted."""
+        self.wanted = replies[0].message.wanted or self.wanted
+        self.others_give = self.others_give or replies[0].message.others_give
         loads = [reply.message.loads for reply in replies]
         self.replaced = self.replaced or loads != self.loads[: len(loads)]
 
     def begin_anew(self, replies: Sequence[Frame]) -> int:
         """Go on from the values in these replies, which have replaced all others; how often that has happened."""
-        self.steps = self.taken = replies[0].message.steps
+        self.steps = self.taken = self.went_on_at = replies[0].message.steps
         self.loads, self.replaced = [reply.message.loads for reply in replies], False
         return sum(self.loads)
 

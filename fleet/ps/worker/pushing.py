@@ -8,6 +8,7 @@ from itertools import chain
 
 import torch
 
+from fleet.ps.kernels.jit import Array
 from fleet.ps.kernels.rows import noise, packed_ids, partition
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -48,14 +49,14 @@ class Pushing:
         dense, arrived = self._feedback.narrowed([cut(layout, gradients.dense) for layout in layouts])
         return self._frames(gradients, dense, self._encoded_rows(gradients.rows), quiet=quiet), arrived
 
-    def of_change(self, change: Change, clocks: Clocks, steps: int) -> tuple[list[Frame], Change]:
+    def of_change(self, change: Change, clocks: Clocks, steps: int, state: Array | None) -> tuple[list[Frame], Change]:
         """The frames, and the change as servers will read it."""
         layouts = self._floor.trained.layouts
         packed = [without_zeros(layout, flat) for layout, flat in zip(layouts, change.dense, strict=True)]
         dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
         rows = self._encoded_rows(change.rows)
         told = as_read(self._narrow, layouts, change, dense, rows)
-        what = Gradients((), change.rows, clocks, self._floor.trained.description.options(), steps)
+        what = Gradients((), change.rows, clocks, self._floor.trained.description.options(), steps, state=state)
         return self._frames(what, dense, rows), told
 
     def send_part(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
@@ -99,7 +100,8 @@ class Pushing:
                 attempt=gradients.ahead,
                 rows_read_at=[gradients.read.rows[server, index] for index in here],
             )
-            return Frame(client.request(step, push=message), [*tensors, *chain(*here.values())])
+            own = self._floor.own.note(message, gradients.state) if server == 0 else []
+            return Frame(client.request(step, push=message), [*tensors, *chain(*here.values()), *own])
 
         return [push(server, client) for server, client in enumerate(self._floor.lines.clients)]
 

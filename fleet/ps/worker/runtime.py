@@ -44,6 +44,7 @@ from fleet.ps.worker.meeting import Meeting
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.pushing import Pushing
 from fleet.ps.worker.rows import Ahead, RowReader
+from fleet.ps.worker.states import OwnStates
 from fleet.ps.worker.stepping import Stepping
 from fleet.ps.worker.summary import summary
 from fleet.ps.worker.trained import Trained
@@ -78,8 +79,9 @@ class WorkerRuntime:
         rows = RowReader(clients, progress.version_needed)
         trained = Trained(describe(), assignment.server_num)
         fetching = Fetching(lines, progress, trained)
+        own = OwnStates(clients[0], progress, knobs.security.max_message_bytes)
         self.floor = floor = Floor(
-            assignment, strategy, knobs, mode, self.figures, progress, lines, trained, fetching, rows
+            assignment, strategy, knobs, mode, self.figures, progress, lines, trained, fetching, rows, own
         )
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         gradients = UserGradients(floor)
@@ -127,6 +129,7 @@ class WorkerRuntime:
         check_loads(floor, replies)
         floor.rows.replaced(floor.progress.begin_anew(replies))
         self._pushing.forget_rounding()
+        floor.own.forgotten()
         self._agreeing.begin_from(floor.fetching.take(replies))
 
     def take_replaced(self) -> None:
@@ -201,6 +204,7 @@ class WorkerRuntime:
         """Have everything applied that this worker has computed."""
         self._agreeing.flush()
         self._stepping.flush()
+        self.floor.own.arrive()
 
     def settle(self, call: str) -> None:
         """Before anything else happens in a call's turn, what was interrupted comes to its end."""

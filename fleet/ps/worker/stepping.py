@@ -100,7 +100,7 @@ class Stepping:
             dense = [None if index in sent else grad for index, grad in enumerate(dense)]
         # When the values were read that the gradients were computed on; rows are read anew in the next step.
         rows, read = self._gradients.rows(), Clocks(floor.fetching.read_at, floor.rows.take_clocks())
-        gradients = Gradients(dense, rows, read, options, ahead=ahead)
+        gradients = Gradients(dense, rows, read, options, ahead=ahead, state=floor.own.take())
         floor.progress.take_step()
         if self._communicator is not None:
             self._leave_to(self._communicator, gradients)
