@@ -126,6 +126,17 @@ def test_snapshots_in_the_midst_of_rounds_and_gatherings(tmp_path: Path) -> None
     assert job.kills > 8
 
 
+def test_alone_nothing_is_kept_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alone = Fleet(environ={"FLEET_DURABLE_DIR": str(tmp_path / "state")})
+    alone.init()
+    weight = torch.nn.Parameter(torch.zeros(1))
+    alone.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+    alone.init_worker()
+    alone.stop_worker()
+    assert "FLEET_DURABLE_DIR has no effect on a process that runs alone" in caplog.text
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_journal_alone(tmp_path: Path) -> None:
     job = DyingJob(trains("adagrad", between=gathers), tmp_path, plan=every(4, 2), journal_bytes=1 << 30)
     same(job.run(), run_job(trains("adagrad", between=gathers), 2, 2))

@@ -166,6 +166,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         # One that lives and dies with its only worker has nobody to keep anything for, and the port is the worker's.
         knobs = self._knobs
         if self._assignment.embedded:
+            if knobs.durable_dir:
+                _log.warning("FLEET_DURABLE_DIR has no effect on a process that runs alone: its server ends with it")
             knobs = replace(
                 knobs, durable_dir="", observing=replace(knobs.observing, metrics_port=None), launcher="itself"
             )
