@@ -18,6 +18,7 @@ from test_hostile import member_and_other
 from torch.utils.checkpoint import checkpoint
 
 from fleet import Fleet, StrategyFactory
+from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.errors import ProtocolError
 from fleet.ps.wire import fleet_pb2 as pb
@@ -279,3 +280,18 @@ def test_parts_that_do_not_fit_concern_their_sender_alone() -> None:
     (reply,) = ask(1, {"push": rest}, tensors[1:])
     assert reply.message.version == 1
     assert service.failure is None
+
+
+def test_parts_of_a_process_whose_place_another_has_taken_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other counts its steps and attempts alike, and need not send the same ahead."""
+    ask, _ = member_and_other()
+    ask(1, a_part(0), [WEIGHT])
+    later = SystemClock().now() + 3600
+    monkeypatch.setattr(SystemClock, "now", lambda _: later)
+    hello, _ = fuzz.requests("sync", 1)["hello"]
+    ask(1, {**hello, "incarnation": 9})
+    rest, tensors = fuzz.requests("sync", 1)["behind"]
+    assert isinstance(rest["push"], pb.Push)
+    rest["push"].attempt = 1
+    with pytest.raises(ProtocolError, match="not here"):
+        ask(1, {**rest, "incarnation": 9}, tensors)
