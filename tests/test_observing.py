@@ -216,7 +216,8 @@ def test_a_heartbeat_that_tells_too_much_is_refused() -> None:
 
     ledger = Ledger(SystemClock())
     ledger.heard(0, {"loss": math.nan})
-    for figures in ({f"f{i}": 0.0 for i in range(1000)}, {"x" * 65: 0.0}):
+    ledger.heard(0, {f"{i:064}": 0.0 for i in range(128)})
+    for figures in ({f"f{i}": 0.0 for i in range(129)}, {"x" * 65: 0.0}):
         with pytest.raises(ProtocolError, match="tells too much"):
             ledger.heard(0, figures)
 
