@@ -593,6 +593,38 @@ def test_a_claim_that_arrives_after_its_end_keeps_nobody_out() -> None:
     ]
 
 
+def test_who_comes_while_one_that_joined_does_it_anew_waits_for_that_one() -> None:
+    """What was done before the other one joined is not what both of them do now."""
+    answers: list[str] = []
+    outbox: list[Any] = []
+    claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
+
+    def claim(worker: int) -> None:
+        def respond(frame: Frame) -> None:
+            answers.append(f"{worker} {'granted' if frame.message.granted else 'done'}")
+
+        claims.claim("load", True, Waiting(worker, "it", 0.0, respond, lambda: Frame(pb.Reply())), 0.0, False, outbox)
+        answer()
+
+    def release(worker: int) -> None:
+        claims.release("load", worker, "", outbox)
+        answer()
+
+    def answer() -> None:
+        while outbox:
+            respond, frame = outbox.pop(0)
+            respond(frame)
+
+    claim(0)
+    release(0)
+    claims.joined(2)
+    claim(2)
+    claim(1)
+    assert answers == ["0 granted", "2 granted"]
+    release(2)
+    assert answers[2:] == ["1 done"]
+
+
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
     call: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
