@@ -104,7 +104,8 @@ def test_an_asynchronous_worker_is_stale_by_its_own_steps_too() -> None:
         return fleet_.summary()
 
     (seen,) = run_job(body, 1, 1)
-    assert seen["staleness"][0]["dense"]["histogram"] == {0: 1, 1: 1, 2: 1}
+    histogram = {0: 1, 1: 1, 2: 1}
+    assert seen["staleness"][0]["dense"] == {"updates": 3, "mean": 1.0, "max": 2, "histogram": histogram}
 
 
 def test_a_merged_push_counts_from_its_oldest_gradient() -> None:
