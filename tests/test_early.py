@@ -39,17 +39,23 @@ def _all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting:
-    """The loopback network; ``seen`` counts requests by kind, pushes that rely on parts as "joined"."""
+    """The loopback network; ``seen`` counts requests by kind, pushes that rely on parts as "joined". A server at
+    ``whole`` takes pushes that are whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: str = "") -> None:
         self._inner = LoopbackNetwork()
+        self._whole = whole
         self.seen: Counter[str] = Counter()
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
         def watched(frame: Frame, respond: Respond) -> None:
-            self.seen[frame.message.WhichOneof("kind")] += 1
+            kind = frame.message.WhichOneof("kind")
+            self.seen[kind] += 1
             self.seen["joined"] += bool(frame.message.push.attempt)
-            handler(frame, respond)
+            if kind == "part" and str(endpoint) == self._whole:
+                respond(Frame(pb.Reply(granted=False)))
+            else:
+                handler(frame, respond)
 
         return self._inner.listen(endpoint, watched)
 
@@ -151,10 +157,11 @@ def test_a_gradient_that_is_completed_twice_leaves_with_the_step() -> None:
     assert network.seen["joined"] == 0
 
 
+@pytest.mark.parametrize("params", [slice(None), slice(1)], ids=["of all", "of one"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_hook_of_the_users_has_the_last_word(in_place: bool) -> None:
+def test_a_hook_of_the_users_has_the_last_word(in_place: bool, params: slice) -> None:
     def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for param in optimizer.param_groups[0]["params"]:
+        for param in optimizer.param_groups[0]["params"][params]:
             if param.grad is not None:
                 param.grad = param.grad.div_(2) if in_place else param.grad / 2
 
@@ -235,6 +242,13 @@ def test_durable_servers_are_sent_whole_pushes(tmp_path: Path) -> None:
     job = DyingJob(minimizes(), tmp_path, plan=every(3, 1))
     assert same(job.run(), run_job(plainly, 2, 2))
     assert job.kills > 5
+
+
+def test_where_one_server_of_two_takes_no_parts() -> None:
+    network = Counting(whole="server1:1")
+    assert same(run_job(minimizes(), 2, 2, network=network), run_job(plainly, 2, 2))
+    assert network.seen["part"] > 0
+    assert network.seen["joined"] == 0
 
 
 # ---------------------------------------------------------------------------------------------- what a peer may send
