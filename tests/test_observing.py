@@ -177,6 +177,23 @@ def test_a_server_tells_a_stranger_who_waits_for_whom() -> None:
     assert seen["tables"]["closed.weight"][0] == 30
 
 
+def test_a_server_counts_what_it_does() -> None:
+    """What its only worker sends it receives, and the other way round."""
+    network = LoopbackNetwork()
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join(fleet_)
+        for step in range(5):
+            optimizer.minimize(model.loss(step))
+        figures, mine = status_of(network, "server0:1")["figures"], fleet_.summary()["figures"]
+        assert figures["version"] == 5 < figures["requests"]
+        assert figures["sent_bytes"] == mine["received_bytes"] > 0
+        assert figures["received_bytes"] == mine["sent_bytes"] > 0
+        assert 0 < figures["busy_seconds"] < figures["uptime_seconds"]
+
+    run_job(body, network=network)
+
+
 def test_waits_are_put_down_to_whoever_came_last() -> None:
     network = LoopbackNetwork()
     seen: dict[str, Any] = {}
