@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import os
 import shutil
 import signal
@@ -652,6 +653,58 @@ def test_who_comes_anew_does_each_call_once() -> None:
         claims.release("save", worker, "", [])
         claim(worker)
     assert answers == [True, True, False, True, False]
+
+
+def test_who_comes_while_one_that_joined_does_it_anew_waits_for_that_one() -> None:
+    """What was done before the other one joined is not what both of them do now."""
+    answers: list[str] = []
+    outbox: list[Any] = []
+    claims = Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False)
+
+    def claim(worker: int) -> None:
+        def respond(frame: Frame) -> None:
+            answers.append(f"{worker} {'granted' if frame.message.granted else 'done'}")
+
+        claims.claim("load", True, Waiting(worker, "it", 0.0, respond, lambda: Frame(pb.Reply())), 0.0, False, outbox)
+        answer()
+
+    def release(worker: int) -> None:
+        claims.release("load", worker, "", outbox)
+        answer()
+
+    def answer() -> None:
+        while outbox:
+            respond, frame = outbox.pop(0)
+            respond(frame)
+
+    claim(0)
+    release(0)
+    claims.joined(2)
+    claim(2)
+    claim(1)
+    assert answers == ["0 granted", "2 granted"]
+    release(2)
+    assert answers[2:] == ["1 done"]
+
+
+def test_a_server_that_starts_again_knows_what_was_begun_and_done() -> None:
+    claims, again = (Claims("here", 60.0, lambda: Frame(pb.Reply(granted=True)), only_first=False) for _ in range(2))
+
+    def answers(claims: Claims, name: str, worker: int) -> list[bool]:
+        outbox: list[Any] = []
+        waiting = Waiting(worker, name, 0.0, lambda frame: None, lambda: Frame(pb.Reply()))
+        claims.claim(name, True, waiting, 0.0, False, outbox)
+        return [frame.message.granted for _, frame in outbox]
+
+    assert answers(claims, "done", 0) == [True]
+    claims.release("done", 0, "", [])
+    claims.joined(2)
+    assert answers(claims, "begun", 0) == [True]
+    again.resume(json.loads(json.dumps(claims.told())), 0.0)
+    assert answers(again, "done", 1) == [False], "it need not do that once more"
+    assert answers(again, "begun", 1) == [], "it waits for worker 0"
+    again.release("begun", 0, "", [])
+    assert answers(again, "done", 2) == [True], "it had joined since"
 
 
 @pytest.mark.parametrize("call", ["save", "load"])

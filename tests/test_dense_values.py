@@ -91,6 +91,18 @@ def test_values_of_another_form_are_refused(wrong) -> None:  # type: ignore[no-u
         ParameterWriter(params, layouts).write(values)
 
 
+def test_few_parameters_are_written_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load it takes seconds, which a job without tables would never get back."""
+
+    def loaded(*_: object) -> None:
+        pytest.fail("compiled code was called")
+
+    monkeypatch.setattr(scatter, "_copy", loaded)
+    params, layouts = made()
+    ParameterWriter(params, layouts).write(packed(layouts, [torch.ones_like(param) for param in params]))
+    assert all((param == 1).all() for param in params)
+
+
 def test_large_gradients_leave_from_where_they_are() -> None:
     small, large = [torch.rand(COPIED // 8) for _ in range(3)], [torch.rand(COPIED // 4) for _ in range(3)]
     for pieces, is_copied in ((small, True), (large, False), (large[:1], False)):

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from fleet import Fleet, StrategyFactory
+from fleet.clock import SystemClock
 from fleet.cluster import Endpoint
 from fleet.errors import ProtocolError
 from fleet.ps.wire import fleet_pb2 as pb
@@ -46,17 +47,23 @@ def _all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting:
-    """The loopback network; ``seen`` counts requests by kind, pushes that rely on parts as "joined"."""
+    """The loopback network; ``seen`` counts requests by kind, pushes that rely on parts as "joined". A server at
+    ``whole`` takes pushes that are whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: str = "") -> None:
         self._inner = LoopbackNetwork()
+        self._whole = whole
         self.seen: Counter[str] = Counter()
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
         def watched(frame: Frame, respond: Respond) -> None:
-            self.seen[frame.message.WhichOneof("kind")] += 1
+            kind = frame.message.WhichOneof("kind")
+            self.seen[kind] += 1
             self.seen["joined"] += bool(frame.message.push.attempt)
-            handler(frame, respond)
+            if kind == "part" and str(endpoint) == self._whole:
+                respond(Frame(pb.Reply(granted=False)))
+            else:
+                handler(frame, respond)
 
         return self._inner.listen(endpoint, watched)
 
@@ -337,6 +344,13 @@ def test_durable_servers_are_sent_whole_pushes(tmp_path: Path) -> None:
     assert job.kills > 5
 
 
+def test_where_one_server_of_two_takes_no_parts() -> None:
+    network = Counting(whole="server1:1")
+    assert same(run_job(minimizes(), 2, 2, network=network), run_job(plainly, 2, 2))
+    assert network.seen["part"] > 0
+    assert network.seen["joined"] == 0
+
+
 # ---------------------------------------------------------------------------------------------- what a peer may send
 
 
@@ -380,3 +394,18 @@ def test_parts_that_do_not_fit_concern_their_sender_alone() -> None:
     (reply,) = ask(1, {"push": rest}, tensors[1:])
     assert reply.message.version == 1
     assert service.failure is None
+
+
+def test_parts_of_a_process_whose_place_another_has_taken_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other counts its steps and attempts alike, and need not send the same ahead."""
+    ask, _ = member_and_other()
+    ask(1, a_part(0), [WEIGHT])
+    later = SystemClock().now() + 3600
+    monkeypatch.setattr(SystemClock, "now", lambda _: later)
+    hello, _ = fuzz.requests("sync", 1)["hello"]
+    ask(1, {**hello, "incarnation": 9})
+    rest, tensors = fuzz.requests("sync", 1)["behind"]
+    assert isinstance(rest["push"], pb.Push)
+    rest["push"].attempt = 1
+    with pytest.raises(ProtocolError, match="not here"):
+        ask(1, {**rest, "incarnation": 9}, tensors)

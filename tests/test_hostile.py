@@ -270,6 +270,9 @@ def evil() -> dict[str, tuple[dict[str, Any], list[np.ndarray], str]]:
         "a gathering of no kind": ({"gather": pb.Gather(number=1, op="__import__")}, [], "unknown kind"),
         "a gathering too far": ({"gather": pb.Gather(number=2**63, op="barrier")}, [], "skipped a gathering"),
         "a job of another shape": ({"extend": pb.Extend(spec="[" * 100_000)}, [], "cannot be read"),
+        "other rows of another width": ({"upload": pb.Upload(anew=True, rows=True)}, [ids, rows[:, :1]], "do not fit"),
+        "other rows out of range": ({"upload": pb.Upload(anew=True, rows=True)}, [ids + 99, rows], "out of the table"),
+        "other blocks than there are": ({"upload": pb.Upload(anew=True, blocks=[7])}, [np.ones(6)], "does not have"),
         "initial values of a guest": ({"upload": pb.Upload(blocks=[0])}, [np.ones(6)], "come from worker 0"),
         "no kind at all": ({}, [], "unknown kind"),
     }

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import PATIENT, Job
+from test_hostile import member_and_other
 from test_processes import Processes, ended, processes  # noqa: F401 - a fixture
 
 from fleet import Fleet
-from fleet.errors import IdentityError, StillBusyError
+from fleet.clock import SystemClock
+from fleet.errors import IdentityError, JobAbortedError, StillBusyError
+from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.strategy import Strategy
@@ -169,3 +172,32 @@ def test_an_early_worker_that_is_told_not_to_wait_says_why() -> None:
     early.set()
     first.join(threads)
     assert first.errors == {}
+
+
+def test_a_server_is_free_as_soon_as_all_have_heard_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes only where somebody is not there to hear of it."""
+    now = [SystemClock().now()]
+    monkeypatch.setattr(SystemClock, "now", lambda _: now[0])
+    bye, abort = {"bye": pb.Bye()}, {"abort": pb.Abort(reason="a bad batch")}
+
+    ask, service = member_and_other()
+    ask(0, bye)
+    assert not service.ended.is_set()
+    ask(1, bye)
+    assert service.ended.is_set()
+
+    ask, service = member_and_other()
+    ask(0, abort)
+    assert not service.ended.is_set()
+    with pytest.raises(JobAbortedError, match="a bad batch"):
+        ask(1, {"beat": pb.Beat()})
+    service.tick()
+    assert service.ended.is_set()
+
+    ask, service = member_and_other()
+    ask(0, abort)
+    service.tick()
+    assert not service.ended.is_set()
+    now[0] += 3600
+    service.tick()
+    assert service.ended.is_set()

@@ -56,7 +56,7 @@ def rounded(wire_dtype: str, flat: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(0,), (1,), (LINE,), (70_000,), (0, 3), (7, 10)], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (LINE,), (70_000,), (0, 3), (7, 10), (2, 70_000)], ids=str)
 def test_what_is_read_and_what_is_left_make_the_whole(wire_dtype: str, dtype: torch.dtype, shape: Any) -> None:
     narrow = Narrow(wire_dtype)
     given = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1)) * 1e-7

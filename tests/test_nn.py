@@ -16,6 +16,7 @@ from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import ConfigurationError, IdOutOfRangeError, NotInitializedError, UnsupportedError
 from fleet.nn.handle import handle_of
+from fleet.ps.worker import uploading
 from fleet.ps.worker.client import ServerClient
 
 ROWS, DIM = 10, 4
@@ -339,6 +340,30 @@ def test_torchs_embeddings_go_remote_in_place_and_worker_0s_values_win() -> None
         expected.append(mine.detach() - (grads[0] + grads[1]) / 2)
     for got in run_job(body, 2, 3):
         assert_close(list(got), expected)
+
+
+def test_initial_values_travel_in_requests_of_about_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, sizes, most = ServerClient.start, [], 320
+
+    def watched(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
+        if frame.message.WhichOneof("kind") == "upload":
+            sizes.append(sum(tensor.array.nbytes for tensor in frame.tensors))
+        return start(client, frame, what, **options)
+
+    def body(fleet_: Fleet) -> list[torch.Tensor]:
+        rows = torch.nn.Embedding(100, DIM, sparse=True, _weight=start_of(100))
+        model = torch.nn.ModuleDict({"rows": rows, "small": torch.nn.ParameterList([*start_of(20)])})
+        fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet_.init_worker()
+        return [rows(torch.arange(100)), *model["small"]]
+
+    monkeypatch.setattr(uploading, "UPLOAD_BYTES", most)
+    monkeypatch.setattr(ServerClient, "start", watched)
+    rows, *small = alone(body)
+    assert torch.equal(rows, start_of(100))
+    assert torch.equal(torch.stack(small), start_of(20))
+    assert max(sizes) < 2 * most
+    assert sum(sizes) / most < len(sizes) < 4 * sum(sizes) / most
 
 
 class Pair(torch.nn.Module):

@@ -99,7 +99,6 @@ class Pair:
                 flat[slot.dtype][slot.start : slot.stop] = grad.view(-1)
                 total[slot.position] = total[slot.position] + grad if slot.position in total else grad
             gradients.append((present, flat))
-            self.shard.check(gradients[-1])
         self.shard.apply(gradients, len(absent), self.options)
         for position, (param, optimizer) in enumerate(zip(self.params, self.torch, strict=True)):
             param.grad = total[position] / len(absent) if position in total else None

@@ -14,6 +14,7 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import NotInitializedError, StateError
 from fleet.ps.consistency.staleness import Staleness, bucket, total
+from fleet.ps.worker.merging import Clocks
 from fleet.strategy import Strategy
 
 
@@ -28,6 +29,13 @@ def test_the_counts_of_several_servers_are_added() -> None:
     other.add(0, "table", 5)
     other.add(1, "dense", 2)
     assert total([one.counts, other.counts]) == {0: {"table": {5: 1}}, 1: {"dense": {0: 1, 2: 3}}}
+
+
+def test_gradients_that_become_one_are_as_old_as_the_oldest() -> None:
+    """Of every server, and of every table on it."""
+    one, other = Clocks({0: 3, 1: 4}, {(0, 1): 5}), Clocks({0: 2, 1: 9}, {(0, 1): 7, (0, 0): 1})
+    for merged in (one.or_earlier(other), other.or_earlier(one)):
+        assert merged == Clocks({0: 2, 1: 4}, {(0, 1): 5, (0, 0): 1})
 
 
 def by_turns(strategy: Strategy | None, steps: dict[int, int], order: list[int]) -> dict:
@@ -104,7 +112,8 @@ def test_an_asynchronous_worker_is_stale_by_its_own_steps_too() -> None:
         return fleet_.summary()
 
     (seen,) = run_job(body, 1, 1)
-    assert seen["staleness"][0]["dense"]["histogram"] == {0: 1, 1: 1, 2: 1}
+    histogram = {0: 1, 1: 1, 2: 1}
+    assert seen["staleness"][0]["dense"] == {"updates": 3, "mean": 1.0, "max": 2, "histogram": histogram}
 
 
 def test_a_merged_push_counts_from_its_oldest_gradient() -> None:

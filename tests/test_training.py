@@ -6,18 +6,26 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import fuzz
+import numpy as np
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
+from test_hostile import member_and_other
 
 import fleet.nn
 from fleet import Fleet
 from fleet.errors import DeadlineError, StateError, UnsupportedError
+from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.worker.dense import COPIED
+from fleet.transpiler.plan import make_plan
+from fleet.transpiler.specs import ParamSpec
 
 torch.manual_seed(11)
 TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
@@ -183,6 +191,21 @@ def test_a_table_added_during_the_job() -> None:
 
     for got in run_job(body, 2, 2):
         assert got.tolist() == [2.5, 2.5, 3.0, -2.0, -2.0, -2.0]
+
+
+def test_a_worker_that_leaves_without_further_parameters_is_not_waited_for() -> None:
+    """Until every worker knows of them a server keeps the values without them, and takes no snapshot."""
+    ask, service = member_and_other()
+    known = fuzz.SPECS["sync"]
+    spec = replace(known, params=(*known.params, ParamSpec("more", (2,), "float32", 0)))
+    extend = pb.Extend(spec=spec.to_json(), fingerprint=make_plan(spec).fingerprint, options=[fuzz.OPTIONS])
+    ask(0, {"extend": extend, "step": 0})
+    ask(0, {"upload": pb.Upload(blocks=[2])}, [WireTensor.of(np.ones(2, np.float32))])
+    ask(0, {"ready": pb.Ready()})
+    job = service.floor.running()
+    assert not job.is_whole
+    ask(1, {"bye": pb.Bye()})
+    assert job.is_whole
 
 
 def test_the_first_contributing_workers_learning_rate_rules_the_round() -> None:

@@ -114,17 +114,6 @@ class DenseShard:
                 got=f"{values.numel()} x {values.dtype}",
             )
 
-    def check(self, gradient: Gradient) -> None:
-        """Refuse a gradient that does not fit, before it becomes part of a round."""
-        present, tensors = gradient
-        if len(present) != len(self.layout.slots):
-            raise ProtocolError("a push speaks of other blocks", expected=len(self.layout.slots), got=len(present))
-        expected = self.layout_of(present).sizes
-        got = {name: tensor.numel() for name, tensor in tensors.items()}
-        if expected != got or any(tensor.dim() != 1 for tensor in tensors.values()):
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            raise ProtocolError("a push's dense gradients do not fit", expected=f"flat, {expected}", got=shapes)
-
     def apply(self, gradients: Sequence[Gradient], divisor: int, options: Sequence[Mapping[str, Any]]) -> None:
         """One optimizer step on the sum of ``gradients``, in the given order, divided by ``divisor``.
 

@@ -159,7 +159,6 @@ class Shard:
         """Refuse what does not fit before it becomes part of a round: later it would be everybody's problem."""
         if contribution.options != self._options_text:
             self._check_kinds(self.check_options(self.plan, contribution.options))
-        self.dense.check(contribution.dense)
         for index, (ids, grads) in contribution.rows.items():
             spec = self.table(index).spec
             expected = (ids.size, spec.dim)
