@@ -609,9 +609,9 @@ def test_what_is_kept_comes_before_a_checkpoint(
     if moment == "before it is read":
         read = loading._restore_dense
 
-        def slowly(checkpoint: Any, shard: Any) -> None:
+        def slowly(*given: Any) -> None:
             until(lambda: job.kills == servers)
-            read(checkpoint, shard)
+            read(*given)
 
         monkeypatch.setattr(loading, "_restore_dense", slowly)
     job = DyingJob(
@@ -1079,7 +1079,8 @@ def test_without_rounds_a_job_goes_on_without_what_was_lost(
     job = DyingJob(counts(FREE[mode], torch.optim.SGD, between=disturb), tmp_path, servers=1, journal_bytes=1 << 30)
     (host,) = job.hosts
     results = job.run()
-    gone = re.findall(r"goes on without steps (\d+) to (\d+) of worker (\d), which were acknowledged", caplog.text)
+    # Killed before its workers have pushed again, a server is told once more what it lacks.
+    gone = set(re.findall(r"goes on without steps (\d+) to (\d+) of worker (\d), which were acknowledged", caplog.text))
     total = sum(step + index + 1 for step in range(12) for index in range(2))
     total -= sum(step + int(index) for start, stop, index in gone for step in range(int(start), int(stop) + 1))
     assert (lost < 5) or gone
