@@ -246,10 +246,24 @@ def on_a_gradient_to_come(halve: Halve, wrapped: Any, inner: torch.optim.Optimiz
         each.register_hook(lambda grad: grad / 2)
 
 
+def at_another_one(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> None:
+    """When the gradient of the last one comes, of those that are complete and may be on their way."""
+    *others, last = inner.param_groups[0]["params"]
+
+    def hook(grad: torch.Tensor) -> None:
+        for each in others:
+            if each.grad is not None:
+                halve(each)
+
+    for each in (*others, last):
+        each.register_hook(hook)
+
+
 @pytest.mark.parametrize("strategy", ["sync", "ssp", "half_async"])
 @pytest.mark.parametrize("halve", [in_place, another, unseen, by_numpy])
 @pytest.mark.parametrize(
-    "register", [on_wrapper, on_wrapped, on_every_optimizer, as_its_step, on_gradients, on_a_gradient_to_come]
+    "register",
+    [on_wrapper, on_wrapped, on_every_optimizer, as_its_step, on_gradients, on_a_gradient_to_come, at_another_one],
 )
 def test_what_the_user_does_to_gradients_before_a_step_counts(register: Any, halve: Halve, strategy: str) -> None:
     def body(fleet_: Fleet, worker: int, *, minimize: bool) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from patience import PATIENCE_S
 from small_job import STRATEGIES
 
 import fleet.nn
-from fleet import Fleet
+from fleet import Checkpoints, Fleet
 from fleet.cluster import Endpoint
 from fleet.errors import PlanMismatchError, StateError
 from fleet.ps.wire.frame import Frame
@@ -136,12 +136,18 @@ def save(fleet_: Fleet, model: Net, where: Path) -> None:
     assert fleet_.state_dict(model)["second.weight"].shape == (100, 2)
 
 
+def keep_state(fleet_: Fleet, model: Net, _: Path) -> None:
+    fleet_.keep_state({"seen": 1})
+    fleet_.load_state({"seen": 0})
+
+
 #: What another thread of one worker may do by itself.
 DEEDS: dict[str, Callable[[Fleet, Net, Path], None]] = {
     "evaluates": evaluate,
     "looks-around": look_around,
     "fetches-ahead": prefetch,
     "saves": save,
+    "keeps-state": keep_state,
 }
 
 
@@ -290,6 +296,52 @@ def test_two_threads_that_both_train(strategy: str) -> None:
         return learnt(fleet_, model)
 
     assert run_job(body) == [(4.0 * STEPS, 4.0 * STEPS, 2.0 * STEPS, 2 * STEPS)]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_checkpoints_of_a_thread_beside_the_training(strategy: str, tmp_path: Path) -> None:
+    """With states, which all workers hand over between two steps of their own."""
+
+    def body(fleet_: Fleet, worker: int) -> tuple[float, float, float, int]:
+        model, optimizer = join(fleet_, strategy)
+        checkpoints = Checkpoints(tmp_path, every_steps=10, state={"seen": worker}, fleet=fleet_)
+        with Beside(checkpoints.after_step):
+            for _ in range(STEPS):
+                step(model, optimizer)
+        checkpoints.close()
+        fleet_.barrier_worker()
+        return learnt(fleet_, model)
+
+    total = ENDS.get(strategy, 2.0 * STEPS * WORKERS)
+    assert run_job(body, WORKERS, 2) == [(total, total, total / 2, STEPS)] * WORKERS
+
+
+def test_a_goodbye_while_another_thread_waits_for_the_other_workers() -> None:
+    def body(fleet_: Fleet, worker: int) -> str:
+        model, optimizer = join(fleet_)
+        step(model, optimizer)
+        if worker == 1:
+            late.wait(PATIENCE_S)
+            return ""
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                fleet_.barrier_worker()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        until(lambda: fleet_._chosen._worker._meeting._in_doubt)  # type: ignore[union-attr]
+        fleet_.stop_worker()
+        late.set()
+        thread.join(PATIENCE_S)
+        return str(failures[0])
+
+    late = threading.Event()
+    told, _ = run_job(body, WORKERS)
+    assert "barrier_worker() came after the job ended for this worker" in told
 
 
 def test_a_thread_beside_that_outlives_the_job() -> None:

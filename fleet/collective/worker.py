@@ -330,6 +330,8 @@ class CollectiveWorker:
         self.callers.refuse_forked(call)
         if self.stopped:
             raise StateError(
-                f"{call} came after the job ended for this worker (fleet.stop_worker)", where=str(self.assignment)
+                f"{call} came after the job ended for this worker (fleet.stop_worker)",
+                where=str(self.assignment),
+                todo="Call it before fleet.stop_worker(), which is the last call of all.",
             )
         self.group.clerk.check()

@@ -250,7 +250,11 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
                 f"{call} came before fleet.init_worker()", where=where, todo="Call fleet.init_worker() first."
             )
         if self._worker.stopped:
-            raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)", where=where)
+            raise StateError(
+                f"{call} came after the job ended for this worker (fleet.stop_worker)",
+                where=where,
+                todo="Call it before fleet.stop_worker(), which is the last call of all.",
+            )
         return self._worker
 
     def prefetch(
@@ -300,8 +304,10 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def keep_state(self, state: object) -> None:
         worker = self._running_worker("keep_state()")
-        worker.settle("keep_state()")
-        worker.floor.own.keep(encoded(state))
+        data = encoded(state)
+        with worker.callers:
+            worker.settle("keep_state()")
+            worker.floor.own.keep(data)
 
     def load_state(self, state: object) -> bool:
         return loading.load_own_state(self._running_worker("load_state()"), state)

@@ -59,7 +59,8 @@ def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) 
         where=f"gathering {number} of each",
         expected="the same call, op, element type and shape on every worker, from the same of its threads",
         got="; ".join(f"worker {worker}: {asked}" for worker, asked in sorted([one, other], key=lambda told: told[0])),
-        todo="Let every worker make its calls of barrier_worker, all_reduce_worker and metrics in the same order.",
+        todo="Let every worker make its calls of barrier_worker, all_reduce_worker and metrics in the same order, and "
+        "from the thread that calls step(): of a pool, any thread may be another one.",
     )
 
 

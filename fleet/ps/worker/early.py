@@ -2,8 +2,9 @@
 
 A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends what
 is left, and names the attempt under which servers have the rest. If a gradient is not as it was when it was sent (a
-backward that came to it twice), or could not be sent, the step sends everything. Where hooks of the user's see complete
-gradients too nothing leaves: what they change (``grad.data``, ``grad.numpy()``) need not show.
+backward that came to it twice, a hook that changed it), or could not be sent, the step sends everything. Where hooks of
+the user's see complete gradients too nothing leaves. What else runs in a backward may change one without a trace
+(``grad.data``, ``grad.numpy()``), so its bytes are summed up before it is sent, and again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 
 import torch
 
+from fleet.checksum import crc32
 from fleet.errors import FleetError
 
 #: A request of its own does not pay for smaller ones.
@@ -30,6 +32,10 @@ def _is_large(param: torch.Tensor) -> bool:
     return param.nbytes >= SMALLEST_BYTES
 
 
+def _checksum(grad: torch.Tensor) -> int:
+    return crc32(grad.detach().view(-1).view(torch.uint8).numpy().data)
+
+
 #: Sends the gradient of a parameter under an attempt; whether the servers took it.
 Send = Callable[[int, int, torch.Tensor], bool]
 
@@ -41,7 +47,8 @@ class EarlyGradients:
         self._armed = self._spoiled = self._refused = False
         #: parameter -> its gradient and the version that was sent
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
-        self._under_way: list[Future[bool]] = []
+        #: parameter -> whether the servers took it, and the checksum of what was sent
+        self._under_way: dict[int, Future[tuple[bool, int]]] = {}
         self._sender = ThreadPoolExecutor(1, f"fleet-early-{name}")
         self._params = params
         self._hooks = [
@@ -54,7 +61,7 @@ class EarlyGradients:
     def leaving(self) -> Iterator[None]:
         """Gradients that are completed in here are those of the next step."""
         self._attempt += 1
-        self._sent, self._under_way, self._spoiled = {}, [], False
+        self._sent, self._under_way, self._spoiled = {}, {}, False
         self._armed = not self._refused and not self._are_seen()
         try:
             yield
@@ -71,17 +78,24 @@ class EarlyGradients:
             return
         self._spoiled = self._spoiled or index in self._sent
         self._sent[index] = grad, grad._version
-        self._under_way.append(self._sender.submit(self._send, self._attempt, index, grad.detach().view(-1)))
+        self._under_way[index] = self._sender.submit(self._leave, self._attempt, index, grad.detach().view(-1))
+
+    def _leave(self, attempt: int, index: int, flat: torch.Tensor) -> tuple[bool, int]:
+        before = _checksum(flat)
+        return self._send(attempt, index, flat), before
 
     def sent(self, grads: Sequence[torch.Tensor | None]) -> tuple[int, frozenset[int]]:
         """The attempt under which servers have gradients of this step, and of which parameters; 0 for none."""
-        sent, under_way, self._sent, self._under_way = self._sent, self._under_way, {}, []
+        sent, under_way, self._sent, self._under_way = self._sent, self._under_way, {}, {}
         try:
-            taken = [each.result() for each in under_way]
+            left = {index: each.result() for index, each in under_way.items()}
         except FleetError:  # the push will meet it again
             return 0, frozenset()
-        self._refused = self._refused or not all(taken)
-        same = all(grads[index] is grad and grad._version == version for index, (grad, version) in sent.items())
+        self._refused = self._refused or not all(taken for taken, _ in left.values())
+        same = all(
+            grads[index] is grad and grad._version == version and _checksum(grad) == left[index][1]
+            for index, (grad, version) in sent.items()
+        )
         if not sent or self._spoiled or self._refused or not same or self._are_seen():
             return 0, frozenset()
         return self._attempt, frozenset(sent)

@@ -56,8 +56,9 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
 def load_own_state(worker: WorkerRuntime, state: object) -> bool:
     """Give the worker's own objects what the job has of them; whether it has anything."""
     check_state(state)
-    worker.settle("load_state()")
-    data = worker.floor.own.recall()
+    with worker.callers:
+        worker.settle("load_state()")
+        data = worker.floor.own.recall()
     if data is not None:
         restore(state, data, str(worker.floor.assignment))
     return data is not None

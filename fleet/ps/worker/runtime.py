@@ -17,7 +17,7 @@ from fleet.callers import Callers
 from fleet.clock import Clock
 from fleet.cluster import Assignment
 from fleet.environ import Knobs
-from fleet.errors import FleetError, StateError, UnsupportedError
+from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, Wanted
 from fleet.observing.cause import claim
 from fleet.observing.observer import Observer
@@ -208,10 +208,17 @@ class WorkerRuntime:
 
     def settle(self, call: str) -> None:
         """Before anything else happens in a call's turn, what was interrupted comes to its end."""
+        with self.callers:  # what another thread has under way is not interrupted
+            self._refuse_late(call)
+            self._delivering.settle()
+            self._meeting.settle()
+
+    def _refuse_late(self, call: str) -> None:
         if self.stopped:
-            raise StateError(f"{call} came after the job ended for this worker (fleet.stop_worker)")
-        self._delivering.settle()
-        self._meeting.settle()
+            raise StateError(
+                f"{call} came after the job ended for this worker (fleet.stop_worker)",
+                todo="Call it before fleet.stop_worker(), which is the last call of all.",
+            )
 
     # ---------------------------------------------------------------- rows
 
@@ -267,7 +274,7 @@ class WorkerRuntime:
         with self.callers:
             self.settle("barrier_worker()")
             self.flush()  # what this worker computed before the barrier is applied when the others have passed it
-        self._meeting.gather("barrier_worker()", BARRIER)
+        self._gather("barrier_worker()", BARRIER)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
@@ -275,11 +282,18 @@ class WorkerRuntime:
         def meet(op: str, mine: UserValue) -> WireTensor:
             with self.callers:
                 self.settle(call)
-            tensor = self._meeting.gather(call, op, mine.dtype, mine.wire())
+            tensor = self._gather(call, op, mine.dtype, mine.wire())
             assert tensor is not None
             return tensor
 
         return reduce_over_workers(call, value, output, op, meet)
+
+    def _gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
+        try:
+            return self._meeting.gather(call, op, dtype, mine)
+        except IdentityError:
+            self._refuse_late(call)  # another thread has said goodbye meanwhile
+            raise
 
     # ---------------------------------------------------------------- what happened
 

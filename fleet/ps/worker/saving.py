@@ -188,7 +188,9 @@ class CheckpointStates:
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
         """Hand this worker's over; after the ``last`` one no other is to be waited for."""
-        if not self._worker.stopped:
+        if self._worker.stopped:
+            return
+        with self._worker.callers:
             self._worker.settle("Checkpoints")
             if name:
                 self._floor.own.give(name, state, last=last)
