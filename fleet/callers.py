@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -96,3 +97,52 @@ class OfThread(threading.local, Generic[T]):
 
     def __init__(self) -> None:
         self.list: list[T] = []
+
+
+def apart(work: Callable[[], T], name: str) -> Future[T]:
+    """What ``work`` returns, which no Ctrl-C interrupts: only the main thread hears of one, and another does this."""
+    done: Future[T] = Future()
+    _begin(_once(work, done), name)
+    return done
+
+
+def whole(work: Callable[[], T], name: str) -> T:
+    """The same, for what takes no time: a Ctrl-C is heard of when it is done."""
+    done: Future[T] = Future()
+    run, has_begun = _once(work, done), False
+    interruption: KeyboardInterrupt | None = None
+    while not done.done():
+        try:
+            if not has_begun:  # interrupted here, it may have, or not
+                _begin(run, name)
+                has_begun = True
+            done.exception()
+        except KeyboardInterrupt as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
+    return done.result()
+
+
+def _once(work: Callable[[], T], done: Future[T]) -> Callable[[], None]:
+    """Does it the first time that it is called, whichever thread that is."""
+    permits = [done]
+
+    def run() -> None:
+        try:
+            permits.pop()
+        except IndexError:
+            return
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    return run
+
+
+def _begin(run: Callable[[], None], name: str) -> None:
+    if threading.current_thread() is threading.main_thread():
+        threading.Thread(target=run, name=name).start()
+    else:
+        run()

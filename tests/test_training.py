@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import fuzz
@@ -15,6 +18,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
+from small_job import STRATEGIES as MODES
 from test_hostile import member_and_other
 
 import fleet.nn
@@ -670,3 +674,53 @@ def test_a_step_whose_answer_never_came_is_not_taken_for_another() -> None:
     environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_BEAT": "0.01"}
     (got,) = run_job(body, 1, network=network, environ=environ)
     assert torch.equal(got, torch.full((2,), -101.0))
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt, as Ctrl-C does, at the n-th line that this thread runs of a worker's step."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "worker" or path.stem not in ("agreeing", "delivering", "geo", "stepping", "pushing"):
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("strategy", ["sync", "half-async", "ssp", "geo"])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first: int) -> None:
+    """Or not at all, where it was not yet on its way. Every eleventh line is tried, from three places on."""
+    at, is_hit = first, True
+    while is_hit:
+        alone = Fleet(environ={})
+        alone.init()
+        weight = torch.nn.Parameter(torch.zeros(1))
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        optimizer = alone.distributed_optimizer(sgd, MODES[strategy]())
+        alone.init_worker()
+        optimizer.minimize(-weight.sum())
+        is_hit = False
+        before = sys.gettrace()
+        sys.settrace(_Interrupts(at))
+        try:
+            optimizer.minimize(-weight.sum())
+        except KeyboardInterrupt:
+            is_hit = True
+        finally:
+            sys.settrace(before)
+        for _ in range(2):
+            optimizer.minimize(-weight.sum())
+        alone.barrier_worker()
+        (learnt,) = alone.state_dict(torch.nn.ParameterList([weight])).values()
+        steps = alone.resume_step()
+        alone.stop_worker()
+        assert steps in ((3, 4) if is_hit else (4,)), at
+        assert learnt.item() == steps, at
+        at += 11

@@ -14,13 +14,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from fleet.callers import apart
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -61,18 +62,7 @@ def _numba() -> Any:
 
 def _undisturbed(work: Callable[[], R]) -> R:
     """What ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    done: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="fleet-compiling").start()
-    return done.result()
+    return apart(work, "fleet-compiling").result()
 
 
 class Compiled(Generic[P, R]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from fleet.callers import whole
 from fleet.errors import DeadlineError, FleetError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.floor import Floor
@@ -34,8 +35,16 @@ class Delivering:
 
     def deliver(self, push: Push) -> None:
         """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
-        floor, progress = self._floor, self._floor.progress
         self._in_doubt = push
+        self._bring_to_end(push)
+
+    def settle(self) -> None:
+        """Before anything else happens: the same frames again, which no server applies twice."""
+        if self._in_doubt is not None:
+            self._bring_to_end(self._in_doubt)
+
+    def _bring_to_end(self, push: Push) -> None:
+        floor, progress = self._floor, self._floor.progress
         step = progress.completed + 1
         try:
             with floor.figures.push:
@@ -44,15 +53,17 @@ class Delivering:
         except BaseException as error:
             self._in_doubt = push.kept() if _is_unanswered(error) else None
             raise
-        progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
-        push.take(replies)
+        if floor.mode.adds:  # half an exchange with the servers would be made once more with the next
+            whole(lambda: self._finish(push, step, replies), "fleet-exchange")
+        else:
+            self._finish(push, step, replies)
         if progress.replaced:
             self._begin_anew()
 
-    def settle(self) -> None:
-        """Before anything else happens: the same frames again, which no server applies twice."""
-        if self._in_doubt is not None:
-            self.deliver(self._in_doubt)
+    def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
+        progress = self._floor.progress
+        progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
+        push.take(replies)
 
 
 def _is_unanswered(error: BaseException) -> bool:
