@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -185,6 +185,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """For backwards that only accumulate. Outside of ``minimize`` nothing leaves before ``step`` anyway."""
         yield
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            "the optimizer of a job cannot be copied or pickled: it stands for the job, which is on the servers too",
+            todo="Copy the model; fleet.save_persistables(dirname) has the optimizer's state.",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError(

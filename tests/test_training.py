@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import threading
 import time
@@ -724,3 +725,13 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first:
         assert steps in ((3, 4) if is_hit else (4,)), at
         assert learnt.item() == steps, at
         at += 11
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_the_optimizer_of_a_job_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    """A copy would be none of the job's, and lack what it was made of."""
+    alone = Fleet(environ={})
+    alone.init()
+    optimizer = alone.distributed_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+        copied(optimizer)
