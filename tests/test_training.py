@@ -199,7 +199,7 @@ def test_a_table_added_during_the_job() -> None:
 
 
 def test_a_worker_that_leaves_without_further_parameters_is_not_waited_for() -> None:
-    """Until every worker knows of them a server keeps the values without them, and takes no snapshot."""
+    """Of who does not know of them yet a server remembers which ones it knows, as long as it is there."""
     ask, service = member_and_other()
     known = fuzz.SPECS["sync"]
     spec = replace(known, params=(*known.params, ParamSpec("more", (2,), "float32", 0)))
@@ -208,9 +208,9 @@ def test_a_worker_that_leaves_without_further_parameters_is_not_waited_for() -> 
     ask(0, {"upload": pb.Upload(blocks=[2])}, [WireTensor.of(np.ones(2, np.float32))])
     ask(0, {"ready": pb.Ready()})
     job = service.floor.running()
-    assert not job.is_whole
+    assert {*job.outgrown} == {1}
     ask(1, {"bye": pb.Bye()})
-    assert job.is_whole
+    assert not job.outgrown
 
 
 def test_the_first_contributing_workers_learning_rate_rules_the_round() -> None:
