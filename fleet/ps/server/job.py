@@ -202,9 +202,9 @@ class Job:
 
     @property
     def step(self) -> int:
-        """How far the job is, by its own steps; where workers share none, how far the first one is."""
+        """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
         if not self.mode.lockstep:
-            return self.steps_of(0)
+            return self.steps_before + self.steps.get(0, 0)
         version = self.gate.version
         ahead = {worker: clock - version for worker, clock in self.gate.clocks.items()}
         return max((self.steps_of(worker) - ahead[worker] for worker in ahead), default=self.steps_before)
