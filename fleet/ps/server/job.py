@@ -68,7 +68,8 @@ class Job:
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
     #: what was there when the job began: 0, or what its checkpoint says
     steps_before: int = 0
-    #: what it says of its workers: how many there were, and after how many of its own steps it has a worker's state
+    #: what its checkpoint says of workers: how many there were, and after how many of its own steps each was whose
+    #: state it has
     workers_then: int = 0
     steps_then: Mapping[int, int] = field(default_factory=dict)
     #: the checkpoint that the job began with, if it did
@@ -195,10 +196,10 @@ class Job:
 
     def steps_of(self, worker: int) -> int:
         """How many of its steps the job has. Where workers share none, they count on from where their states are."""
-        before = None
+        before = self.steps_before
         if not self.mode.lockstep:
-            before = self.steps_then.get(whose(worker, self.workers_then, self.steps_then))
-        return (self.steps_before if before is None else before) + self.steps.get(worker, 0)
+            before = self.steps_then.get(whose(worker, self.workers_then, self.steps_then), before)
+        return before + self.steps.get(worker, 0)
 
     @property
     def step(self) -> int:
