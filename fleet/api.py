@@ -447,7 +447,8 @@ class Fleet:
         self._backend("keep_state").keep_state(state)
 
     def resume_step(self) -> int:
-        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded.
+        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded. Where workers
+        share no step, that is where its state in the checkpoint was saved.
 
         Examples:
             >>> optimizer.minimize(loss())

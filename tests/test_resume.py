@@ -445,6 +445,57 @@ def test_a_worker_that_joins_late_is_told_the_jobs_step(tmp_path: Path) -> None:
     assert told == {"late": 3}
 
 
+def test_all_are_told_the_jobs_step_where_each_goes_on_after_its_own(tmp_path: Path) -> None:
+    """Until it has taken steps from there, of which nobody else knows."""
+
+    def joined(fleet: Fleet) -> Callable[[int], None]:
+        model = torch.nn.Linear(2, 1)
+        strategy = StrategyFactory.create_async_strategy()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        fleet.init_worker()
+
+        def take(steps: int) -> None:
+            for _ in range(steps):
+                optimizer.minimize(model(torch.ones(1, 2)).sum())
+
+        return take
+
+    def first(fleet: Fleet, index: int) -> None:
+        take = joined(fleet)
+        with Checkpoints(tmp_path, every_steps=2, background=False, state={"at": index}, fleet=fleet) as checkpoints:
+            if index == 1:
+                take(5)
+                checkpoints.after_step()
+            fleet.barrier_worker()
+            if index == 0:
+                take(2)
+                checkpoints.after_step()
+            fleet.barrier_worker()
+
+    def then(fleet: Fleet, index: int) -> None:
+        take = joined(fleet)
+        assert fleet.resume_step() == (2, 5)[index]
+        for told, steps in ((2, 1), (6, 0)) if index == 1 else ():
+            fleet._chosen._worker.flush()
+            exit_guard.release(fleet._chosen._worker)
+            fleet._chosen._worker.close()
+            fleet, step = again(job, Role.WORKER, 1, tmp_path)
+            assert step == told
+            take = joined(fleet)
+            assert fleet.resume_step() == max(5, told)
+            take(steps)
+        if index == 1:
+            fleet.stop_worker()
+            raise Left
+
+    run_job(first, 2, 2)
+    job = Resuming(tmp_path, then, 2, 2, environ={**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"})
+    job.join(job.start())
+    assert job.told == {"worker 0": 2, "worker 1": 2, "server 0": 2, "server 1": 2}
+    assert isinstance(job.errors.pop("worker 1"), Left), job.errors
+    assert not job.errors
+
+
 # ---------------------------------------------------------------- what does not fit
 
 

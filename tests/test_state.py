@@ -23,14 +23,17 @@ from hypothesis import strategies as st
 from small_job import STRATEGIES, join, train
 
 from fleet import Checkpoints, Fleet
-from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.manifest import Checkpoint, Manifest
+from fleet.checkpoint.pieces import PieceFile
 from fleet.checkpoint.state import decoded, encoded, restore, states_in
 from fleet.data import Floats, MultiSlot, write_multislot
 from fleet.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UnsupportedError
 from fleet.launch import cli
+from fleet.ps.server.loading import restore_from
 from fleet.ps.server.states import Share, States
 from fleet.ps.worker import client
 from fleet.role_maker import Role, UserDefinedRoleMaker
+from fleet.transpiler.specs import JobSpec, PlanSettings
 
 # ---------------------------------------------------------------------------------------------- as bytes
 
@@ -293,8 +296,8 @@ def test_every_worker_goes_on_where_it_was(strategy: str, workers: int, tmp_path
     def then(job: Fleet, index: int) -> tuple[list[int], list[int], float]:
         me = Worker(job, strategy, files)
         assert me.went_on()
-        assert job.resume_step() == 6
         before = list(me.state["seen"])
+        assert job.resume_step() == len(before)
         read = [me.step(), me.step()]
         return before, read, me.lr
 
@@ -379,8 +382,42 @@ def test_what_was_kept_last_may_be_ahead_of_where_a_worker_goes_on() -> None:
     for step in (1, 2, 3):
         states.keep(0, step, Share(np.full(1, step, np.uint8), step))
     states.keep(0, 1, Share(np.zeros(1, np.uint8), 1))
-    found = [states.of(0, step, 0) for step in (1, 2, 3, 9)]
+    found = [states.of(0, step) for step in (1, 2, 3, 9)]
     assert [None if each is None else int(each.data[0]) for each in found] == [None, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"states": [0], "steps": [-1]},
+        {"states": [0], "steps": [1.5]},
+        {"states": [0], "steps": [1 << 70]},
+        {"states": [0], "steps": [[]]},
+        {"states": [-1], "steps": [1]},
+        {"states": ["0"], "steps": [1]},
+        {"states": [0, 1], "steps": [1]},
+        {"states": [0, 1], "steps": [1, 1]},
+        {"states": {}, "steps": [1]},
+        {"states": [0], "steps": 1},
+        {"states": [0]},
+    ],
+)
+def test_a_manifest_says_of_each_state_whose_it_is_and_after_how_many_steps(
+    about: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a job with rounds all are at its step, however late they have joined."""
+
+    def written(about: dict[str, Any], mode: str = "sync") -> Path:
+        piece = PieceFile("workers.safetensors", 1, 1, ("worker-0",), about)
+        manifest = Manifest("it", 7, 0, JobSpec((), (), (), PlanSettings(1, 1, mode=mode)), (piece,))
+        (tmp_path / "manifest.json").write_text(manifest.to_json())
+        return tmp_path
+
+    good = {"states": [0], "steps": [1]}
+    assert restore_from(written(good, "ssp")).steps == {0: 1}
+    assert restore_from(written(good)).steps == {0: 7}
+    with pytest.raises(CheckpointError, match="the manifest"):
+        restore_from(written(about))
 
 
 # ---------------------------------------------------------------- who gives, and who waits
@@ -449,6 +486,143 @@ def test_workers_that_were_not_there_have_the_first_ones(tmp_path: Path) -> None
     run_job(first, 2, 1)
     assert run_job(then, 4, 2, model_dir=str(tmp_path / "ckpt")) == [0, 1, 0, 0]
     assert run_job(then, 1, 2, model_dir=str(tmp_path / "ckpt")) == [0]
+
+
+OWN_STEPS = [strategy for strategy in STRATEGIES if strategy != "sync"]
+
+
+def go_different_ways(strategy: str, where: Path) -> Callable[[Fleet, int], None]:
+    """Worker 0 takes 2 steps and worker 1 takes 5 before both save."""
+
+    def body(job: Fleet, index: int) -> None:
+        me = Plain(job, strategy)
+        for _ in range((2, 5)[index]):
+            me.step()
+        job.barrier_worker()
+        job.save_persistables(where, state=me.state)
+
+    return body
+
+
+@pytest.mark.parametrize("strategy", OWN_STEPS)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_where_workers_share_no_step_each_goes_on_after_its_own_last_one(
+    strategy: str, workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the one that its state belongs to, on every server, and in the checkpoint that follows."""
+
+    def then(job: Fleet, index: int) -> tuple[int, int]:
+        me = Plain(job, strategy)
+        assert job.load_state(me.state)
+        found = job.resume_step(), me.state["steps"]
+        me.step()
+        job.barrier_worker()
+        job.save_persistables(tmp_path / "next", state=me.state)
+        return found
+
+    run_job(go_different_ways(strategy, tmp_path / "ckpt"), 2, 2)
+    expected = [(2, 2), (5, 5), (2, 2)][:workers]
+    with caplog.at_level(logging.WARNING):
+        assert run_job(then, workers, 3, model_dir=str(tmp_path / "ckpt")) == expected
+    assert "belongs to step" not in caplog.text
+    assert {worker: each["steps"] for worker, each in held(tmp_path / "next").items()} == {
+        worker: steps + 1 for worker, (steps, _) in enumerate(expected)
+    }
+
+
+@pytest.mark.parametrize("strategy", OWN_STEPS)
+def test_a_running_job_goes_back_to_where_each_workers_state_was(
+    strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(job: Fleet, index: int) -> tuple[int, int]:
+        me = Plain(job, strategy)
+        for _ in range((2, 5)[index]):
+            me.step()
+        job.barrier_worker()
+        job.save_persistables(tmp_path / "ckpt", state=me.state)
+        me.step()
+        job.barrier_worker()
+        if index == 0:
+            job.load_persistables(tmp_path / "ckpt")
+        job.barrier_worker()
+        assert job.load_state(me.state)
+        return job.resume_step(), me.state["steps"]
+
+    with caplog.at_level(logging.WARNING):
+        assert run_job(body, 2, 2) == [(2, 2), (5, 5)]
+    assert "belongs to step" not in caplog.text
+
+
+@pytest.mark.parametrize("kept", ["in a journal", "in snapshots"])
+@pytest.mark.parametrize("strategy", ["async", "geo"])
+@pytest.mark.usefixtures("impatient")
+def test_durable_servers_know_where_each_workers_state_was(strategy: str, kept: str, tmp_path: Path) -> None:
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+
+    def then(job: Fleet, index: int) -> tuple[int, int]:
+        first = Fleet(environ=environ, network=dying.network)
+        first.init(UserDefinedRoleMaker(index, Role.WORKER, 2, dying.endpoints))
+        me = Plain(first, strategy)
+        assert first.load_state(me.state)
+        me.step()
+        first.barrier_worker()
+        if index == 0:
+            for host in dying.hosts:
+                host.kill()
+        first.barrier_worker()
+        first._chosen._worker.close()  # type: ignore[union-attr]
+        return Plain(job, strategy).job.resume_step(), me.state["steps"]
+
+    run_job(go_different_ways(strategy, tmp_path / "ckpt"), 2, 2)
+    size = 1 if kept == "in snapshots" else 1 << 30
+    where = str(tmp_path / "ckpt")
+    dying = DyingJob(then, tmp_path / "durable", environ=environ, model_dir=where, journal_bytes=size)
+    assert dying.run() == [(3, 3), (6, 6)]
+
+
+def test_a_state_of_a_worker_without_rounds_is_not_of_the_step_of_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job that goes on is in lockstep, and the one that was saved was not."""
+
+    def then(job: Fleet, index: int) -> int:
+        me = Plain(job, "sync")
+        assert job.load_state(me.state)
+        return job.resume_step()
+
+    run_job(go_different_ways("async", tmp_path / "ckpt"), 2, 2)
+    version = Checkpoint.open(tmp_path / "ckpt").manifest.version
+    with caplog.at_level(logging.WARNING):
+        assert run_job(then, 2, 1, model_dir=str(tmp_path / "ckpt")) == [version] * 2
+    told = [f"belongs to step {step}, and this worker goes on after step {version}" in caplog.text for step in (2, 5)]
+    assert told == [version == 5, version == 2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_worker_whose_state_is_not_in_the_checkpoint_says_so(
+    strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of one that had left when that was saved."""
+
+    def first(job: Fleet, index: int) -> None:
+        me = Plain(job, strategy)
+        assert not job.load_state(me.state)
+        me.step()
+        job.barrier_worker()
+        if index == 0:
+            job.save_persistables(tmp_path / "ckpt", state=me.state)
+        job.barrier_worker()
+
+    def then(job: Fleet, index: int) -> bool:
+        me = Plain(job, strategy)
+        return job.load_state(me.state)
+
+    with caplog.at_level(logging.WARNING):
+        run_job(first, 2, 1)
+        assert "without a state" not in caplog.text
+        assert run_job(then, 2, 1, model_dir=str(tmp_path / "ckpt")) == [True, False]
+    assert caplog.text.count("without a state") == 1
+    assert "worker 1 goes on after step 1 without a state" in caplog.text
 
 
 @pytest.mark.parametrize("without", [0, 1])

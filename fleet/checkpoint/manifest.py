@@ -143,6 +143,15 @@ def _check_entries(entries: object) -> None:
             raise CheckpointError(_IMPOSSIBLE, expected="elementwise or not", got=repr(entry["elementwise"])[:80])
 
 
+def _check_states(about: Mapping[str, Any], tensors: int) -> None:
+    workers, steps = about[STATES], about["steps"]
+    if not isinstance(workers, list) or not isinstance(steps, list) or not len(workers) == len(steps) == tensors:
+        raise CheckpointError(_IMPOSSIBLE, expected="a worker and its steps for each tensor", got=repr(about)[:80])
+    for worker, taken in zip(workers, steps, strict=True):
+        _number({"worker": worker}, "worker", _MOST_STEPS)
+        _number({"steps": taken}, "steps", _MOST_STEPS)
+
+
 def _piece(raw: dict[str, Any]) -> PieceFile:
     _text(raw, "file")
     _number(raw, "bytes", _MOST_STEPS)
@@ -158,6 +167,8 @@ def _piece(raw: dict[str, Any]) -> PieceFile:
         _check_rows(piece.about, len(piece.tensors))
     if DENSE in piece.about:
         _check_entries(piece.about[DENSE])
+    if STATES in piece.about:
+        _check_states(piece.about, len(piece.tensors))
     return piece
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ import torch
 from fleet.checkpoint.manifest import STATES, Checkpoint
 from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, UnsupportedError
+
+_log = logging.getLogger("fleet.checkpoint")
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -180,6 +183,27 @@ def states_in(checkpoint: Checkpoint) -> Iterator[tuple[int, int, Bytes]]:
             what = "the workers' states in the checkpoint cannot be read"
             raise CheckpointError(what, where=checkpoint.where, got=repr(error)) from None
         yield from found
+
+
+def steps_in(checkpoint: Checkpoint) -> dict[int, int]:
+    """The workers whose states a checkpoint has, each with how many of its steps it had taken: the manifest says so."""
+    abouts = [piece.about for _, piece in checkpoint.files(STATES)]
+    return {worker: steps for about in abouts for worker, steps in zip(about[STATES], about["steps"], strict=True)}
+
+
+def whose(worker: int, workers_then: int, there: Container[int]) -> int:
+    """Whose state of a checkpoint a worker is given, which has the states of those who are ``there``: worker 0's, if
+    it was not among the workers of then."""
+    return worker if worker < workers_then or worker in there else 0
+
+
+def warn_of_none(worker: int, step: int) -> None:
+    """A worker that goes on after some steps is given no state."""
+    told = (
+        "worker %d goes on after step %d without a state: the job has none of it, as of one that gave none or had left "
+        "before the checkpoint was saved; its schedules and places in data begin anew"
+    )
+    _log.warning(told, worker, step)
 
 
 def shares_of(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Bytes]]:

@@ -13,7 +13,7 @@ from functools import partial
 from torch._C._distributed_c10d import Store
 
 from fleet.checkpoint.manifest import Checkpoint
-from fleet.checkpoint.state import Bytes, check_state, restore, states_in
+from fleet.checkpoint.state import Bytes, check_state, restore, states_in, warn_of_none, whose
 from fleet.collective.gathering import drop, get, put
 from fleet.collective.worker import CollectiveWorker
 from fleet.ps.wire.tensors import WireTensor
@@ -78,11 +78,12 @@ def load(worker: CollectiveWorker, state: object) -> bool:
     """Give this worker's own objects what the checkpoint has of them that was loaded; whether it has anything."""
     check_state(state)
     rank, of = worker.group.clerk.rank, worker.brought["of"]
-    # Worker 0's for those that were not there.
-    whose = rank if rank < worker.brought["workers"] or rank in of else 0
-    if whose not in of:
+    given = whose(rank, worker.brought["workers"], of)
+    if given not in of:
+        if worker.loads and worker.steps:
+            warn_of_none(rank, worker.steps)
         return False
-    _, tensor = worker.group.clerk.ask(partial(get, key=f"brought/{worker.loads}/{whose}"))
+    _, tensor = worker.group.clerk.ask(partial(get, key=f"brought/{worker.loads}/{given}"))
     assert tensor is not None
     restore(state, tensor.numpy(), str(worker.assignment))
     return True

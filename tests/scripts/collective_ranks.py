@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+import unittest
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -1218,7 +1219,11 @@ def states_of_each_rank(me: Rank) -> None:
             fleet.load_persistables(str(root / where))
             check_state(fleet, state, steps, me.rank)
         fleet.load_persistables(str(root / "one"))
-        assert fleet.load_state(state) == (me.rank == 1)
+        tester = unittest.TestCase()
+        with (tester.assertLogs if me.rank == 0 else tester.assertNoLogs)("fleet.checkpoint") as logs:
+            assert fleet.load_state(state) == (me.rank == 1)
+        if me.rank == 0:
+            assert "worker 0 goes on after step 7 without a state" in logs.output[0]
         fleet.stop_worker()
 
 

@@ -99,7 +99,7 @@ class Filling:
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
-        job.steps_before = restore.version
+        job.go_on_from(restore)
         job.began, job.last = self.origin, (restore.id, restore.url)
         self._lacking = restore.lacks(job.plan.spec)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fleet.checkpoint.state import whose
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.base import Gate, Mode
 from fleet.ps.layout import dense_layout
@@ -67,6 +68,10 @@ class Job:
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
     #: what was there when the job began: 0, or what its checkpoint says
     steps_before: int = 0
+    #: what its checkpoint says of workers: how many there were, and after how many of its own steps each was whose
+    #: state it has
+    workers_then: int = 0
+    steps_then: Mapping[int, int] = field(default_factory=dict)
     #: the checkpoint that the job began with, if it did
     began: Origin = NOTHING
     #: worker -> how many of its steps were in what it pushed
@@ -185,15 +190,22 @@ class Job:
             return [0]
         return list(self.gate.lacking()[1]) if any(each is waiting for each in self.parked.values()) else []
 
+    def go_on_from(self, restore: Restore) -> None:
+        """Have workers count on from where they were in a checkpoint."""
+        self.steps_before, self.workers_then, self.steps_then = restore.version, restore.workers, restore.steps
+
     def steps_of(self, worker: int) -> int:
-        """How many of its steps the job has."""
-        return self.steps_before + self.steps.get(worker, 0)
+        """How many of its steps the job has. Where workers share none, they count on from where their states are."""
+        before = self.steps_before
+        if not self.mode.lockstep:
+            before = self.steps_then.get(whose(worker, self.workers_then, self.steps_then), before)
+        return before + self.steps.get(worker, 0)
 
     @property
     def step(self) -> int:
-        """How far the job is, by its own steps; where workers share none, how far the first one is."""
+        """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
         if not self.mode.lockstep:
-            return self.steps_of(0)
+            return self.steps_before + self.steps.get(0, 0)
         version = self.gate.version
         ahead = {worker: clock - version for worker, clock in self.gate.clocks.items()}
         return max((self.steps_of(worker) - ahead[worker] for worker in ahead), default=self.steps_before)
@@ -233,5 +245,7 @@ class Restore:
     strict: bool
     #: reads the states of the workers that it has
     states: Callable[[], Mapping[int, Share]]
+    #: the workers whose states those are -> after how many of their steps
+    steps: Mapping[int, int]
     #: how many workers the job had
     workers: int

@@ -13,8 +13,9 @@ import torch
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE
 from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint, Fit
-from fleet.checkpoint.state import states_in
+from fleet.checkpoint.state import states_in, steps_in
 from fleet.errors import CheckpointError
+from fleet.ps.consistency import MODES
 from fleet.ps.kernels.rows import partition
 from fleet.ps.server.job import Restore
 from fleet.ps.server.room import room_taken
@@ -49,10 +50,14 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
                 "the checkpoint's contents do not fit the job", where=checkpoint.where, got=repr(error)
             ) from error
 
-    def states() -> dict[int, Share]:
-        return {worker: Share(data, steps) for worker, steps, data in states_in(checkpoint)}
-
     manifest = checkpoint.manifest
+    has_rounds = manifest.spec.settings.mode not in [each.name for each in MODES.values() if not each.lockstep]
+    # After a round all are at the job's step, however many of its own a worker has taken that joined late.
+    steps = {worker: manifest.version if has_rounds else taken for worker, taken in steps_in(checkpoint).items()}
+
+    def states() -> dict[int, Share]:
+        return {worker: Share(data, steps[worker]) for worker, _, data in states_in(checkpoint)}
+
     return Restore(
         manifest.id,
         checkpoint.where,
@@ -62,6 +67,7 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
         lambda spec: frozenset() if strict else checkpoint.fit(spec).lacking,
         strict,
         states,
+        steps,
         manifest.spec.settings.worker_num,
     )
 

@@ -34,7 +34,7 @@ class Recalling:
             check_name(recall.collection)
             self._collect(arrival)
         else:
-            share = job.states.of(arrival.worker, arrival.request.step, job.steps_before)
+            share = job.states.of(arrival.worker, arrival.request.step)
             reply = pb.Reply(granted=share is not None, steps=0 if share is None else share.steps)
             arrival.answer(reply, [] if share is None else [WireTensor.of(share.data)])
 

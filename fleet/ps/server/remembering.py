@@ -88,6 +88,7 @@ class Memory:
         job.claims.resume(state["claims"], now)
         # What is not in the snapshots of earlier releases.
         job.began = Origin(*state.get("began", ()))
+        job.workers_then, job.steps_then = state.get("workers_then", 0), _by_worker(state.get("steps_then", {}))
         job.former = [make_plan(JobSpec.from_json(each)) for each in state.get("former", ())]
         job.outgrown = {
             int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
@@ -194,6 +195,8 @@ class Memory:
             "version": job.gate.version,
             "came": job.hall.told(),
             "steps_before": job.steps_before,
+            "workers_then": job.workers_then,
+            "steps_then": job.steps_then,
             "steps": {worker: steps - self._steps_pending(worker) for worker, steps in job.steps.items()},
             "loads": job.loads,
             "taken": job.taken,

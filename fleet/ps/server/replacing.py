@@ -79,8 +79,9 @@ class Replacing:
                 assert loaded is not None
                 _, restore, job.shard, states = loaded
                 job.states.bring(states, restore.workers)
+                job.go_on_from(restore)
                 # Of a round that is open, what has been pushed counts from here on.
-                job.steps_before, job.steps = restore.version, dict.fromkeys((worker for worker, _ in job.pushed), 1)
+                job.steps = dict.fromkeys((worker for worker, _ in job.pushed), 1)
                 job.last = (restore.id, restore.url)
             else:
                 for upload, tensors in uploads:

@@ -128,7 +128,9 @@ class Resuming:
         if job is None or not self._has_begun:
             return None
         base = None if job.is_trained else Mark(job.steps_before, job.began.id)
-        steps = None if worker is None or worker not in job.gate.clocks else job.steps_of(worker)
+        steps = None
+        if worker is not None and worker in job.gate.clocks:  # all are told the same until they have gone on from there
+            steps = job.steps_of(worker) if job.steps.get(worker) else job.steps_before
         met = worker is not None and floor.roll.has_met(worker)
         return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
 

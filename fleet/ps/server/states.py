@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fleet.checkpoint.state import whose
 from fleet.ps.server.waiting import Outbox, Waiting
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -93,14 +94,12 @@ class States:
         if not kept or kept[-1][0] <= step:  # else it is a late repetition
             self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, share)]
 
-    def of(self, worker: int, step: int, steps_before: int) -> Share | None:
-        """What a worker gets back that goes on after ``step``; ``steps_before`` were taken before the job began."""
+    def of(self, worker: int, step: int) -> Share | None:
+        """What a worker gets back that goes on after ``step``."""
         kept = [share for at, share in self._kept.get(worker, ()) if at <= step]
         if kept:
             return kept[-1]
-        # Worker 0's for those that were not there.
-        brought = self._brought.get(worker if worker < self._workers_then or worker in self._brought else 0)
-        return None if brought is None else Share(brought.data, steps_before)
+        return self._brought.get(whose(worker, self._workers_then, self._brought))
 
     # ---------------------------------------------------------------- checkpoints
 

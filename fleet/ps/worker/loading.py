@@ -16,7 +16,7 @@ import torch
 from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
-from fleet.checkpoint.state import check_state, restore
+from fleet.checkpoint.state import check_state, restore, warn_of_none
 from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.ps.kernels.jit import Array
@@ -61,6 +61,8 @@ def load_own_state(worker: WorkerRuntime, state: object) -> bool:
         data = worker.floor.own.recall()
     if data is not None:
         restore(state, data, str(worker.floor.assignment))
+    elif worker.floor.progress.went_on_at:
+        warn_of_none(worker.floor.assignment.index, worker.floor.progress.went_on_at)
     return data is not None
 
 
