@@ -271,6 +271,24 @@ print(*servers)
             path.unlink()
 
 
+def test_a_second_job_in_the_same_folder_is_refused(launch: Launch, tmp_path: Path) -> None:
+    first = launch("print('first', flush=True); ready(); wait('go')", *ONE_AND_TWO)
+    until(all_ready(tmp_path, 3))
+    logs = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir() if path.suffix != ".jsonl"}
+    code, _, err = finish(launch("ready()", *ONE_AND_TWO))
+    assert code == 2
+    assert f"another fleetrun (process {first.pid}) has its job write here" in err
+    assert "--log_dir" in err
+    assert {path: path.read_bytes() for path in logs} == logs
+    code, _, err = finish(launch("pass", *ONE_AND_TWO, "--log_dir", "elsewhere", FLEET_RECORD_DIR="logs"))
+    assert code == 2
+    assert "FLEET_RECORD_DIR" in err
+    assert finish(launch("pass", *ONE_AND_TWO, "--log_dir", "elsewhere"))[0] == 0
+    (tmp_path / "go.pid").write_text("0")
+    assert finish(first)[0] == 0
+    assert finish(launch("pass", *ONE_AND_TWO))[0] == 0, "the first job is over"
+
+
 # A job that fails, or is interrupted
 
 
@@ -315,7 +333,7 @@ MESSENGERS_FIRST = """
 from fleet.observing.cause import claim
 def follow(): raise RuntimeError("worker 1 failed")
 if me == "worker.1":
-    claim(env["FLEET_RECORD_DIR"], "worker 1", "Traceback\\n\\nValueError: boom")
+    claim(env["FLEET_RECORD_DIR"], env["FLEET_JOB_ID"], "worker 1", "Traceback\\n\\nValueError: boom")
     ready("told")
     for name in ("server.0", "worker.0"): wait(name)
     until = time.monotonic() + 0.5
@@ -813,10 +831,11 @@ def test_the_last_line_of_a_good_job() -> None:
 
 
 def test_the_first_word_stands(tmp_path: Path) -> None:
-    claim(str(tmp_path), "worker 1", "Traceback ...\n  File ...\nValueError: boom\n")
-    claim(str(tmp_path), "worker 0", "JobAbortedError: worker 1 failed")
-    claim("", "worker 0", "no records are kept")
-    assert claimed(tmp_path) == Cause("worker 1", "ValueError: boom")
+    claim(str(tmp_path), "a", "worker 1", "Traceback ...\n  File ...\nValueError: boom\n")
+    claim(str(tmp_path), "a", "worker 0", "JobAbortedError: worker 1 failed")
+    claim("", "a", "worker 0", "no records are kept")
+    assert claimed(tmp_path, "a") == claimed(tmp_path) == Cause("worker 1", "ValueError: boom")
+    assert claimed(tmp_path, "b") is None, "it is another job's"
     forget(tmp_path)
     assert claimed(tmp_path) is None
     (tmp_path / "cause.json").write_text('{"process":')

@@ -100,7 +100,7 @@ def run(
     view = LiveView(stdout, record_dir, names) if live else None
     with (
         Chronicle(record_dir, names, plan.is_whole) as chronicle,
-        _Pump(stdout, stderr, view, lambda: watch.failing or claimed(record_dir) is not None) as pump,
+        _Pump(stdout, stderr, view, lambda: watch.failing or claimed(record_dir, plan.job_id) is not None) as pump,
         _signals_to(events),
         _Guard(grace_s, inherited) as guard,
     ):
@@ -127,7 +127,7 @@ def run(
             for spec in plan.processes:
                 start(spec, "wb")
             while not watch.done:
-                event, effects = _next_effects(watch, events, children, record_dir)
+                event, effects = _next_effects(watch, events, children, record_dir, plan.job_id)
                 if isinstance(event, _Exited):
                     chronicle.write(event.process.name, how_ended(event.returncode))
                     if view is not None:
@@ -403,7 +403,7 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
 
 
 def _next_effects(
-    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path
+    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path, job_id: str
 ) -> tuple[_Event | None, list[Effect]]:
     """What happens next, if it is not just that time passes, and what is to be done about it."""
     timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
@@ -415,7 +415,7 @@ def _next_effects(
         return event, watch.interrupted(event.signum, time.monotonic())
     if event.returncode != 0:
         children[event.process.name].drained.wait(_LAST_WORDS_S)
-    return event, watch.exited(event.process, event.returncode, time.monotonic(), claimed(record_dir))
+    return event, watch.exited(event.process, event.returncode, time.monotonic(), claimed(record_dir, job_id))
 
 
 def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
