@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -43,7 +44,16 @@ from fleet.observing.names import SERVER, WORKER, Figure, rate
 from fleet.observing.observer import Observer
 from fleet.observing.picture import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
 from fleet.observing.prometheus import BESIDE
-from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, training_of, view_of
+from fleet.observing.record import (
+    Chronicle,
+    Record,
+    evenly_spread,
+    has_broken_off,
+    newest,
+    read_records,
+    training_of,
+    view_of,
+)
 from fleet.observing.table import HEADS, cells, plain, rich_table, title, with_heads
 from fleet.observing.tensorboard import scalars
 from fleet.observing.worker import MOST_REPORTED
@@ -591,6 +601,17 @@ def test_a_new_job_leaves_nothing_of_an_old_one(tmp_path: Path) -> None:
     with Chronicle(tmp_path, ["worker 0"], is_whole=True) as chronicle:
         chronicle.write("worker 0", "started")
     assert [(line.kind, line.told["what"]) for line in read_records(tmp_path)] == [("event", "started")]
+
+
+def test_who_has_joined_and_not_left_has_broken_off(tmp_path: Path) -> None:
+    assert not has_broken_off(tmp_path, "worker 0", time.time()), "it has joined no job"
+    with contextlib.closing(Record(tmp_path, "worker 0")) as record:
+        assert has_broken_off(tmp_path, "worker 0", time.time()), "in its first second there is no line yet"
+        record.write(1000.0, "worker", {"steps": 3})
+        assert has_broken_off(tmp_path, "worker 0", 1001.0)
+        assert not has_broken_off(tmp_path, "worker 0", 1100.0), "it kept no record any more, for a full disk say"
+        record.write(1101.0, "worker", {"steps": 4}, is_last=True)
+        assert not has_broken_off(tmp_path, "worker 0", 1102.0)
 
 
 def test_a_job_leaves_records(tmp_path: Path) -> None:

@@ -33,13 +33,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TypeAlias
 
+from fleet.clock import wall_time
 from fleet.cluster import Role
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.job import LaunchPlan, ProcessSpec, child_environment
 from fleet.launch.view import PERIOD_S, LiveView
 from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named
-from fleet.observing.cause import claimed
-from fleet.observing.record import Chronicle, newest
+from fleet.observing.cause import LAUNCHER, claim, claimed
+from fleet.observing.record import Chronicle, has_broken_off, newest
 
 #: A progress bar redraws its line many times a second; on the console it becomes a line this often.
 _REDRAW_S = 5.0
@@ -132,13 +133,15 @@ def run(
                     chronicle.write(event.process.name, how_ended(event.returncode))
                     if view is not None:
                         view.ended(event.process.name, how_ended(event.returncode))
+                if watch.verdict is not None:  # whom the launcher ends is not to be the first to tell why
+                    claim(str(record_dir), plan.job_id, watch.verdict.process, watch.verdict.why)
                 for effect in effects:
                     if isinstance(effect, Restart):
                         restart(effect.process)
                     else:
                         _act(effect, pump, children)
                     if isinstance(effect, Say):
-                        chronicle.write("fleetrun", effect.text)
+                        chronicle.write(LAUNCHER, effect.text)
             if watch.culprit is not None:
                 pump.blame(watch.culprit.name, f"{log_dir}/")
             if watch.exit_code == 0:
@@ -415,7 +418,10 @@ def _next_effects(
         return event, watch.interrupted(event.signum, time.monotonic())
     if event.returncode != 0:
         children[event.process.name].drained.wait(_LAST_WORDS_S)
-    return event, watch.exited(event.process, event.returncode, time.monotonic(), claimed(record_dir, job_id))
+    process = event.process
+    broke_off = process.role is Role.WORKER and has_broken_off(record_dir, process.name, wall_time())
+    cause = claimed(record_dir, job_id)
+    return event, watch.exited(process, event.returncode, time.monotonic(), cause, broke_off=broke_off)
 
 
 def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+#: What a job is ended by that is interrupted.
+LAUNCHER = "fleetrun"
 _NAME = "cause.json"
 _LONGEST = 300
 

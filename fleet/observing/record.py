@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fleet.clock import wall_time
-from fleet.observing.cause import forget
+from fleet.observing.cause import LAUNCHER, forget
 from fleet.observing.names import Figures
 from fleet.observing.picture import SILENT_S, View, seen
 
 #: A file is thinned out when it is larger than this; half of that stays.
 MOST_BYTES = 8 << 20
 SUFFIX = ".record.jsonl"
-LAUNCHER = "fleetrun"
 #: A last line that is longer than this is not looked for.
 _LONGEST_LINE = 16 << 20
 
@@ -122,6 +121,18 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
     )
     found = (_last(path) for path in paths)
     return [line for line in found if line is not None]
+
+
+def has_broken_off(directory: Path, process: str, at: float) -> bool:
+    """Whether a process that has ended was part of a job until then and has not left it. What is old says nothing: a
+    record ends before its process where the disk is full."""
+    path = path_of(directory, process)
+    last = _last(path)
+    try:
+        written = path.stat().st_mtime if last is None else last.at
+    except OSError:  # it has never joined
+        return False
+    return not (last is not None and last.is_last) and at - written < SILENT_S
 
 
 def view_of(at: float, lines: Iterable[Line]) -> View:
