@@ -453,14 +453,21 @@ else:
 def test_what_is_killed_too_often_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     script = """
 if me == "worker.0":
+    wait("server.0")
     os.kill(os.getpid(), signal.SIGKILL)
+if serves:
+    os.makedirs(os.path.join(env["FLEET_DURABLE_DIR"], env["PADDLE_CURRENT_ENDPOINT"].replace(":", "_")))
+    ready()
 time.sleep(60)
 """
-    options = (*ONE_AND_TWO, "--max_restarts", "2")
+    options = (*ONE_AND_TWO, "--max_restarts", "2", "--job_id", "clicks")
     code, _, err = finish(launch(script, *options, FLEET_DURABLE_DIR=str(tmp_path / "kept")))
     assert code == 128 + signal.SIGKILL
     assert [line.rpartition("(")[2] for line in said(err) if "again" in line] == ["restart 1 of 2)", "restart 2 of 2)"]
     assert "worker 0 failed: killed by SIGKILL" in err
+    (folder,) = (tmp_path / "kept").iterdir()
+    stays = f"what the servers kept of this job stays in {folder.parent} ({folder.name}): remove that, or go on"
+    assert [line for line in said(err) if line.startswith(stays) and "FLEET_JOB_ID=clicks" in line] == said(err)[-1:]
 
 
 def test_what_fails_by_itself_is_not_started_again(launch: Launch, tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ from types import FrameType, TracebackType
 from typing import IO, TypeAlias
 
 from fleet.clock import wall_time
-from fleet.cluster import Role
+from fleet.cluster import Endpoint, Role
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.job import LaunchPlan, ProcessSpec, child_environment
 from fleet.launch.view import PERIOD_S, LiveView
-from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named
+from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named, state_stays
 from fleet.observing.cause import LAUNCHER, claim, claimed
 from fleet.observing.record import Chronicle, has_broken_off, newest
 
@@ -144,6 +144,8 @@ def run(
                         chronicle.write(LAUNCHER, effect.text)
             if watch.culprit is not None:
                 pump.blame(watch.culprit.name, f"{log_dir}/")
+            if kept := _kept_state(plan, inherited):
+                pump.say(state_stays(kept, plan.job_id))
             if watch.exit_code == 0:
                 records = log_dir if record_dir == log_dir.resolve() else record_dir
                 pump.say(
@@ -429,6 +431,15 @@ def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
     workers = [spec.name for spec in plan.processes if spec.role is Role.WORKER]
     told = (line.told.get("steps", 0) for line in newest(record_dir, workers) if line.kind == "worker")
     return [int(steps) for steps in told if steps]
+
+
+def _kept_state(plan: LaunchPlan, inherited: Mapping[str, str]) -> list[Path]:
+    """Folders of durable servers here that are still there: a server that was killed has not removed its own."""
+    root = inherited.get("FLEET_DURABLE_DIR", "").strip()
+    servers = [spec for spec in plan.processes if root and spec.role is Role.SERVER]
+    endpoints = (Endpoint.parse(spec.environment["PADDLE_CURRENT_ENDPOINT"]) for spec in servers)
+    folders = (Path(root).resolve() / endpoint.folder_name for endpoint in endpoints)
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM, Signals
 from typing import TypeAlias
 
@@ -209,6 +210,15 @@ def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, 
             parts.append(f"{most:,} {unit}{' each' * (workers > 1)}")
     shown = f", fleet report {records}" if steps else ""
     return f"done in {_duration(seconds)}: {', '.join(parts)}; logs in {logs}{shown}"
+
+
+def state_stays(folders: Sequence[Path], job_id: str) -> str:
+    """What to do with what durable servers have kept, when their job is over and they have not removed it."""
+    names = ", ".join(folder.name for folder in folders)
+    return (
+        f"what the servers kept of this job stays in {folders[0].parent} ({names}): remove that, or go on with the job "
+        f"as FLEET_JOB_ID={job_id}, at the same ports (--start_port)"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -84,7 +84,7 @@ class Draft:
 
 class Durable:
     def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
-        self.directory = Path(root).resolve() / f"{endpoint.host.replace(':', '_')}_{endpoint.port}"
+        self.directory = Path(root).resolve() / endpoint.folder_name
         self._sync = sync
         self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0
