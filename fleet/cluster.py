@@ -40,6 +40,11 @@ class Endpoint:
             )
         return cls(host, port)
 
+    @property
+    def folder_name(self) -> str:
+        """What a folder is called that is this one's."""
+        return f"{self.host.replace(':', '_')}_{self.port}"
+
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 

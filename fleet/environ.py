@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fleet.cluster import Binding, parse_address
 from fleet.errors import ConfigurationError
-from fleet.spelling import nearest
+from fleet.spelling import misspelt, nearest
 
 _log = logging.getLogger("fleet")
 
@@ -277,9 +277,12 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
             said.append(f"the environment variable {name} has nothing to act on here (docs/environment.md says why)")
         elif name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
             said.append(_unknown(name, nearest(name, _KNOWN)))
-    misspelt = {name: meant for name, meant in names_of_paddle(environ).items() if meant != name}
+        elif not name.startswith("PADDLE_") and not _is_service_link(name, environ[name]):
+            meant = misspelt(name, _KNOWN | ROLE_VARIABLES)
+            said += [] if meant is None else [_unknown(name, meant)]
+    of_paddle = {name: meant for name, meant in names_of_paddle(environ).items() if meant != name}
     # What would be another of Paddle's own is none of our business.
-    return said + [_unknown(name, meant) for name, meant in misspelt.items() if meant in ROLE_VARIABLES]
+    return said + [_unknown(name, meant) for name, meant in of_paddle.items() if meant in ROLE_VARIABLES]
 
 
 def names_of_paddle(environ: Mapping[str, str]) -> dict[str, str]:

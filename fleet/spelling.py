@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 #: How alike two names of variables are, beyond the prefix that all of a family have, before one is taken for the other.
 _ALIKE = 0.75
+#: Names with fewer letters are not compared with those of another family, and in those with fewer than the second
+#: number a single letter may be wrong.
+_LONG_ENOUGH, _LONG = 8, 10
 
 
 def unknown_setting(of: str, name: str, known: Iterable[str]) -> AttributeError:
@@ -26,3 +29,33 @@ def nearest(variable: str, known: Iterable[str]) -> str | None:
     ends = {name.partition("_")[2]: name for name in sorted(known) if name.startswith(f"{family}_")}
     close = difflib.get_close_matches(rest, ends, n=1, cutoff=_ALIKE)
     return ends[close[0]] if close else None
+
+
+def misspelt(variable: str, known: Iterable[str]) -> str | None:
+    """The known variable that this is but for upper and lower case, underscores, and a letter or, of a long name, two:
+    so few that no stranger's is taken for it."""
+    said = _squeezed(variable)
+    if len(said) < _LONG_ENOUGH or variable in (known := set(known)):
+        return None
+    most = 1 if len(said) < _LONG else 2
+    meant = {name: _squeezed(name) for name in sorted(known)}
+    close = [
+        name
+        for name, letters in meant.items()
+        if letters[0] == said[0] and abs(len(letters) - len(said)) <= most and _distance(letters, said) <= most
+    ]
+    return min(close, key=lambda name: _distance(meant[name], said), default=None)
+
+
+def _squeezed(variable: str) -> str:
+    return variable.replace("_", "").casefold()
+
+
+def _distance(one: str, other: str) -> int:
+    """How many letters have to be put in, left out or replaced."""
+    row = list(range(len(other) + 1))
+    for place, letter in enumerate(one, 1):
+        before, row[0] = row[0], place
+        for at, beside in enumerate(other, 1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (letter != beside))
+    return row[-1]

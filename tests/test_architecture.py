@@ -22,7 +22,7 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: From the bottom up. A unit is a module or a folder with all in it, the longest fitting name counts; it may import
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "clock", "spelling", "checksum"),
+    ("errors", "clock", "spelling", "checksum", "locks"),
     ("cluster", "instead"),
     ("environ", "transpiler", "ps.memory", "members", "callers", "lifecycle", "observing.names", "observing.process"),
     ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
@@ -37,7 +37,10 @@ LAYERS: list[tuple[str, ...]] = [
         "launch.parser",
     ),
     ("collective.pace", "collective.silence"),
-    ("checkpoint", "data", "nn", "optimizer", "exit_guard", "ps.wire", "launch.guard", "launch.watch", "launch.view"),
+    (
+        *("checkpoint", "data", "nn", "optimizer", "exit_guard", "ps.wire"),
+        *("launch.folder", "launch.guard", "launch.watch", "launch.view"),
+    ),
     (
         "values",
         "optim",
@@ -82,7 +85,9 @@ STANDARD_LIBRARY = (
         "collective.__init__",
     ),
     *(
+        "locks",
         "metrics",
+        "launch.folder",
         "launch.guard",
         "launch.watch",
         "launch.view",

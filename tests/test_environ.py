@@ -89,6 +89,12 @@ def test_how_surely_servers_keep_things() -> None:
         ("FLEET_DURABLE_DRI", "FLEET_DURABLE_DIR"),
         ("FLAGS_rpc_dealine", "FLAGS_rpc_deadline"),
         ("FLAGS_communicator_send_queue", "FLAGS_communicator_send_queue_size"),
+        ("FLAGS_RPC_DEADLINE", "FLAGS_rpc_deadline"),
+        ("FLAG_rpc_deadline", "FLAGS_rpc_deadline"),
+        ("PADLE_TRAINERS", "PADDLE_TRAINERS"),
+        ("paddle_trainers_num", "PADDLE_TRAINERS_NUM"),
+        ("FLEETDURABLEDIR", "FLEET_DURABLE_DIR"),
+        ("FLETE_JOB_ID", "FLEET_JOB_ID"),
     ],
 )
 def test_a_misspelt_variable_and_what_was_meant(name: str, meant: str) -> None:
@@ -108,7 +114,9 @@ def test_a_name_of_ours_that_is_like_none() -> None:
         {"PADDLE_TRAINERS_ENDPOINTS": "a:1", "PADDLE_TRAINER_NUM": "2", "PADDLE_WITH_GLOO": "1"},  # Paddle's own
         {"PADDLE_HOME": "/opt/paddle"},
         {"PADDLE_SERVICE_PORT": "80", "PADDLE_PSERVER_SERVICE_PORT": "80", "PADDLE_PSERVERX_PORT": "tcp://10.0.0.1:80"},
-        {"FLAGS_allocator_strategy": "x", "FLEETING": "1"},
+        {"FLAGS_allocator_strategy": "x", "FLEETING": "1", "FLEETFOOT": "1", "FLAGSHIP": "1", "PADLOCK_PORT": "1"},
+        {"PADDLER_PORT": "tcp://10.0.0.1:80", "TRAINING_ROLE": "TRAINER", "TRAINING_MODE": "x"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "PYTHONUNBUFFERED": "1", "POD_IP": "10.0.0.1"},
     ],
 )
 def test_names_that_are_no_misspelling(environ: dict[str, str]) -> None:

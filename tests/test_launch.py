@@ -271,6 +271,24 @@ print(*servers)
             path.unlink()
 
 
+def test_a_second_job_in_the_same_folder_is_refused(launch: Launch, tmp_path: Path) -> None:
+    first = launch("print('first', flush=True); ready(); wait('go')", *ONE_AND_TWO)
+    until(all_ready(tmp_path, 3))
+    logs = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir() if path.suffix != ".jsonl"}
+    code, _, err = finish(launch("ready()", *ONE_AND_TWO))
+    assert code == 2
+    assert f"another fleetrun (process {first.pid}) has its job write here" in err
+    assert "--log_dir" in err
+    assert {path: path.read_bytes() for path in logs} == logs
+    code, _, err = finish(launch("pass", *ONE_AND_TWO, "--log_dir", "elsewhere", FLEET_RECORD_DIR="logs"))
+    assert code == 2
+    assert "FLEET_RECORD_DIR" in err
+    assert finish(launch("pass", *ONE_AND_TWO, "--log_dir", "elsewhere"))[0] == 0
+    (tmp_path / "go.pid").write_text("0")
+    assert finish(first)[0] == 0
+    assert finish(launch("pass", *ONE_AND_TWO))[0] == 0, "the first job is over"
+
+
 # A job that fails, or is interrupted
 
 
@@ -315,7 +333,7 @@ MESSENGERS_FIRST = """
 from fleet.observing.cause import claim
 def follow(): raise RuntimeError("worker 1 failed")
 if me == "worker.1":
-    claim(env["FLEET_RECORD_DIR"], "worker 1", "Traceback\\n\\nValueError: boom")
+    claim(env["FLEET_RECORD_DIR"], env["FLEET_JOB_ID"], "worker 1", "Traceback\\n\\nValueError: boom")
     ready("told")
     for name in ("server.0", "worker.0"): wait(name)
     until = time.monotonic() + 0.5
@@ -346,6 +364,43 @@ def test_who_caused_the_end_is_named_and_shown_last(
     assert {line.partition("]")[0] for line in last} <= {"[worker 1"}
     assert [line for line in last if line == "[worker 1] ValueError: boom"] == last[-1:]
     assert "RuntimeError: worker 1 failed" in (tmp_path / "logs" / "server.0.log").read_text()
+
+
+def test_whom_the_launcher_ends_is_not_the_cause(launch: Launch, tmp_path: Path) -> None:
+    script = """
+from fleet.observing.cause import claim
+def on_sigterm(*_):
+    claim(env["FLEET_RECORD_DIR"], env["FLEET_JOB_ID"], me.replace(".", " "), "it was ended by SIGTERM")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, on_sigterm)
+ready()
+if me == "worker.1":
+    wait("server.0"); wait("worker.0")
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    assert finish(launch(script, *ONE_AND_TWO))[0] == 137
+    why = "killed by SIGKILL, as the kernel does when memory runs out (exit code 137)"
+    assert claimed(tmp_path / "logs") == Cause("worker 1", why)
+
+
+@pytest.mark.parametrize(("is_last", "code"), [(False, 1), (True, 0)])
+def test_a_worker_that_ends_well_in_the_midst_of_its_job(launch: Launch, is_last: bool, code: int) -> None:
+    script = f"""
+from fleet.observing.record import Record
+if me == "worker.1":
+    Record(env["FLEET_RECORD_DIR"], "worker 1").write(time.time(), "worker", {{"steps": 3}}, {is_last})
+    os._exit(0)
+if {is_last}: sys.exit(0)
+time.sleep(60)
+"""
+    got, _, err = finish(launch(script, *ONE_AND_TWO))
+    assert got == code
+    told = said(err)[1]
+    assert told.startswith("worker 1 failed: it ended in the midst of its job, without fleet.stop_worker()") == (
+        not is_last
+    )
+    assert is_last == ("2 workers, up to 3 steps told of; logs" in told)
 
 
 def test_a_traceback_that_ends_nothing_is_shown_while_the_job_runs(launch: Launch) -> None:
@@ -398,14 +453,21 @@ else:
 def test_what_is_killed_too_often_ends_the_job(launch: Launch, tmp_path: Path) -> None:
     script = """
 if me == "worker.0":
+    wait("server.0")
     os.kill(os.getpid(), signal.SIGKILL)
+if serves:
+    os.makedirs(os.path.join(env["FLEET_DURABLE_DIR"], env["PADDLE_CURRENT_ENDPOINT"].replace(":", "_")))
+    ready()
 time.sleep(60)
 """
-    options = (*ONE_AND_TWO, "--max_restarts", "2")
+    options = (*ONE_AND_TWO, "--max_restarts", "2", "--job_id", "clicks")
     code, _, err = finish(launch(script, *options, FLEET_DURABLE_DIR=str(tmp_path / "kept")))
     assert code == 128 + signal.SIGKILL
     assert [line.rpartition("(")[2] for line in said(err) if "again" in line] == ["restart 1 of 2)", "restart 2 of 2)"]
     assert "worker 0 failed: killed by SIGKILL" in err
+    (folder,) = (tmp_path / "kept").iterdir()
+    stays = f"what the servers kept of this job stays in {folder.parent} ({folder.name}): remove that, or go on"
+    assert [line for line in said(err) if line.startswith(stays) and "FLEET_JOB_ID=clicks" in line] == said(err)[-1:]
 
 
 def test_what_fails_by_itself_is_not_started_again(launch: Launch, tmp_path: Path) -> None:
@@ -794,6 +856,32 @@ def test_a_cause_on_another_machine() -> None:
     assert (watch.exit_code, watch.culprit) == (1, process["server 0"])
 
 
+def test_who_breaks_off_is_the_cause() -> None:
+    watch, process = watched()
+    said, _ = watch.exited(process["worker 1"], 0, now=1, broke_off=True)
+    assert isinstance(said, Say)
+    assert said.text.startswith("worker 1 failed: it ended in the midst of its job, without fleet.stop_worker(), which")
+    assert (watch.exit_code, watch.culprit) == (1, process["worker 1"])
+    watch, process = watched()
+    watch.exited(process["worker 1"], 0, now=1, cause=Cause("worker 0", "ValueError: boom"), broke_off=True)
+    watch.exited(process["worker 0"], 7, now=2, cause=Cause("worker 0", "ValueError: boom"))
+    assert (watch.exit_code, watch.culprit) == (7, process["worker 0"]), "the first word stands"
+
+
+def test_the_verdict_is_known_with_the_signal() -> None:
+    watch, process = watched()
+    watch.exited(process["worker 1"], -signal.SIGSEGV, now=1)
+    assert watch.verdict == Cause("worker 1", "killed by SIGSEGV (exit code 139)")
+    watch, process = watched()
+    assert watch.exited(process["server 0"], 3, now=1, cause=BOOM) == []
+    assert watch.verdict is None, "nobody is signalled yet"
+    watch.elapsed(now=100)
+    assert watch.verdict == BOOM
+    watch, _ = watched()
+    watch.interrupted(signal.SIGINT, now=1)
+    assert watch.verdict == Cause("fleetrun", "SIGINT (Ctrl-C)")
+
+
 def test_who_has_ended_the_job_is_not_started_again() -> None:
     of = plan()
     watch = Watch(of, grace_s=10, log_dir="logs", max_restarts=3)
@@ -807,16 +895,18 @@ def test_the_last_line_of_a_good_job() -> None:
     assert good_end(two, 12.34, [400, 400], "logs/", "logs/") == (
         "done in 12.3 s: 2 workers, 400 steps each; logs in logs/, fleet report logs/"
     )
-    assert ": 2 workers, 1,390 to 1,400 steps each; logs" in good_end(two, 125, [1390, 1400], "a/", "/b/")
+    assert ": 2 workers, 1,390 to 1,400 steps; logs" in good_end(two, 125, [1390, 1400], "a/", "/b/")
+    assert ": 2 workers, up to 30 steps told of; logs" in good_end(two, 1, [30], "a/", "/b/")
     assert good_end(plan(here=("a",)), 7384, [1], "logs/", "logs/").startswith("done in 2 h 3 min: 1 worker, 1 step;")
     assert good_end(two, 1, [], "logs/", "logs/") == "done in 1.0 s: 2 workers; logs in logs/"
 
 
 def test_the_first_word_stands(tmp_path: Path) -> None:
-    claim(str(tmp_path), "worker 1", "Traceback ...\n  File ...\nValueError: boom\n")
-    claim(str(tmp_path), "worker 0", "JobAbortedError: worker 1 failed")
-    claim("", "worker 0", "no records are kept")
-    assert claimed(tmp_path) == Cause("worker 1", "ValueError: boom")
+    claim(str(tmp_path), "a", "worker 1", "Traceback ...\n  File ...\nValueError: boom\n")
+    claim(str(tmp_path), "a", "worker 0", "JobAbortedError: worker 1 failed")
+    claim("", "a", "worker 0", "no records are kept")
+    assert claimed(tmp_path, "a") == claimed(tmp_path) == Cause("worker 1", "ValueError: boom")
+    assert claimed(tmp_path, "b") is None, "it is another job's"
     forget(tmp_path)
     assert claimed(tmp_path) is None
     (tmp_path / "cause.json").write_text('{"process":')

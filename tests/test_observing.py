@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -37,16 +38,28 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.launch import cli
+from fleet.launch.sources import Recorded
 from fleet.launch.view import LiveView
+from fleet.observing.cause import Cause, claim
 from fleet.observing.diagnosis import diagnose
 from fleet.observing.names import SERVER, WORKER, Figure, rate
 from fleet.observing.observer import Observer
 from fleet.observing.picture import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
 from fleet.observing.prometheus import BESIDE
-from fleet.observing.record import Chronicle, Record, evenly_spread, newest, read_records, training_of, view_of
+from fleet.observing.record import (
+    Chronicle,
+    Record,
+    evenly_spread,
+    has_broken_off,
+    newest,
+    read_records,
+    training_of,
+    view_of,
+)
 from fleet.observing.table import HEADS, cells, plain, rich_table, title, with_heads
 from fleet.observing.tensorboard import scalars
 from fleet.observing.worker import MOST_REPORTED
+from fleet.ps.server.telling import in_brief
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -590,7 +603,19 @@ def test_a_new_job_leaves_nothing_of_an_old_one(tmp_path: Path) -> None:
     assert (tmp_path / "worker.7.record.jsonl").exists()
     with Chronicle(tmp_path, ["worker 0"], is_whole=True) as chronicle:
         chronicle.write("worker 0", "started")
-    assert [(line.kind, line.told["what"]) for line in read_records(tmp_path)] == [("event", "started")]
+    told = [(line.kind, line.told["what"], line.is_last) for line in read_records(tmp_path)]
+    assert told == [("event", "started", False), ("event", "ended", True)]
+
+
+def test_who_has_joined_and_not_left_has_broken_off(tmp_path: Path) -> None:
+    assert not has_broken_off(tmp_path, "worker 0", time.time()), "it has joined no job"
+    with contextlib.closing(Record(tmp_path, "worker 0")) as record:
+        assert has_broken_off(tmp_path, "worker 0", time.time()), "in its first second there is no line yet"
+        record.write(1000.0, "worker", {"steps": 3})
+        assert has_broken_off(tmp_path, "worker 0", 1001.0)
+        assert not has_broken_off(tmp_path, "worker 0", 1100.0), "it kept no record any more, for a full disk say"
+        record.write(1101.0, "worker", {"steps": 4}, is_last=True)
+        assert not has_broken_off(tmp_path, "worker 0", 1102.0)
 
 
 def test_a_job_leaves_records(tmp_path: Path) -> None:
@@ -1010,6 +1035,47 @@ def test_what_was_broken_at_the_end_is_told_of_the_end() -> None:
     )
     failed = seen(30.0, {"server 0": {**status(told()), "phase": "failed: no disk"}}, {})
     assert diagnose(before, now, failed)[1] == "At the end of the record: Server 0 is not training: failed: no disk."
+
+
+def test_who_ended_the_job_comes_first_and_what_follows_from_it_is_left_out() -> None:
+    failed = seen(30.0, {"server 0": {**status(told(heard_seconds=42.0)), "phase": "failed: worker 1 failed"}}, {})
+    before, now = views([{}, {}])
+    assert len(diagnose(before, now, failed)) > 2
+    first, overview, *others = diagnose(before, now, failed, Cause("worker 1", "ValueError: boom"))
+    assert first == "Worker 1 ended the job: ValueError: boom."
+    assert overview.startswith("2 workers and 1 server")
+    assert not [each for each in others if "failed" in each or "heard" in each]
+    first, *others = diagnose(before, now, failed, Cause("fleetrun", "SIGINT (Ctrl-C)"))
+    assert first == "The job was ended by SIGINT (Ctrl-C)."
+    assert not [each for each in others if "failed" in each]
+
+
+def test_the_doctor_says_who_ended_the_job_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No process has told that it left, and no record is old."""
+    claim(str(tmp_path), "j", "worker 9", "an earlier job's")
+    with (
+        Chronicle(tmp_path, ["server 0"], is_whole=True) as chronicle,
+        contextlib.closing(Record(tmp_path, "server 0")) as record,
+    ):
+        chronicle.write("server 0", "started")
+        record.write(time.time(), "server", status(told()))
+        assert Recorded(tmp_path).whole() is None
+        claim(str(tmp_path), "j", "worker 1", "ValueError: boom")
+        assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("Worker 1 ended the job: ValueError: boom.\n1 worker and 1 server")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "Worker 1 ended the job: ValueError: boom." in (tmp_path / "report.html").read_text()
+    (tmp_path / "cause.json").unlink()
+    assert Recorded(tmp_path).whole() is not None, "the launcher has seen the end of a job that went well"
+
+
+def test_a_server_tells_of_a_traceback_the_last_line() -> None:
+    traceback = "Traceback (most recent call last):\n  File x, line 1\nValueError: boom\n"
+    assert in_brief(f"worker 1 failed; got {traceback}") == "worker 1 failed; got ValueError: boom"
+    assert (
+        in_brief("Traceback (most recent call last): of one line") == "Traceback (most recent call last): of one line"
+    )
+    assert in_brief("\n") == ""
 
 
 def test_a_job_that_is_over_is_seen_while_all_of_it_trained(tmp_path: Path) -> None:

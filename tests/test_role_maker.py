@@ -703,6 +703,7 @@ def test_torchrun_tells_who_hosts_the_store_and_how_often_it_has_restarted() -> 
         ({"PADDLE_TRAINERS_NUMBER": "2"}, ["PADDLE_TRAINERS_NUMBER=2"]),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ["SLURM_NTASKS=4", "srun"]),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "node1"}, ["WORLD_SIZE=2", "torchrun"]),
+        ({"RANK": "1", "MASTER_ADDR": "node1"}, ["RANK=1", "torchrun sets RANK and WORLD_SIZE"]),
         ({"TF_CONFIG": '{"cluster": {"ps": ["a:1"]}}'}, ["TF_CONFIG"]),
         ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ["JOB_COMPLETION_INDEX=0"]),
         ({"HOROVOD_SIZE": "2"}, ["HOROVOD_SIZE=2"]),
@@ -727,6 +728,8 @@ def test_alone_among_the_variables_of_a_cluster(
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},  # srun -n 1
         {"WORLD_SIZE": "2"},
+        {"RANK": "1"},
+        {"MASTER_ADDR": "node1"},
         {"WORLD_SIZE": "1", "MASTER_ADDR": "node1", "HOROVOD_SIZE": "1"},
     ],
 )

@@ -7,7 +7,6 @@ there in one step.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from fleet.checkpoint.files import read_past_cache, remove, sync_directory
 from fleet.clock import SystemClock
 from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError, FleetError
+from fleet.locks import locked
 
 #: Bytes that can be written: of anything that has a buffer.
 Buffer = Any
@@ -360,16 +360,3 @@ def is_abandoned(folder: Place) -> bool:
         return locked(descriptor) is True
     finally:
         os.close(descriptor)
-
-
-def locked(descriptor: int) -> bool | None:
-    """Whether this process has the lock on a file now, and until it closes the file; None where there are no locks."""
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True

@@ -59,6 +59,7 @@ class Clerk:
         self._hosts_store = hosts_store
         self._beat_s = knobs.beat_s
         self._record_dir = knobs.observing.record_dir
+        self._job = knobs.job_id
         self._requests: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: FleetError | None = None
         self._answered_at = clock.now()
@@ -169,7 +170,7 @@ class Clerk:
     def fail(self, what: str) -> None:
         """Tell all workers that the job ends, if nobody has done so, and what for."""
         if self._failure is None:  # else it follows another one's
-            claim(self._record_dir, f"worker {self.rank}", what)
+            claim(self._record_dir, self._job, f"worker {self.rank}", what)
         report = {"worker": self.rank, "kind": "failed", "what": what}
         self._conclude(report)
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options, environment, local, network
+from fleet.launch.folder import alone_in
 from fleet.launch.job import (
     LaunchPlan,
     check_reachable,
@@ -114,17 +116,20 @@ def _run(argv: list[str], prog: str) -> int:
     _check_restarts(options.max_restarts, has_servers=(options.servers, options.server_num) != (None, None))
     plan = _plan(options, [sys.executable, *_checked(command, as_module=options.m)])
     log_dir, record_dir = Path(options.log_dir), _record_dir(options)
-    _make_writable("--log_dir", log_dir)
-    _make_writable("--log_dir" if record_dir == log_dir.resolve() else "FLEET_RECORD_DIR", record_dir)
-    return local.run(
-        plan,
-        log_dir=log_dir,
-        record_dir=record_dir,
-        live=_wants_live_view(options.view),
-        grace_s=options.grace,
-        inherited=PROCESS_ENVIRONMENT,
-        max_restarts=options.max_restarts,
-    )
+    folders = {record_dir: "FLEET_RECORD_DIR", log_dir.resolve(): "--log_dir"}
+    for folder, chosen_by in folders.items():
+        _make_writable(chosen_by, folder)
+    # A part may share its folders with the others.
+    with alone_in(folders) if plan.is_whole else nullcontext():
+        return local.run(
+            plan,
+            log_dir=log_dir,
+            record_dir=record_dir,
+            live=_wants_live_view(options.view),
+            grace_s=options.grace,
+            inherited=PROCESS_ENVIRONMENT,
+            max_restarts=options.max_restarts,
+        )
 
 
 def _serve(argv: list[str], prog: str) -> int:
@@ -330,7 +335,7 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
         worker_hosts=worker_hosts,
         here=here,
         command=command,
-        job_id=options.job_id or PROCESS_ENVIRONMENT.get("FLEET_JOB_ID") or made_up,
+        job_id=(options.job_id or PROCESS_ENVIRONMENT.get("FLEET_JOB_ID", "")).strip() or made_up,
         inherited=PROCESS_ENVIRONMENT,
         workers=workers,
         record_dir=str(_record_dir(options)),

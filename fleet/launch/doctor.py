@@ -31,7 +31,7 @@ def doctor(argv: list[str], prog: str) -> int:
     try:
         whole = source.whole()
         if whole is not None:
-            sentences = diagnose(*whole)
+            sentences = diagnose(*whole, source.ending())
         else:
             before = source.look()
             SystemClock().sleep(options.seconds)

@@ -45,6 +45,7 @@ class LaunchPlan:
     processes: tuple[ProcessSpec, ...]
     worker_num: int
     server_num: int = 0
+    job_id: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -123,6 +124,7 @@ def plan_launch(
         processes=tuple(processes),
         worker_num=len(worker_hosts),
         server_num=len(servers),
+        job_id=job_id,
         notes=tuple(notes),
     )
 

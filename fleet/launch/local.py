@@ -33,13 +33,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, TypeAlias
 
-from fleet.cluster import Role
+from fleet.clock import wall_time
+from fleet.cluster import Endpoint, Role
 from fleet.launch.guard import end_groups, is_there
 from fleet.launch.job import LaunchPlan, ProcessSpec, child_environment
 from fleet.launch.view import PERIOD_S, LiveView
-from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named
-from fleet.observing.cause import claimed
-from fleet.observing.record import Chronicle, newest
+from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named, state_stays
+from fleet.observing.cause import LAUNCHER, claim, claimed
+from fleet.observing.record import Chronicle, has_broken_off, newest
 
 #: A progress bar redraws its line many times a second; on the console it becomes a line this often.
 _REDRAW_S = 5.0
@@ -100,7 +101,7 @@ def run(
     view = LiveView(stdout, record_dir, names) if live else None
     with (
         Chronicle(record_dir, names, plan.is_whole) as chronicle,
-        _Pump(stdout, stderr, view, lambda: watch.failing or claimed(record_dir) is not None) as pump,
+        _Pump(stdout, stderr, view, lambda: watch.failing or claimed(record_dir, plan.job_id) is not None) as pump,
         _signals_to(events),
         _Guard(grace_s, inherited) as guard,
     ):
@@ -127,20 +128,24 @@ def run(
             for spec in plan.processes:
                 start(spec, "wb")
             while not watch.done:
-                event, effects = _next_effects(watch, events, children, record_dir)
+                event, effects = _next_effects(watch, events, children, record_dir, plan.job_id)
                 if isinstance(event, _Exited):
                     chronicle.write(event.process.name, how_ended(event.returncode))
                     if view is not None:
                         view.ended(event.process.name, how_ended(event.returncode))
+                if watch.verdict is not None:  # whom the launcher ends is not to be the first to tell why
+                    claim(str(record_dir), plan.job_id, watch.verdict.process, watch.verdict.why)
                 for effect in effects:
                     if isinstance(effect, Restart):
                         restart(effect.process)
                     else:
                         _act(effect, pump, children)
                     if isinstance(effect, Say):
-                        chronicle.write("fleetrun", effect.text)
+                        chronicle.write(LAUNCHER, effect.text)
             if watch.culprit is not None:
                 pump.blame(watch.culprit.name, f"{log_dir}/")
+            if kept := _kept_state(plan, inherited):
+                pump.say(state_stays(kept, plan.job_id))
             if watch.exit_code == 0:
                 records = log_dir if record_dir == log_dir.resolve() else record_dir
                 pump.say(
@@ -403,7 +408,7 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
 
 
 def _next_effects(
-    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path
+    watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path, job_id: str
 ) -> tuple[_Event | None, list[Effect]]:
     """What happens next, if it is not just that time passes, and what is to be done about it."""
     timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
@@ -415,7 +420,10 @@ def _next_effects(
         return event, watch.interrupted(event.signum, time.monotonic())
     if event.returncode != 0:
         children[event.process.name].drained.wait(_LAST_WORDS_S)
-    return event, watch.exited(event.process, event.returncode, time.monotonic(), claimed(record_dir))
+    process = event.process
+    broke_off = process.role is Role.WORKER and has_broken_off(record_dir, process.name, wall_time())
+    cause = claimed(record_dir, job_id)
+    return event, watch.exited(process, event.returncode, time.monotonic(), cause, broke_off=broke_off)
 
 
 def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
@@ -423,6 +431,15 @@ def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
     workers = [spec.name for spec in plan.processes if spec.role is Role.WORKER]
     told = (line.told.get("steps", 0) for line in newest(record_dir, workers) if line.kind == "worker")
     return [int(steps) for steps in told if steps]
+
+
+def _kept_state(plan: LaunchPlan, inherited: Mapping[str, str]) -> list[Path]:
+    """Folders of durable servers here that are still there: a server that was killed has not removed its own."""
+    root = inherited.get("FLEET_DURABLE_DIR", "").strip()
+    servers = [spec for spec in plan.processes if root and spec.role is Role.SERVER]
+    endpoints = (Endpoint.parse(spec.environment["PADDLE_CURRENT_ENDPOINT"]) for spec in servers)
+    folders = (Path(root).resolve() / endpoint.folder_name for endpoint in endpoints)
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fleet.errors import ConfigurationError
 from fleet.launch.parser import Parser
+from fleet.launch.sources import Recorded
 from fleet.observing.record import read_records
 from fleet.observing.report import page
 from fleet.observing.story import story_of
@@ -30,7 +31,7 @@ def report(argv: list[str], prog: str) -> int:
             todo="Give the directory that fleetrun logs into, or that FLEET_RECORD_DIR names.",
         )
     output = directory / "report.html" if options.output is None else Path(options.output)
-    text = page(story_of(lines), directory.resolve().name)
+    text = page(story_of(lines, Recorded(directory).ending()), directory.resolve().name)
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -12,8 +12,9 @@ from fleet.clock import wall_time
 from fleet.cluster import Endpoint
 from fleet.environ import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ConfigurationError, DeadlineError, FleetError
+from fleet.observing.cause import Cause, claimed
 from fleet.observing.picture import View, seen, server_name
-from fleet.observing.record import is_over, newest, read_records, training_of, view_of
+from fleet.observing.record import EVENT, is_over, newest, read_records, training_of, view_of
 
 #: A server that says nothing for so long is not waited for.
 PATIENCE_S = 3.0
@@ -24,6 +25,10 @@ class Source(Protocol):
 
     def whole(self) -> tuple[View, View, View] | None:
         """The beginning and the end of its training, and its own end, if it is over."""
+        ...
+
+    def ending(self) -> Cause | None:
+        """Who has ended it, where that is known."""
         ...
 
     def close(self) -> None: ...
@@ -88,6 +93,9 @@ class Running:
     def whole(self) -> None:
         return None
 
+    def ending(self) -> None:
+        return None
+
     def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
@@ -113,9 +121,14 @@ class Recorded:
 
     def whole(self) -> tuple[View, View, View] | None:
         view = self.look()
-        if not is_over(newest(self._directory, self._processes), view.at):
+        if self.ending() is None and not is_over(newest(self._directory, self._processes), view.at):
             return None
         return training_of(read_records(self._directory))
+
+    def ending(self) -> Cause | None:
+        # Where no launcher has put away what earlier jobs have left, it may be one of theirs.
+        is_launched = any(line.kind == EVENT for line in newest(self._directory))
+        return claimed(self._directory) if is_launched else None
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM, Signals
 from typing import TypeAlias
 
 from fleet.cluster import Role
 from fleet.launch.job import LaunchPlan, ProcessSpec
-from fleet.observing.cause import Cause
+from fleet.observing.cause import LAUNCHER, Cause
 
 #: How long a process that has failed may take to end after those whom it told.
 _ON_ITS_WAY_S = 10.0
+_BROKE_OFF = "it ended in the midst of its job, without fleet.stop_worker(), which has to be called after the training"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Watch:
         self.exit_code = 0
         #: of the processes here, the one whose output tells why the job failed
         self.culprit: ProcessSpec | None = None
+        #: who has ended the job, and why; known before anybody is signalled
+        self.verdict: Cause | None = None
         self.deadline: float | None = None
         self._plan = plan
         self._grace_s = grace_s
@@ -80,8 +84,17 @@ class Watch:
         """Whether the job is known to end badly, by no wish of the user's."""
         return self._first_failed is not None
 
-    def exited(self, process: ProcessSpec, returncode: int, now: float, cause: Cause | None = None) -> list[Effect]:
-        """``returncode`` is negative for a signal, as in ``subprocess``; ``cause`` is what a process has put down."""
+    def exited(
+        self,
+        process: ProcessSpec,
+        returncode: int,
+        now: float,
+        cause: Cause | None = None,
+        *,
+        broke_off: bool = False,
+    ) -> list[Effect]:
+        """``returncode`` is negative for a signal, as in ``subprocess``; ``cause`` is what a process has put down;
+        ``broke_off`` says that this one ended as part of a job, without having left it."""
         may_come_back = returncode < 0 and cause is None and not self._ending
         if may_come_back and self._restarts[process.name] < self._max_restarts:
             self._restarts[process.name] += 1
@@ -91,6 +104,8 @@ class Watch:
         self._exits[process.name] = returncode
         if self._ending:
             return self._ended_late(process, returncode)
+        if broke_off and cause is None and returncode == 0:
+            cause = Cause(process.name, _BROKE_OFF)
         self._cause = cause
         if self._first_failed is None and (returncode != 0 or (cause is not None and cause.process == process.name)):
             self._first_failed = process
@@ -104,6 +119,7 @@ class Watch:
     def interrupted(self, signum: Signals, now: float) -> list[Effect]:
         if not self._ending:
             self.exit_code = 128 + signum
+            self.verdict = Cause(LAUNCHER, f"{signum.name}{' (Ctrl-C)' * (signum == SIGINT)}")
             return [Say(f"{signum.name}: ending {named(self._alive)}; Ctrl-C kills at once"), *self._end(now)]
         if signum == SIGINT:
             return self._kill(f"killing {named(self._alive)}")
@@ -147,6 +163,7 @@ class Watch:
         ended = "" if not own else how_ended(own)
         told = f"{ended} ({why})" if ended and why else ended or why
         elsewhere = "" if name in here else f", of another machine, and {first.name} here with it"
+        self.verdict = Cause(name, why or ended)
         others = f"; ending {named(self._alive)}" if self._alive else ""
         return [Say(f"{name}{elsewhere} failed: {told}; {self._where(self.culprit)}{others}"), *self._end(now)]
 
@@ -184,10 +201,24 @@ def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, 
     workers = sum(process.role is Role.WORKER for process in plan.processes)
     parts = [f"{workers} worker{'s' * (workers != 1)}"]
     if steps:
-        span = f"{min(steps):,} to {max(steps):,}" if min(steps) < max(steps) else f"{max(steps):,}"
-        parts.append(f"{span} step{'s' * (max(steps) != 1)}{' each' * (workers > 1)}")
+        most, unit = max(steps), f"step{'s' * (max(steps) != 1)}"
+        if len(steps) < workers:
+            parts.append(f"up to {most:,} {unit} told of")
+        elif min(steps) < most:
+            parts.append(f"{min(steps):,} to {most:,} {unit}")
+        else:
+            parts.append(f"{most:,} {unit}{' each' * (workers > 1)}")
     shown = f", fleet report {records}" if steps else ""
     return f"done in {_duration(seconds)}: {', '.join(parts)}; logs in {logs}{shown}"
+
+
+def state_stays(folders: Sequence[Path], job_id: str) -> str:
+    """What to do with what durable servers have kept, when their job is over and they have not removed it."""
+    names = ", ".join(folder.name for folder in folders)
+    return (
+        f"what the servers kept of this job stays in {folders[0].parent} ({names}): remove that, or go on with the job "
+        f"as FLEET_JOB_ID={job_id}, at the same ports (--start_port)"
+    )
 
 
 def _duration(seconds: float) -> str:

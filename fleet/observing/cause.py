@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+#: What a job is ended by that is interrupted.
+LAUNCHER = "fleetrun"
 _NAME = "cause.json"
 _LONGEST = 300
 
@@ -23,20 +25,22 @@ class Cause:
     why: str
 
 
-def claim(directory: str, process: str, reason: str) -> None:
+def claim(directory: str, job: str, process: str, reason: str) -> None:
     """``process`` fails, for a reason whose last line says it best; nothing where no records are kept, or when another
-    one was first."""
+    one was first. ``job`` is the job's id."""
     if not directory:
         return
     why = (reason.strip().splitlines() or [""])[-1][:_LONGEST]
     with contextlib.suppress(OSError), (Path(directory) / _NAME).open("x") as file:  # the job fails with or without it
-        json.dump({"process": process, "why": why}, file)
+        json.dump({"job": job, "process": process, "why": why}, file)
 
 
-def claimed(directory: Path) -> Cause | None:
+def claimed(directory: Path, job: str | None = None) -> Cause | None:
+    """What ended the job of this id, or whichever has left its word there."""
     try:
         told = json.loads((directory / _NAME).read_text())
-        return Cause(str(told["process"]), str(told["why"]))
+        cause = Cause(str(told["process"]), str(told["why"]))
+        return cause if job in (None, told["job"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

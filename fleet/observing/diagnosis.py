@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from fleet.observing.cause import LAUNCHER, Cause
 from fleet.observing.names import rate, reported
 from fleet.observing.picture import SILENT_S, View, held_up, mean_staleness, rows, total_speed, waited_shares
 
@@ -73,6 +74,7 @@ class _Case:
     now: View
     last: View
     is_over: bool
+    ending: Cause | None
     times: dict[int, _Time]
     busy: dict[str, float]
 
@@ -81,17 +83,17 @@ class _Case:
         return max(self.busy.values(), default=0.0)
 
 
-def diagnose(before: View, now: View, last: View | None = None) -> list[str]:
-    """Sentences, what matters most first; the first says how the job does at all.
+def diagnose(before: View, now: View, last: View | None = None, ending: Cause | None = None) -> list[str]:
+    """Sentences, what matters most first: who has ended the job, where that is known, and how it does at all.
 
     ``last`` is how a record ends whose training is between the other two: what is broken was so then.
     """
     times, busy = dict(_times(before, now)), dict(_busy(before, now))
-    case = _Case(before, now, now if last is None else last, last is not None, times, busy)
+    case = _Case(before, now, now if last is None else last, last is not None, ending, times, busy)
     lead = "At the end of the record: " if case.is_over else ""
     broken = [lead + sentence for rule in _BROKEN for sentence in rule(case)]
     slow = [sentence for rule in _SLOW for sentence in rule(case)]
-    return [_overview(case), *(broken + slow or ["Nothing stands out."])]
+    return [*_ended(ending), _overview(case), *(broken + slow or ["Nothing stands out."])]
 
 
 def _times(before: View, now: View) -> Iterator[tuple[int, _Time]]:
@@ -125,15 +127,23 @@ def _busy(before: View, now: View) -> Iterator[tuple[str, float]]:
             yield name, min(share, 1.0)
 
 
+def _ended(ending: Cause | None) -> Iterator[str]:
+    if ending is not None and ending.process == LAUNCHER:
+        yield f"The job was ended by {ending.why}."
+    elif ending is not None:
+        yield f"{_capital(ending.process)} ended the job: {ending.why.rstrip('.')}."
+
+
 def _overview(case: _Case) -> str:
     counted = ("live", "left") if case.is_over else ("live",)
     there = [worker for worker in case.now.workers.values() if worker.standing in counted]
     told = total_speed(rows(case.before, case.now))
     speed = "how fast is not known" if told.steps is None else f"{told.steps:.3g} {told.unit} a second"
     speed += f", {told.examples:,.0f} examples a second" if told.examples else ""
-    modes = {server.mode for server in case.now.servers.values() if server.mode}
+    # A server that began to keep its record last may be in none of the earlier views.
+    modes = {server.mode for server in case.last.servers.values() if server.mode}
     mode = f", mode {modes.pop()}" if len(modes) == 1 else ""
-    return f"{_count(len(there), 'worker')} and {_count(len(case.now.servers), 'server')}{mode}: {speed}."
+    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}."
 
 
 # ---------------------------------------------------------------- rules: what is broken
@@ -143,6 +153,8 @@ def _servers_away(case: _Case) -> Iterator[str]:
     for name, server in case.last.servers.items():
         if not server.figures:
             yield f"{_capital(name)} {server.phase}: its log says why, or the network between."
+        elif server.phase.startswith("failed") and case.ending is not None:
+            continue  # for the reason that is told first
         elif server.phase != "training" and not (case.is_over and server.phase == "over"):
             yield f"{_capital(name)} is not training: {server.phase}."
         elif server.errand and not case.is_over:
@@ -157,6 +169,8 @@ def _workers_away(case: _Case) -> Iterator[str]:
         yield f"The job waits for a first hello of {_named(expected, case)}."
     if lost := standing("lost"):
         yield f"The servers have given up on {_named(lost, case)}; the others go on."
+    if case.ending is not None:
+        return  # silence is no wonder then
     heard = {index: case.last.workers[index].heard_seconds or 0.0 for index in standing("live")}
     if silent := [index for index, seconds in heard.items() if seconds >= SILENT_S]:
         yield (

@@ -16,21 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from fleet.clock import wall_time
-from fleet.observing.cause import forget
+from fleet.observing.cause import LAUNCHER, forget
 from fleet.observing.names import Figures
 from fleet.observing.picture import SILENT_S, View, seen
 
 #: A file is thinned out when it is larger than this; half of that stays.
 MOST_BYTES = 8 << 20
 SUFFIX = ".record.jsonl"
-LAUNCHER = "fleetrun"
+#: The kind of line that tells what happened to whom; launchers write them.
+EVENT = "event"
 #: A last line that is longer than this is not looked for.
 _LONGEST_LINE = 16 << 20
 
 
 @dataclass(frozen=True)
 class Line:
-    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``event`` (what happened to whom); ``is_last``
+    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``EVENT``; ``is_last``
     is what a process writes as it leaves."""
 
     at: float
@@ -91,15 +92,16 @@ class Chronicle:
         forget(directory)
         self._record = Record(directory, name)
 
-    def write(self, process: str, what: str) -> None:
+    def write(self, process: str, what: str, is_last: bool = False) -> None:
         # The job is worth more than its story: a full disk ends the one and not the other.
         with contextlib.suppress(OSError):
-            self._record.write(wall_time(), "event", {"process": process, "what": what})
+            self._record.write(wall_time(), EVENT, {"process": process, "what": what}, is_last)
 
     def __enter__(self) -> Chronicle:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.write(LAUNCHER, "ended", is_last=True)
         self._record.close()
 
 
@@ -124,6 +126,18 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
     return [line for line in found if line is not None]
 
 
+def has_broken_off(directory: Path, process: str, at: float) -> bool:
+    """Whether a process that has ended was part of a job until then and has not left it. What is old says nothing: a
+    record ends before its process where the disk is full."""
+    path = path_of(directory, process)
+    last = _last(path)
+    try:
+        written = path.stat().st_mtime if last is None else last.at
+    except OSError:  # it has never joined
+        return False
+    return not (last is not None and last.is_last) and at - written < SILENT_S
+
+
 def view_of(at: float, lines: Iterable[Line]) -> View:
     """What the records' newest lines tell."""
     statuses: dict[str, Mapping[str, Any] | str] = {}
@@ -139,9 +153,12 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
     return seen(at, statuses, own, gone)
 
 
-def is_over(lines: Iterable[Line], at: float) -> bool:
-    """Whether every process has left, or has written nothing for so long that it must have ended; ``lines`` are their
-    newest."""
+def is_over(lines: Sequence[Line], at: float) -> bool:
+    """Whether every launcher has seen the end of its processes, or every process has left or written nothing for so
+    long that it must have ended; ``lines`` are their newest."""
+    launchers = [line for line in lines if line.kind == EVENT]
+    if launchers and all(line.is_last for line in launchers):
+        return True
     return all(line.is_last or line.at <= at - SILENT_S for line in lines)
 
 
@@ -153,7 +170,8 @@ def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
             trained.setdefault(line.process, []).append(line.at)
     start = max((instants[0] for instants in trained.values()), default=0.0)
     # A worker's last line is written as it leaves.
-    end = min((instants[-2] if len(instants) > 2 else instants[-1] for instants in trained.values()), default=0.0)
+    ends = (instants[-2] if len(instants) > 2 else instants[-1] for instants in trained.values())
+    end = min(ends, default=lines[-1].at)
     return view_at(lines, start), view_at(lines, max(start, end)), view_at(lines, lines[-1].at)
 
 

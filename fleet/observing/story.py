@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from fleet.observing.cause import Cause
 from fleet.observing.diagnosis import diagnose
 from fleet.observing.names import Figures, rate
 from fleet.observing.picture import Row, View, rows, waited_seconds, waited_shares
-from fleet.observing.record import Line, training_of, view_of
+from fleet.observing.record import EVENT, Line, training_of, view_of
 
 #: So many pictures at most, and no closer than heartbeats.
 MOST_MOMENTS, LEAST_S = 240, 1.0
@@ -54,8 +55,8 @@ class Story:
     last: View
 
 
-def story_of(lines: Sequence[Line]) -> Story:
-    """``lines`` are in the order of time; there is at least one."""
+def story_of(lines: Sequence[Line], ending: Cause | None = None) -> Story:
+    """``lines`` are in the order of time; there is at least one. ``ending`` is who has ended the job, if known."""
     began, ended = lines[0].at, lines[-1].at
     distance = max(LEAST_S, (ended - began) / MOST_MOMENTS)
     moments = [began + distance * count for count in range(int((ended - began) / distance) + 1)]
@@ -63,16 +64,14 @@ def story_of(lines: Sequence[Line]) -> Story:
         moments.append(ended)
     views = _views(lines, moments)
     pictures = [(views[max(0, place - _OVER)], view) for place, view in enumerate(views)]
-    told = [
-        Happening(line.at - began, line.told["process"], line.told["what"]) for line in lines if line.kind == "event"
-    ]
+    told = [Happening(line.at - began, line.told["process"], line.told["what"]) for line in lines if line.kind == EVENT]
     return Story(
         began,
         [moment - began for moment in moments],
         _charts(pictures),
         {index: waited_seconds(worker) for index, worker in views[-1].workers.items()},
         sorted([*told, *_losses(views, began)], key=lambda happening: happening.at),
-        diagnose(*training_of(lines)),
+        diagnose(*training_of(lines), ending),
         views[-1],
     )
 

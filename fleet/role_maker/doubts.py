@@ -45,8 +45,11 @@ def _slurm(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _torchrun(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Cluster managers set one of them for purposes of their own, but not the meeting point as well."""
-    meets = bool(Variables(environ).given("MASTER_ADDR"))
-    return ("WORLD_SIZE", "MASTER_ADDR") if meets and _several(environ, "WORLD_SIZE") else ()
+    given = Variables(environ).given("RANK", "WORLD_SIZE", "MASTER_ADDR")
+    is_half = given == ("RANK", "MASTER_ADDR") or (
+        given == ("WORLD_SIZE", "MASTER_ADDR") and _several(environ, given[0])
+    )
+    return given if is_half else ()
 
 
 def _tensorflow(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -67,7 +70,7 @@ _BY_VARIABLES = "Give each process the variables of docs/environment.md, or star
 _SIGNS = (
     _Sign(_paddle, "Half a set describes no process: docs/environment.md has what each needs."),
     _Sign(_slurm, "Start it with srun (docs/deploying/slurm.md)."),
-    _Sign(_torchrun, "torchrun sets RANK as well: start it with torchrun, or set it."),
+    _Sign(_torchrun, "torchrun sets RANK and WORLD_SIZE: start it with torchrun, or set both."),
     _Sign(_tensorflow, _BY_VARIABLES),
     _Sign(_others, _BY_VARIABLES),
 )

@@ -24,10 +24,11 @@ from typing import Any
 from fleet.checkpoint.files import sync_directory
 from fleet.checkpoint.manifest import TABLE, read
 from fleet.checkpoint.pieces import PieceFile, PieceWriter
-from fleet.checkpoint.places import Directory, locked
+from fleet.checkpoint.places import Directory
 from fleet.checksum import crc32
 from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, ConfigurationError
+from fleet.locks import locked
 from fleet.ps.server.journal import Journal
 
 #: When the journal is synced: before anybody hears of a record, from time to time, or when the system pleases.
@@ -83,7 +84,7 @@ class Draft:
 
 class Durable:
     def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
-        self.directory = Path(root).resolve() / f"{endpoint.host.replace(':', '_')}_{endpoint.port}"
+        self.directory = Path(root).resolve() / endpoint.folder_name
         self._sync = sync
         self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0

@@ -180,7 +180,7 @@ class Floor:
         if self.ending.over:
             return
         if not by_worker:
-            claim(self.knobs.observing.record_dir, self._name, str(error))
+            claim(self.knobs.observing.record_dir, self.knobs.job_id, self._name, str(error))
         self.ending.end(error)
         if self.job is not None:
             waiting = self.job.all_waiting()

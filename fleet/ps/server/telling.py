@@ -67,7 +67,7 @@ class Telling:
         if ending.suspended:
             return "stopped, to go on when it is started again"
         if ending.over:
-            return "over" if ending.failure is None else f"failed: {on_one_line(str(ending.failure))[:500]}"
+            return "over" if ending.failure is None else f"failed: {in_brief(str(ending.failure))}"
         if job is None:
             return "waiting for the first worker"
         if not job.initialized:
@@ -78,6 +78,13 @@ class Telling:
         """What it does beside the training, if anything: the workers may wait for it, or go on."""
         job = self._floor.job
         return "" if job is None or job.errand is None or job.errand.is_done else on_one_line(job.errand.what)
+
+
+def in_brief(reason: str) -> str:
+    """Of a traceback that it ends with, the last line."""
+    first, *others = reason.strip().splitlines() or [""]
+    head = first.partition("Traceback (most recent call last):")[0] if others else first
+    return on_one_line(f"{head}{others[-1].strip() if others else ''}")[:500]
 
 
 def on_one_line(text: str) -> str:

@@ -350,7 +350,8 @@ class WorkerRuntime:
     def abort(self, reason: str) -> None:
         """Tell the servers, as far as they can be reached, that this worker failed and the job with it."""
         if not self.stopped and self.floor.lines.sound:  # else it follows another one's failure
-            claim(self.floor.knobs.observing.record_dir, str(self.floor.assignment), reason)
+            knobs = self.floor.knobs
+            claim(knobs.observing.record_dir, knobs.job_id, str(self.floor.assignment), reason)
         self._part(abort=pb.Abort(reason=reason[-4000:]))
 
     def end(self, reason: str) -> None:
