@@ -45,6 +45,7 @@ from fleet.ps.choice import (
     Seen,
     choose,
     passed_by,
+    refuse_apart,
     step_of_server,
     step_of_worker,
 )
@@ -70,6 +71,7 @@ class Worker(WorkerRuntime):
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resuming, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(resuming, "LINGER_S", 0.0)
     monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.005)
     monkeypatch.setattr(runtime, "GRACE_S", 0.0)
     monkeypatch.setattr(backend, "WorkerRuntime", Worker)
@@ -425,6 +427,31 @@ def test_a_server_that_comes_back_empty(tmp_path: Path) -> None:
     assert isinstance(job.errors["worker 0"], Left), job.errors
 
 
+def test_servers_that_kept_different_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has an older copy of what it had; every role is told, before anything begins."""
+    monkeypatch.setattr(resuming, "LINGER_S", 0.5)
+    root, durable = tmp_path / "ckpt", tmp_path / "durable"
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(durable)}
+
+    def body(fleet: Fleet, index: int) -> None:
+        model, optimizer = join(fleet)
+        train(model, optimizer, range(2))
+        shutil.copytree(durable / "server1_1", tmp_path / "older")
+        train(model, optimizer, range(2, 6))
+        raise Killed
+
+    Resuming(root, body, 1, 2, environ=environ).run_until_killed()
+    shutil.rmtree(durable / "server1_1")
+    shutil.copytree(tmp_path / "older", durable / "server1_1")
+    job = Resuming(root, trains(root), 1, 2, environ=environ)
+    job.join(job.start())
+    assert sorted(job.errors) == ["server 0", "server 1", "worker 0"]
+    for error in job.errors.values():
+        assert isinstance(error, ServerLostError)
+        assert "the servers are not at the same step; got server0:1 at 6, server1:1 at 2" in str(error)
+        assert "FLEET_DURABLE_SYNC" in str(error)
+
+
 def test_a_worker_that_joins_late_is_told_the_jobs_step(tmp_path: Path) -> None:
     told = {}
 
@@ -667,6 +694,30 @@ def test_every_choice(number: int) -> None:
                 assert choice.mark == max(everywhere, default=BEGINNING)
                 newer = {mark for each in seen for mark in each.checkpoints if mark.step > choice.mark.step}
                 assert len(passed_by(range(number), seen, choice)) == len(newer)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "is_proof"),
+    [
+        ([9, 9], [9, 10], False),
+        ([16, 5], [16, 5], True),
+        ([16, None], [16, None], False),  # has lost its part, which is another error
+        ([5, 8], [20, 23], False),  # a job that runs, whose servers were asked one after the other
+        ([5, 8], [8, 8], False),
+    ],
+)
+def test_what_proves_that_servers_are_not_at_the_same_step(
+    earlier: list[int | None], now: list[int | None], is_proof: bool
+) -> None:
+    def told(steps: list[int | None], **own: Any) -> list[Seen]:
+        return [Seen() if step is None else Seen(held(step, **own)) for step in steps]
+
+    refuse_apart("ab", told(earlier, lockstep=False), told(now, lockstep=False))
+    if not is_proof:
+        refuse_apart("ab", told(earlier), told(now))
+    else:
+        with pytest.raises(ServerLostError, match="got a at 16, b at 5"):
+            refuse_apart("ab", told(earlier), told(now))
 
 
 @pytest.mark.parametrize(
