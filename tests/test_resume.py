@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ from test_processes import CLEAN
 
 import fleet.nn
 from fleet import Checkpoints, Fleet, exit_guard
+from fleet.checkpoint.places import place_at
+from fleet.checkpoint.series import marks
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.cluster import Endpoint
 from fleet.errors import (
@@ -296,6 +299,39 @@ def test_what_not_all_servers_see_is_passed_by(tmp_path: Path, caplog: pytest.Lo
     assert job.told == dict.fromkeys(job.told, 3)
     assert "step 6 (checkpoint" in caplog.text
     assert "is not seen by server1:1" in caplog.text
+
+
+def misnamed(root: Path) -> None:
+    shutil.copytree(root / "step-00000003", root / "step-00000099")
+
+
+def a_file(root: Path) -> None:
+    (root / "step-00000099").write_text("")
+
+
+def a_directory_for_a_manifest(root: Path) -> None:
+    (root / "step-00000099" / "manifest.json").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("spoil", [misnamed, a_file, a_directory_for_a_manifest])
+def test_what_is_no_checkpoint_of_its_step_is_passed_by(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
+) -> None:
+    """By the same rule alone, under servers, in collective jobs and for who asks for the latest; and never silently."""
+    run_job(trains(tmp_path, steps=4), 1, 1)
+    spoil(tmp_path)
+    job = Resuming(tmp_path, trains(tmp_path / "other", steps=4), 1, 1)
+    told = {
+        "latest": lambda: Checkpoints.latest(tmp_path) == str(tmp_path / "step-00000003"),
+        "alone": lambda: alone(tmp_path, steps=3)[0] == 3,
+        "under servers": lambda: job.run() and set(job.told.values()) == {3},
+        "collective": lambda: [each.step for each in marks(place_at(tmp_path))] == [3],
+    }
+    for way, goes_on in told.items():
+        caplog.clear()
+        assert goes_on(), way
+        (passed,) = {told for told in map(logging.LogRecord.getMessage, caplog.records) if "passing by" in told}
+        assert str(tmp_path / "step-00000099") in passed, way
 
 
 def test_servers_without_a_script(tmp_path: Path, whole: list[torch.Tensor]) -> None:

@@ -46,26 +46,38 @@ def root_at(given: object) -> Place:
 
 
 def complete(root: Place) -> Iterator[Checkpoint]:
-    """Those that are complete, with all that they go on from, the one of the latest step first."""
+    """Those that are complete, with all that they go on from, the one of the latest step first; each is where its step
+    says that it is."""
     for step in reversed(steps_in(root)):
         place = root.within(name_of(step))
-        if place.has(MANIFEST):
-            try:
-                found = Checkpoint.open(place.url)
-            except CheckpointError as error:
-                _log.warning("passing by what is no complete checkpoint: %s", error)
-                continue
+        try:
+            found = _opened(place)
+        except CheckpointError as error:
+            _log.warning("passing by what is no complete checkpoint: %s", error)
+            continue
+        if found is not None and found.manifest.version != step:
+            told = "passing by %s, which is called after another step than that of the checkpoint in it, step %d"
+            _log.warning(told, place.url, found.manifest.version)
+        elif found is not None:
             yield found
 
 
+def _opened(place: Place) -> Checkpoint | None:
+    """The checkpoint that is here; None if one is being written, or was to be."""
+    if place.has(MANIFEST):
+        return Checkpoint.open(place.url)
+    got = "a file" if place.is_file() else f"a directory called {MANIFEST}" if MANIFEST in place.names() else None
+    if got is not None:
+        raise CheckpointError(
+            "there is no checkpoint here", where=place.url, expected=f"a directory with a file {MANIFEST}", got=got
+        )
+    return None
+
+
 def marks(root: Place) -> list[Mark]:
-    """The newest complete ones, each where its step says that it is."""
+    """The newest complete ones."""
     try:
-        return [
-            Mark(each.manifest.version, each.manifest.id)
-            for each in islice(complete(root), MOST_TOLD)
-            if each.place.url == root.within(name_of(each.manifest.version)).url
-        ]
+        return [Mark(each.manifest.version, each.manifest.id) for each in islice(complete(root), MOST_TOLD)]
     except Exception as error:  # every store has errors of its own
         raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
 
