@@ -227,7 +227,9 @@ class Checkpoint:
         try:
             is_there = place.has(MANIFEST)
             content = _content(place) if is_there else b""
-        except Exception as error:  # every store has errors of its own
+        except CheckpointError:
+            raise
+        except Exception as error:  # every file system has errors of its own
             raise CheckpointError("the manifest cannot be read", where=where, got=repr(error)) from None
         if not is_there:
             raise CheckpointError(
@@ -358,7 +360,9 @@ def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Te
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
         data = place.read(piece.file, piece.bytes + 1, once=once)
-    except Exception as error:  # every store has errors of its own
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
         raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
     return decoded(piece, data, where)
 

@@ -32,7 +32,9 @@ def root_at(given: object) -> Place:
     root = place_at(given)
     try:
         is_checkpoint_itself, is_file = root.has(MANIFEST), root.is_file()
-    except Exception as error:  # every store has errors of its own
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
         raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
     if is_checkpoint_itself or is_file:
         raise CheckpointError(
@@ -78,7 +80,9 @@ def marks(root: Place) -> list[Mark]:
     """The newest complete ones."""
     try:
         return [Mark(each.manifest.version, each.manifest.id) for each in islice(complete(root), MOST_TOLD)]
-    except Exception as error:  # every store has errors of its own
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
         raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
 
 
