@@ -117,9 +117,12 @@ def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict
             fleet_.load_persistables(place.within("nowhere").url)
         gone = next(name for name in target.names() if name.startswith("fleet"))
         piece = target.within(gone).names()[0]
+        Checkpoint.open(target.url).check_present()
         target.remove(f"{gone}/{piece}")
+        with pytest.raises(CheckpointError, match="missing"):
+            Checkpoint.open(target.url).check_present()
         before = model.seen()
-        with pytest.raises(CheckpointError, match="missing") as caught:
+        with pytest.raises(CheckpointError, match=r"missing.*checkpoint verify") as caught:
             fleet_.load_persistables(target.url)
         assert piece in str(caught.value)
         assert same(model.seen(), before)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from test_processes import CLEAN
 
 import fleet.nn
 from fleet import Checkpoints, Fleet, exit_guard
+from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.series import marks
 from fleet.checkpoint.writer import CheckpointWriter
@@ -305,6 +307,27 @@ def misnamed(root: Path) -> None:
     shutil.copytree(root / "step-00000003", root / "step-00000099")
 
 
+def copied(root: Path) -> Path:
+    """A checkpoint of a later step, with one piece at least."""
+    shutil.copytree(root / "step-00000003", root / "step-00000099")
+    manifest = Checkpoint.open(root / "step-00000099").manifest
+    (root / "step-00000099" / "manifest.json").write_text(replace(manifest, version=99).to_json())
+    return root / "step-00000099" / manifest.pieces[0].file
+
+
+def without_a_piece(root: Path) -> None:
+    copied(root).unlink()
+
+
+def without_its_pieces(root: Path) -> None:
+    shutil.rmtree(copied(root).parent)
+
+
+def with_a_short_piece(root: Path) -> None:
+    piece = copied(root)
+    piece.write_bytes(piece.read_bytes()[:-1])
+
+
 def a_file(root: Path) -> None:
     (root / "step-00000099").write_text("")
 
@@ -313,7 +336,10 @@ def a_directory_for_a_manifest(root: Path) -> None:
     (root / "step-00000099" / "manifest.json").mkdir(parents=True)
 
 
-@pytest.mark.parametrize("spoil", [misnamed, a_file, a_directory_for_a_manifest])
+@pytest.mark.parametrize(
+    "spoil",
+    [misnamed, without_a_piece, without_its_pieces, with_a_short_piece, a_file, a_directory_for_a_manifest],
+)
 def test_what_is_no_checkpoint_of_its_step_is_passed_by(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
 ) -> None:

@@ -77,6 +77,11 @@ class Place(Protocol):
 
     def size(self, name: str) -> int: ...
 
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """The files directly in a folder that is in here, each with its size, or None where that cannot be told
+        without reading it."""
+        ...
+
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask.
         What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
@@ -131,6 +136,13 @@ class Directory:
 
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        try:
+            with os.scandir(self.path / folder) as found:
+                return {each.name: each.stat().st_size for each in found if each.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
 
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         if once and (found := read_past_cache(self.path / name, most)) is not None:
@@ -224,6 +236,15 @@ class Remote:
     def size(self, name: str) -> int:
         with self._asking():
             return int(self._fs.size(self._at(name)))
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        with self._asking():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._at(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        return {PurePosixPath(each["name"]).name: each["size"] for each in found if each["type"] == "file"}
 
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         del once  # this machine keeps nothing of it

@@ -67,7 +67,9 @@ def complete(root: Place) -> Iterator[Checkpoint]:
 def _opened(place: Place) -> Checkpoint | None:
     """The checkpoint that is here; None if one is being written, or was to be."""
     if place.has(MANIFEST):
-        return Checkpoint.open(place.url)
+        found = Checkpoint.open(place.url)
+        found.check_present()
+        return found
     got = "a file" if place.is_file() else f"a directory called {MANIFEST}" if MANIFEST in place.names() else None
     if got is not None:
         raise CheckpointError(
