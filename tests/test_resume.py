@@ -301,6 +301,8 @@ def test_what_not_all_servers_see_is_passed_by(tmp_path: Path, caplog: pytest.Lo
     assert job.told == dict.fromkeys(job.told, 3)
     assert "step 6 (checkpoint" in caplog.text
     assert "is not seen by server1:1" in caplog.text
+    (other_root,) = (told for told in caplog.messages if told.startswith("server1:1: this server looks for"))
+    assert re.search(rf"in {there}, and (another one|worker \d) in {here}$", other_root)
 
 
 def misnamed(root: Path) -> None:
@@ -649,6 +651,9 @@ def test_what_is_no_root(lonely: Fleet, tmp_path: Path) -> None:
     run_job(trains(tmp_path / "run", steps=3), 1, 1)
     with pytest.raises(CheckpointError, match=r"no directory of checkpoints.*got a file"):
         lonely.resume_from(tmp_path / "file")
+    for below in ("file/x", "file/x/y"):
+        with pytest.raises(CheckpointError, match=r"no directory of checkpoints.*got a path below a file, .*/file\."):
+            lonely.resume_from(tmp_path / below)
     with pytest.raises(CheckpointError, match=r"no directory of checkpoints.*got a checkpoint"):
         lonely.resume_from(tmp_path / "run" / "step-00000003")
 
@@ -685,14 +690,15 @@ def test_two_sources(tmp_path: Path) -> None:
     job.join(threads)
 
 
-def test_two_minds_about_strict(tmp_path: Path) -> None:
+def test_two_minds_about_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     network = LoopbackNetwork()
     first = server(["server0:1"], 0, PATIENT, network)
     assert first.resume_from(tmp_path) == 0
     worker = Fleet(environ=PATIENT, network=network)
-    worker.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["server0:1"]))
-    with pytest.raises(ConfigurationError, match="different values of strict"):
+    worker.init(UserDefinedRoleMaker(1, Role.WORKER, 2, ["server0:1"]))
+    with pytest.raises(ConfigurationError, match=r"different values of strict.*same arguments on every role"):
         worker.resume_from(tmp_path, strict=False)
+    assert "goes on with strict=True, and resume_from was called with strict=False by worker 1" in caplog.text
     first.init()
     assert network.listener(Endpoint("server0", 1)) is None, "who begins anew listens no more"
 

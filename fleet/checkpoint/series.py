@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint, is_checkpoint
-from fleet.checkpoint.places import Place, place_at
+from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.errors import CheckpointError
 from fleet.ps.choice import MOST_TOLD, Mark
 
@@ -31,20 +31,28 @@ def root_at(given: object) -> Place:
     """The place of a series that a user names. It need not be there yet."""
     root = place_at(given)
     try:
-        is_checkpoint_itself, is_file = root.has(MANIFEST), root.is_file()
+        got = "a checkpoint" if root.has(MANIFEST) else "a file" if root.is_file() else _file_above(root)
     except CheckpointError:
         raise
     except Exception as error:  # every file system has errors of its own
         raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
-    if is_checkpoint_itself or is_file:
+    if got is not None:
         raise CheckpointError(
             "this is no directory of checkpoints",
             where=root.url,
             expected="one that holds step-00000100 and so on, as fleet.Checkpoints makes them, or none yet",
-            got="a checkpoint" if is_checkpoint_itself else "a file",
+            got=got,
             todo="Name the directory; fleet.init_server(model_dir) begins with one checkpoint.",
         )
     return root
+
+
+def _file_above(root: Place) -> str | None:
+    """The file that keeps a directory from being made here, in words. Stores have no such thing."""
+    if not isinstance(root, Directory):
+        return None
+    nearest = next((path for path in root.path.parents if path.exists()), root.path)
+    return None if nearest.is_dir() or nearest == root.path else f"a path below a file, {nearest}"
 
 
 def complete(root: Place) -> Iterator[Checkpoint]:

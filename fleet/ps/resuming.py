@@ -126,7 +126,9 @@ def _agree(
         _log.warning("resume_from goes on from %s: %s", choice.mark, newer)
     for servers in ([0], sorted(lines.everyone - {0})):
         mark = choice.mark
-        told = pb.Choose(step=mark.step, id=mark.id, strict=choice.strict, root=root)
+        # A first server that has chosen holds to that, and tells its log who was called with another value.
+        is_heard = servers == [0] and seen[0].chosen is not None
+        told = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
         answers, missing = lines.ask(servers, rest_s, choose=told)
         if missing:
             return None, missing
@@ -146,6 +148,7 @@ def _agree(
             where=str(assignment),
             expected=f"strict={choice.strict}, as another process has it",
             got=f"strict={strict}",
+            todo="Call it with the same arguments on every role, and start the whole job again.",
         )
     return choice, {}
 
