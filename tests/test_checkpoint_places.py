@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.registry import _registry
+from fsspec.spec import AbstractFileSystem
 from harness import PATIENT, run_job
 from small_job import join, same, train
 
-from fleet import Fleet
+from fleet import Checkpoints, Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Claimed, Directory, place_at, proven
 from fleet.errors import ArgumentTypeError, CheckpointError
@@ -115,9 +117,12 @@ def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict
             fleet_.load_persistables(place.within("nowhere").url)
         gone = next(name for name in target.names() if name.startswith("fleet"))
         piece = target.within(gone).names()[0]
+        Checkpoint.open(target.url).check_present()
         target.remove(f"{gone}/{piece}")
+        with pytest.raises(CheckpointError, match="missing"):
+            Checkpoint.open(target.url).check_present()
         before = model.seen()
-        with pytest.raises(CheckpointError, match="missing") as caught:
+        with pytest.raises(CheckpointError, match=r"missing.*checkpoint verify") as caught:
             fleet_.load_persistables(target.url)
         assert piece in str(caught.value)
         assert same(model.seen(), before)
@@ -259,10 +264,61 @@ def test_a_file_that_is_read_once_is_whole(tmp_path: Path, size: int) -> None:
         place.read("no file", 1, once=True)
 
 
-def test_names_that_are_no_place() -> None:
-    for name in ("a\0b", "nobody-knows://this"):
-        with pytest.raises(CheckpointError, match="cannot be reached"):
+class NoCredentialsError(Exception):
+    """No OSError, as a store's own errors are not."""
+
+
+class Refusing(AbstractFileSystem):
+    protocol = "refusing"
+
+    def _refuse(self, *given: Any, **options: Any) -> Any:
+        raise NoCredentialsError("unable to locate credentials")
+
+    info = ls = cat_file = pipe_file = open = exists = isfile = size = _refuse
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(_registry, "refusing", Refusing)
+    return "refusing://bucket/run"
+
+
+@pytest.mark.parametrize("way", ["resume_from", "latest", "save", "load", "Checkpoints", "each operation"])
+def test_a_store_that_refuses(refusing: str, way: str) -> None:
+    def told(call: Callable[..., Any], *given: Any) -> None:
+        with pytest.raises(
+            CheckpointError, match=r"store refuses.*refusing://bucket.*unable to loc.* credentials are"
+        ) as e:
+            call(*given)
+        assert "CheckpointError" not in str(e.value), "it is told once"
+
+    if way == "latest":
+        told(Checkpoints.latest, refusing)
+    elif way == "each operation":
+        place = place_at(refusing)
+        for name, *given in (["names"], ["exists"], ["is_file"], ["has", "x"], ["size", "x"], ["read", "x", 1]):
+            told(getattr(place, name), *given)
+        told(place.create, "x", [b""])
+        told(place.publish, "x", b"")
+    else:
+        alone = Fleet(environ={**PATIENT})
+        alone.init()
+        if way == "resume_from":
+            told(alone.resume_from, refusing)
+        join(alone)
+        if way == "Checkpoints":
+            told(Checkpoints(refusing, every_steps=1, background=False, fleet=alone).save)
+        elif way != "resume_from":
+            told(alone.save_persistables if way == "save" else alone.load_persistables, refusing)
+        alone.stop_worker()
+
+
+def test_names_that_are_no_place(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name in ("a\0b", "nobody-knows://this", tmp_path / "circle"):
+        with pytest.raises(CheckpointError, match="cannot be reached") as caught:
             place_at(name)
+        assert ("protocol may need a package" in str(caught.value)) == ("://" in str(name))
     for wrong in (3, None, b"bytes"):
         with pytest.raises(ArgumentTypeError, match="dirname must be a path or a URL"):
             place_at(wrong)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from test_processes import CLEAN
 
 import fleet.nn
 from fleet import Checkpoints, Fleet, exit_guard
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import place_at
+from fleet.checkpoint.series import marks
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.cluster import Endpoint
 from fleet.errors import (
@@ -45,6 +50,7 @@ from fleet.ps.choice import (
     Seen,
     choose,
     passed_by,
+    refuse_apart,
     step_of_server,
     step_of_worker,
 )
@@ -70,6 +76,7 @@ class Worker(WorkerRuntime):
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resuming, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(resuming, "LINGER_S", 0.0)
     monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.005)
     monkeypatch.setattr(runtime, "GRACE_S", 0.0)
     monkeypatch.setattr(backend, "WorkerRuntime", Worker)
@@ -294,6 +301,65 @@ def test_what_not_all_servers_see_is_passed_by(tmp_path: Path, caplog: pytest.Lo
     assert job.told == dict.fromkeys(job.told, 3)
     assert "step 6 (checkpoint" in caplog.text
     assert "is not seen by server1:1" in caplog.text
+    (other_root,) = (told for told in caplog.messages if told.startswith("server1:1: this server looks for"))
+    assert re.search(rf"in {there}, and (another one|worker \d) in {here}$", other_root)
+
+
+def misnamed(root: Path) -> None:
+    shutil.copytree(root / "step-00000003", root / "step-00000099")
+
+
+def copied(root: Path) -> Path:
+    """A checkpoint of a later step, with one piece at least."""
+    shutil.copytree(root / "step-00000003", root / "step-00000099")
+    manifest = Checkpoint.open(root / "step-00000099").manifest
+    (root / "step-00000099" / "manifest.json").write_text(replace(manifest, version=99).to_json())
+    return root / "step-00000099" / manifest.pieces[0].file
+
+
+def without_a_piece(root: Path) -> None:
+    copied(root).unlink()
+
+
+def without_its_pieces(root: Path) -> None:
+    shutil.rmtree(copied(root).parent)
+
+
+def with_a_short_piece(root: Path) -> None:
+    piece = copied(root)
+    piece.write_bytes(piece.read_bytes()[:-1])
+
+
+def a_file(root: Path) -> None:
+    (root / "step-00000099").write_text("")
+
+
+def a_directory_for_a_manifest(root: Path) -> None:
+    (root / "step-00000099" / "manifest.json").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [misnamed, without_a_piece, without_its_pieces, with_a_short_piece, a_file, a_directory_for_a_manifest],
+)
+def test_what_is_no_checkpoint_of_its_step_is_passed_by(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
+) -> None:
+    """By the same rule alone, under servers, in collective jobs and for who asks for the latest; and never silently."""
+    run_job(trains(tmp_path, steps=4), 1, 1)
+    spoil(tmp_path)
+    job = Resuming(tmp_path, trains(tmp_path / "other", steps=4), 1, 1)
+    told = {
+        "latest": lambda: Checkpoints.latest(tmp_path) == str(tmp_path / "step-00000003"),
+        "alone": lambda: alone(tmp_path, steps=3)[0] == 3,
+        "under servers": lambda: job.run() and set(job.told.values()) == {3},
+        "collective": lambda: [each.step for each in marks(place_at(tmp_path))] == [3],
+    }
+    for way, goes_on in told.items():
+        caplog.clear()
+        assert goes_on(), way
+        (passed,) = {told for told in map(logging.LogRecord.getMessage, caplog.records) if "passing by" in told}
+        assert str(tmp_path / "step-00000099") in passed, way
 
 
 def test_servers_without_a_script(tmp_path: Path, whole: list[torch.Tensor]) -> None:
@@ -423,6 +489,31 @@ def test_a_server_that_comes_back_empty(tmp_path: Path) -> None:
     job = Resuming(tmp_path, body, 1, 2)
     job.join(job.start())
     assert isinstance(job.errors["worker 0"], Left), job.errors
+
+
+def test_servers_that_kept_different_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has an older copy of what it had; every role is told, before anything begins."""
+    monkeypatch.setattr(resuming, "LINGER_S", 0.5)
+    root, durable = tmp_path / "ckpt", tmp_path / "durable"
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(durable)}
+
+    def body(fleet: Fleet, index: int) -> None:
+        model, optimizer = join(fleet)
+        train(model, optimizer, range(2))
+        shutil.copytree(durable / "server1_1", tmp_path / "older")
+        train(model, optimizer, range(2, 6))
+        raise Killed
+
+    Resuming(root, body, 1, 2, environ=environ).run_until_killed()
+    shutil.rmtree(durable / "server1_1")
+    shutil.copytree(tmp_path / "older", durable / "server1_1")
+    job = Resuming(root, trains(root), 1, 2, environ=environ)
+    job.join(job.start())
+    assert sorted(job.errors) == ["server 0", "server 1", "worker 0"]
+    for error in job.errors.values():
+        assert isinstance(error, ServerLostError)
+        assert "the servers are not at the same step; got server0:1 at 6, server1:1 at 2" in str(error)
+        assert "FLEET_DURABLE_SYNC" in str(error)
 
 
 def test_a_worker_that_joins_late_is_told_the_jobs_step(tmp_path: Path) -> None:
@@ -611,6 +702,9 @@ def test_what_is_no_root(lonely: Fleet, tmp_path: Path) -> None:
     run_job(trains(tmp_path / "run", steps=3), 1, 1)
     with pytest.raises(CheckpointError, match=r"no directory of checkpoints.*got a file"):
         lonely.resume_from(tmp_path / "file")
+    for below in ("file/x", "file/x/y"):
+        with pytest.raises(CheckpointError, match=r"no directory of checkpoints.*got a path below a file, .*/file\."):
+            lonely.resume_from(tmp_path / below)
     with pytest.raises(CheckpointError, match=r"no directory of checkpoints.*got a checkpoint"):
         lonely.resume_from(tmp_path / "run" / "step-00000003")
 
@@ -647,14 +741,15 @@ def test_two_sources(tmp_path: Path) -> None:
     job.join(threads)
 
 
-def test_two_minds_about_strict(tmp_path: Path) -> None:
+def test_two_minds_about_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     network = LoopbackNetwork()
     first = server(["server0:1"], 0, PATIENT, network)
     assert first.resume_from(tmp_path) == 0
     worker = Fleet(environ=PATIENT, network=network)
-    worker.init(UserDefinedRoleMaker(0, Role.WORKER, 1, ["server0:1"]))
-    with pytest.raises(ConfigurationError, match="different values of strict"):
+    worker.init(UserDefinedRoleMaker(1, Role.WORKER, 2, ["server0:1"]))
+    with pytest.raises(ConfigurationError, match=r"different values of strict.*same arguments on every role"):
         worker.resume_from(tmp_path, strict=False)
+    assert "goes on with strict=True, and resume_from was called with strict=False by worker 1" in caplog.text
     first.init()
     assert network.listener(Endpoint("server0", 1)) is None, "who begins anew listens no more"
 
@@ -718,6 +813,30 @@ def test_every_choice(number: int) -> None:
                 assert choice.mark == max(everywhere, default=BEGINNING)
                 newer = {mark for each in seen for mark in each.checkpoints if mark.step > choice.mark.step}
                 assert len(passed_by(range(number), seen, choice)) == len(newer)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "is_proof"),
+    [
+        ([9, 9], [9, 10], False),
+        ([16, 5], [16, 5], True),
+        ([16, None], [16, None], False),  # has lost its part, which is another error
+        ([5, 8], [20, 23], False),  # a job that runs, whose servers were asked one after the other
+        ([5, 8], [8, 8], False),
+    ],
+)
+def test_what_proves_that_servers_are_not_at_the_same_step(
+    earlier: list[int | None], now: list[int | None], is_proof: bool
+) -> None:
+    def told(steps: list[int | None], **own: Any) -> list[Seen]:
+        return [Seen() if step is None else Seen(held(step, **own)) for step in steps]
+
+    refuse_apart("ab", told(earlier, lockstep=False), told(now, lockstep=False))
+    if not is_proof:
+        refuse_apart("ab", told(earlier), told(now))
+    else:
+        with pytest.raises(ServerLostError, match="got a at 16, b at 5"):
+            refuse_apart("ab", told(earlier), told(now))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ _MOST_BYTES = 1 << 30
 #: No job takes as many steps, and nothing has as many bytes; servers count on in 64 bits.
 _MOST_STEPS, _MOST_SEED = 1 << 62, (1 << 64) - 1
 _IMPOSSIBLE = "the manifest says what cannot be"
+_MISSING = "a piece of the checkpoint is missing"
+_GO_BACK = (
+    "fleet checkpoint verify tells all that is wrong. To go on from the one before it, remove this checkpoint's "
+    "directory, and those of later ones that go on from it."
+)
 #: So many pieces are read and verified while one is worked on: one waits for the disk while another is summed up.
 _READERS = 2
 
@@ -238,7 +243,9 @@ class Checkpoint:
         try:
             is_there = place.has(MANIFEST)
             content = _content(place) if is_there else b""
-        except Exception as error:  # every store has errors of its own
+        except CheckpointError:
+            raise
+        except Exception as error:  # every file system has errors of its own
             raise CheckpointError("the manifest cannot be read", where=where, got=repr(error)) from None
         if not is_there:
             raise CheckpointError(
@@ -283,6 +290,28 @@ class Checkpoint:
             if saved.get(name) != wanted.get(name)
         ]
         return Fit(whole, values, frozenset(wanted) - whole - values, tuple(problems))
+
+    def check_present(self) -> None:
+        """Refuse one whose files, or those it goes on from, are not all there in their sizes. None is read for that."""
+        for each in self.lineage():
+            sizes: dict[str, dict[str, int | None]] = {}
+            for piece in each.manifest.pieces:
+                path = PurePosixPath(piece.file)
+                folder = str(path.parent)
+                if folder not in sizes:
+                    sizes[folder] = each.place.sizes(folder)
+                where = f"{each.place.url.rstrip('/')}/{piece.file}"
+                if path.name not in sizes[folder]:
+                    raise CheckpointError(_MISSING, where=where, todo=_GO_BACK)
+                found = sizes[folder][path.name]
+                if found is not None and found != piece.bytes:
+                    raise CheckpointError(
+                        "a piece of the checkpoint has another size than it was written with",
+                        where=where,
+                        expected=f"{piece.bytes} bytes",
+                        got=f"{found} bytes",
+                        todo=_GO_BACK,
+                    )
 
     def lineage(self) -> list[Checkpoint]:
         """The checkpoints this one consists of, the first one first."""
@@ -369,9 +398,16 @@ def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Te
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
         data = place.read(piece.file, piece.bytes + 1, once=once)
-    except Exception as error:  # every store has errors of its own
-        raise CheckpointError("a piece of the checkpoint is missing", where=where, got=str(error)) from None
-    return decoded(piece, data, where)
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
+        raise CheckpointError(_MISSING, where=where, got=str(error), todo=_GO_BACK) from None
+    try:
+        return decoded(piece, data, where)
+    except CheckpointError as error:
+        raise CheckpointError(
+            error.what, where=error.where, expected=error.expected, got=error.got, todo=_GO_BACK
+        ) from None
 
 
 def _outline(spec: JobSpec) -> dict[str, tuple[str, str]]:

@@ -77,6 +77,11 @@ class Place(Protocol):
 
     def size(self, name: str) -> int: ...
 
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """The files directly in a folder that is in here, each with its size, or None where that cannot be told
+        without reading it."""
+        ...
+
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask.
         What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
@@ -131,6 +136,13 @@ class Directory:
 
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        try:
+            with os.scandir(self.path / folder) as found:
+                return {each.name: each.stat().st_size for each in found if each.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
 
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         if once and (found := read_past_cache(self.path / name, most)) is not None:
@@ -205,40 +217,50 @@ class Remote:
         return Remote(self._fs, self._at(name), self._protocol)
 
     def exists(self) -> bool:
-        self._fs.invalidate_cache()
-        return bool(self._fs.exists(self._path))
+        return self._kind(self._path) is not None
 
     def is_file(self) -> bool:
-        self._fs.invalidate_cache()
-        return bool(self._fs.isfile(self._path))
+        return self._kind(self._path) == "file"
 
     def names(self) -> list[str]:
-        self._fs.invalidate_cache()
-        try:
-            return [PurePosixPath(each).name for each in self._fs.ls(self._path, detail=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with self._asking():
+            self._fs.invalidate_cache()
+            try:
+                return [PurePosixPath(each).name for each in self._fs.ls(self._path, detail=False)]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def has(self, name: str) -> bool:
-        self._fs.invalidate_cache()
-        return bool(self._fs.isfile(self._at(name)))
+        return self._kind(self._at(name)) == "file"
 
     def size(self, name: str) -> int:
-        return int(self._fs.size(self._at(name)))
+        with self._asking():
+            return int(self._fs.size(self._at(name)))
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        with self._asking():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._at(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+        return {PurePosixPath(each["name"]).name: each["size"] for each in found if each["type"] == "file"}
 
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
         del once  # this machine keeps nothing of it
         # Not by ``open``: it goes by a size that may be remembered from before somebody else replaced the file, and
         # in memory:// all readers of a file share one position.
-        return memoryview(bytearray(self._fs.cat_file(self._at(name), start=0, end=most)))
+        with self._asking():
+            return memoryview(bytearray(self._fs.cat_file(self._at(name), start=0, end=most)))
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
-        with self._fs.open(self._at(name), "wb") as file:
+        with self._asking(), self._fs.open(self._at(name), "wb") as file:
             for piece in pieces:
                 file.write(memoryview(piece).cast("B"))
 
     def publish(self, name: str, data: bytes) -> None:
-        self._fs.pipe_file(self._at(name), data)
+        with self._asking():
+            self._fs.pipe_file(self._at(name), data)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(Exception):  # every store has errors of its own
@@ -254,6 +276,33 @@ class Remote:
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
+    def _kind(self, path: str) -> str | None:
+        """``"file"``, ``"directory"``, or None where there is nothing. By ``info``, as ``exists`` and ``isfile`` take
+        a refusal for an absence."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            try:
+                return str(self._fs.info(path)["type"])
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around every question to the store, which has errors of its own. That something is not there is none."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                "the store refuses, or cannot be reached",
+                where=self.url,
+                got=repr(error),
+                todo="Look whether it is there and lets this process read and write: credentials are found as fsspec's "
+                "package for this protocol finds them, as s3fs does in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "in ~/.aws.",
+            ) from error
+
 
 def place_at(dirname: object) -> Place:
     """The place that a user means."""
@@ -262,9 +311,17 @@ def place_at(dirname: object) -> Place:
     text = os.fspath(dirname)
     if not isinstance(text, str):
         raise ArgumentTypeError("dirname must be a path or a URL of characters", got=repr(dirname))
-    try:
-        if "://" not in text:
+    if "://" not in text:
+        try:
             return Directory(Path(text).resolve())
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
+            raise CheckpointError(
+                "this place cannot be reached",
+                where=text,
+                got=repr(error),
+                todo="Name a directory, or a path to be one.",
+            ) from None
+    try:
         import fsspec  # torch brings it along
 
         fs, path = fsspec.core.url_to_fs(text)

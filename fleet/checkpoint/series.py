@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint, is_checkpoint
-from fleet.checkpoint.places import Place, place_at
+from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.errors import CheckpointError
 from fleet.ps.choice import MOST_TOLD, Mark
 
@@ -31,42 +31,68 @@ def root_at(given: object) -> Place:
     """The place of a series that a user names. It need not be there yet."""
     root = place_at(given)
     try:
-        is_checkpoint_itself, is_file = root.has(MANIFEST), root.is_file()
-    except Exception as error:  # every store has errors of its own
+        got = "a checkpoint" if root.has(MANIFEST) else "a file" if root.is_file() else _file_above(root)
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
         raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
-    if is_checkpoint_itself or is_file:
+    if got is not None:
         raise CheckpointError(
             "this is no directory of checkpoints",
             where=root.url,
             expected="one that holds step-00000100 and so on, as fleet.Checkpoints makes them, or none yet",
-            got="a checkpoint" if is_checkpoint_itself else "a file",
+            got=got,
             todo="Name the directory; fleet.init_server(model_dir) begins with one checkpoint.",
         )
     return root
 
 
+def _file_above(root: Place) -> str | None:
+    """The file that keeps a directory from being made here, in words. Stores have no such thing."""
+    if not isinstance(root, Directory):
+        return None
+    nearest = next((path for path in root.path.parents if path.exists()), root.path)
+    return None if nearest.is_dir() or nearest == root.path else f"a path below a file, {nearest}"
+
+
 def complete(root: Place) -> Iterator[Checkpoint]:
-    """Those that are complete, with all that they go on from, the one of the latest step first."""
+    """Those that are complete, with all that they go on from, the one of the latest step first; each is where its step
+    says that it is."""
     for step in reversed(steps_in(root)):
         place = root.within(name_of(step))
-        if place.has(MANIFEST):
-            try:
-                found = Checkpoint.open(place.url)
-            except CheckpointError as error:
-                _log.warning("passing by what is no complete checkpoint: %s", error)
-                continue
+        try:
+            found = _opened(place)
+        except CheckpointError as error:
+            _log.warning("passing by what is no complete checkpoint: %s", error)
+            continue
+        if found is not None and found.manifest.version != step:
+            told = "passing by %s, which is called after another step than that of the checkpoint in it, step %d"
+            _log.warning(told, place.url, found.manifest.version)
+        elif found is not None:
             yield found
 
 
+def _opened(place: Place) -> Checkpoint | None:
+    """The checkpoint that is here; None if one is being written, or was to be."""
+    if place.has(MANIFEST):
+        found = Checkpoint.open(place.url)
+        found.check_present()
+        return found
+    got = "a file" if place.is_file() else f"a directory called {MANIFEST}" if MANIFEST in place.names() else None
+    if got is not None:
+        raise CheckpointError(
+            "there is no checkpoint here", where=place.url, expected=f"a directory with a file {MANIFEST}", got=got
+        )
+    return None
+
+
 def marks(root: Place) -> list[Mark]:
-    """The newest complete ones, each where its step says that it is."""
+    """The newest complete ones."""
     try:
-        return [
-            Mark(each.manifest.version, each.manifest.id)
-            for each in islice(complete(root), MOST_TOLD)
-            if each.place.url == root.within(name_of(each.manifest.version)).url
-        ]
-    except Exception as error:  # every store has errors of its own
+        return [Mark(each.manifest.version, each.manifest.id) for each in islice(complete(root), MOST_TOLD)]
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
         raise CheckpointError("this place cannot be read", where=root.url, got=repr(error)) from None
 
 

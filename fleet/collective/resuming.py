@@ -28,7 +28,11 @@ class Beginning:
 
 def resume(group: Group, root: Place, *, strict: bool) -> Beginning:
     if len(set(group.told_by_all("strict", str(strict)))) > 1:
-        raise ConfigurationError("resume_from was called with different values of strict", got=f"strict={strict} here")
+        raise ConfigurationError(
+            "resume_from was called with different values of strict",
+            got=f"strict={strict} here",
+            todo="Call it with the same arguments on every worker, and start the whole job again.",
+        )
     seen = [marks_from_json(told) for told in group.told_by_all("sees", marks_to_json(marks(root)))]
     chosen = choose(seen)
     newest = max((each for some in seen for each in some), default=BEGINNING)

@@ -122,6 +122,47 @@ def without_state(seen: Sequence[Seen]) -> list[int]:
     return [server for server, each in enumerate(seen) if each.held is None] if is_trained else []
 
 
+def are_apart(steps: Sequence[int]) -> bool:
+    """Whether servers are further apart than one step, which may be under way."""
+    return max(steps) - min(steps) > 1
+
+
+def steps_apart(seen: Sequence[Seen]) -> list[int] | None:
+    """The servers' steps if they are further apart than steps of one job in rounds can be, which is no proof: they
+    are asked one after the other, and a job that runs goes on meanwhile."""
+    held = [each.held for each in seen if each.held is not None]
+    steps = [each.step for each in held if each.lockstep]
+    return steps if len(steps) == len(seen) and are_apart(steps) else None
+
+
+def refuse_apart(servers: Sequence[object], earlier: Sequence[Seen], now: Sequence[Seen]) -> None:
+    """An error if servers were apart at both looks, and stand still."""
+    steps = steps_apart(now)
+    if steps is not None and steps == steps_apart(earlier):
+        raise not_at_the_same_step(servers, steps)
+
+
+def not_at_the_same_step(servers: Sequence[object], steps: Sequence[int | None]) -> ServerLostError:
+    """``steps`` has None for a server without state."""
+    told = ["without state" if step is None else f"at {step}" for step in steps]
+    if None in steps:
+        todo = (
+            "Start the whole job again, from its last checkpoint if there is one, without what durable servers have "
+            "kept of it (FLEET_DURABLE_DIR)."
+        )
+    else:
+        todo = (
+            "What servers have kept on disk (FLEET_DURABLE_DIR) is not of one step: by FLEET_DURABLE_SYNC a machine "
+            "that stops may lose the last second of it. Start the whole job again from its last checkpoint, with "
+            "these directories removed."
+        )
+    return ServerLostError(
+        "the servers are not at the same step",
+        got=", ".join(f"{server} {each}" for server, each in zip(servers, told, strict=True)),
+        todo=todo,
+    )
+
+
 def choose(servers: Sequence[object], seen: Sequence[Seen], *, strict: bool = True) -> Choice | None:
     """What the job begins from; None where every server has it already. ``servers`` are named so in errors."""
     lost = without_state(seen)

@@ -21,9 +21,21 @@ from fleet.errors import (
     ConfigurationError,
     DeadlineError,
     FleetError,
+    ServerLostError,
     StillBusyError,
 )
-from fleet.ps.choice import Choice, Resumed, Seen, choose, passed_by, step_of_server, step_of_worker, without_state
+from fleet.ps.choice import (
+    Choice,
+    Resumed,
+    Seen,
+    choose,
+    passed_by,
+    refuse_apart,
+    step_of_server,
+    step_of_worker,
+    steps_apart,
+    without_state,
+)
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
@@ -36,6 +48,9 @@ RETRY_PAUSE_S = 0.2
 NOTICE_S = 10.0
 #: A question without an answer is asked again: the way to a server may have been lost.
 PATIENCE_S = 60.0
+
+#: A server that knows of no way on stays so long, for the others to find that out and not to wait for it.
+LINGER_S = 2.0
 
 #: By server, why there is no answer yet.
 Missing = dict[int, Exception]
@@ -60,7 +75,7 @@ def resume(
     began = noticed = clock.now()
     try:
         seen: dict[int, Seen] = {}
-        looked_again = False
+        earlier: list[Seen] | None = None
         while True:
             rest_s = began + knobs.startup_deadline_s - clock.now()
             answers, missing = lines.ask(sorted(lines.everyone - seen.keys()), rest_s, look=look)
@@ -70,13 +85,15 @@ def resume(
             if own is not None and missing and _is_barred(missing) and (mine := seen[assignment.index].held):
                 return Resumed(mine.step)
             if not missing:
-                # A server that was looked at first may have come into the job before the others were.
-                if not looked_again and (lost := without_state(_in_order(seen))):
-                    looked_again = True
-                    for server in lost:
-                        del seen[server]
+                # Those that were looked at first may have come into the job, or gone on in it, before the others were.
+                now_seen = _in_order(seen)
+                if earlier is None and (without_state(now_seen) or steps_apart(now_seen)):
+                    earlier = now_seen
+                    seen.clear()
                     continue
-                choice, missing = _agree(lines, assignment, _in_order(seen), strict, root, rest_s)
+                if earlier is not None:
+                    refuse_apart(assignment.servers, earlier, now_seen)
+                choice, missing = _agree(lines, assignment, now_seen, strict, root, rest_s)
                 if not missing:
                     break
                 seen.clear()
@@ -87,6 +104,10 @@ def resume(
                 noticed = now
                 _log.warning("resume_from: waiting for %s, %.0f s so far", _named(assignment, missing), now - began)
             clock.sleep(RETRY_PAUSE_S)
+    except ServerLostError:
+        if own is not None:
+            clock.sleep(LINGER_S)
+        raise
     finally:
         lines.close()
     if own is not None:
@@ -105,7 +126,9 @@ def _agree(
         _log.warning("resume_from goes on from %s: %s", choice.mark, newer)
     for servers in ([0], sorted(lines.everyone - {0})):
         mark = choice.mark
-        told = pb.Choose(step=mark.step, id=mark.id, strict=choice.strict, root=root)
+        # A first server that has chosen holds to that, and tells its log who was called with another value.
+        is_heard = servers == [0] and seen[0].chosen is not None
+        told = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
         answers, missing = lines.ask(servers, rest_s, choose=told)
         if missing:
             return None, missing
@@ -125,6 +148,7 @@ def _agree(
             where=str(assignment),
             expected=f"strict={choice.strict}, as another process has it",
             got=f"strict={strict}",
+            todo="Call it with the same arguments on every role, and start the whole job again.",
         )
     return choice, {}
 

@@ -34,7 +34,8 @@ class Resuming:
         self._is_given = filling.restore is not None
         self._chosen: Choice | None = None
         self._kept_at: int | None = None
-
+        #: whether the log has been told that others name another root
+        self._has_warned = False
         #: whether hellos have to wait for a choice
         self._waits = False
 
@@ -69,6 +70,7 @@ class Resuming:
         """What this server has, and sees where it has nothing. Places are read outside of the lock."""
         with self._floor.lock:
             self._check(request)
+            self._warn_of_another_root(request)
             seen = Seen(self._held(request), self._chosen)
         if seen == Seen():
             seen = Seen(checkpoints=tuple(marks(self._place(request.look.root))))
@@ -97,6 +99,14 @@ class Resuming:
                 self._chosen, self._waits = choice, False
                 self._filling.start_from(restore)
                 _log.info("%s: the job goes on from %s", self._floor.endpoint, choice.mark)
+            if self._chosen is not None and self._chosen.strict != told.strict:
+                _log.warning(
+                    "%s: the job goes on with strict=%s, and resume_from was called with strict=%s by %s",
+                    self._floor.endpoint,
+                    self._chosen.strict,
+                    told.strict,
+                    f"worker {request.worker}" if request.worker else "worker 0 or a server",
+                )
             return pb.Reply(about=(self._chosen or choice).to_json())
 
     @property
@@ -133,6 +143,19 @@ class Resuming:
             steps = job.steps_of(worker) if job.steps.get(worker) else job.steps_before
         met = worker is not None and floor.roll.has_met(worker)
         return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
+
+    def _warn_of_another_root(self, request: Any) -> None:
+        told = request.look.root
+        if self._root is None or told == self._root.url or self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "%s: this server looks for checkpoints in %s, and %s in %s",
+            self._floor.endpoint,
+            self._root.url,
+            "another one" if request.look.by_server else f"worker {request.worker}",
+            told,
+        )
 
     def _place(self, told: str) -> Place:
         return root_at(told) if self._root is None else self._root

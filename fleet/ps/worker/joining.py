@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fleet.errors import CheckpointError, ServerLostError
+from fleet.ps.choice import are_apart, not_at_the_same_step
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.floor import Floor
@@ -46,7 +47,7 @@ def check_delivered(floor: Floor, step: int, replies: Sequence[Frame]) -> None:
     than it had, and takes this worker's steps for repetitions."""
     delivered = [reply.message.delivered for reply in replies]
     if max(delivered) > step:
-        raise _ended(floor, _not_at_the_same_step(floor, delivered))
+        raise _ended(floor, not_at_the_same_step(floor.assignment.servers, delivered))
 
 
 def check_loads(floor: Floor, replies: Sequence[Frame]) -> None:
@@ -69,26 +70,15 @@ def _ended(floor: Floor, error: ServerLostError) -> ServerLostError:
     return error
 
 
-def _are_apart(numbers: Sequence[int]) -> bool:
-    """Whether servers are further apart than one step, which may be under way."""
-    return max(numbers) - min(numbers) > 1
-
-
-def _not_at_the_same_step(floor: Floor, steps: Sequence[int]) -> ServerLostError:
-    return ServerLostError(
-        "the servers are not at the same step: one was restarted without its state",
-        got=", ".join(f"{c.endpoint} at {step}" for c, step in zip(floor.lines.clients, steps, strict=True)),
-        todo=_START_AGAIN,
-    )
-
-
 def _check_alike(floor: Floor, answers: Sequence[Any]) -> None:
     clients = floor.lines.clients
     # Servers may be a round apart where this worker starts again, while others train, or have its last push or not.
     steps = [answer.version if floor.mode.lockstep else answer.delivered for answer in answers]
     is_mixed = max(steps) > 0 and len({answer.initialized for answer in answers}) > 1
-    if is_mixed or (_are_apart(steps) and not floor.may_lose_steps):
-        raise _not_at_the_same_step(floor, steps)
+    if is_mixed or (are_apart(steps) and not floor.may_lose_steps):
+        has_state = [answer.initialized for answer in answers]
+        told = [step if there else None for step, there in zip(steps, has_state, strict=True)]
+        raise not_at_the_same_step(floor.assignment.servers, told)
     if len({answer.about for answer in answers}) > 1:
         raise CheckpointError(
             "the servers do not start from the same checkpoint",
