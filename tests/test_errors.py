@@ -235,7 +235,10 @@ def test_who_fails_says_that_it_is_the_cause_and_who_follows_does_not(tmp_path: 
     claims: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patched:
         for module in ("worker.runtime", "server.floor"):
-            patched.setattr(f"fleet.ps.{module}.claim", lambda *told: claims.append([*told[:2], told[2].split()[-1]]))
+            patched.setattr(
+                f"fleet.ps.{module}.claim",
+                lambda where, job, process, reason: claims.append([where, process, reason.split()[-1]]),
+            )
         job = Job(body, workers=2, servers=2, environ={**PATIENT, "FLEET_RECORD_DIR": str(tmp_path)})
         job.join(job.start())
     assert set(job.errors) == {"worker 0", "worker 1", "server 0", "server 1"}
