@@ -239,7 +239,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, scheme: str) -> None:
     told, _ = looked_at(tmp_path / "report.html", scheme)
     assert re.fullmatch(r"(9|10) s: worker 0 640, worker 1 640", told["pointed"])
     assert int(told["moved"].split()[0]) == int(told["pointed"].split()[0]) + 1
-    assert told["drawn"] == 7 * 2 + 1, "both workers in every chart, and the bytes of the server"
+    assert told["drawn"] == 8 * 2 + 1, "both workers in every chart, and the bytes of the server"
     assert told["asked"] == 0
     assert told["wide"]
     dark = sum(map(int, re.findall(r"\d+", told["ground"])[:3])) < 200
