@@ -402,7 +402,7 @@ def test_a_silent_server_is_given_up_on(any_line: Line, caplog: pytest.LogCaptur
     notices = [message for message in caplog.messages if f"server {any_line.endpoint} has been silent for" in message]
     assert notices
     assert all("after 0.3 s (FLAGS_rpc_deadline) it is given up on" in notice for notice in notices)
-    assert re.search(r"silent for 0\.[01]", notices[0])
+    assert re.search(r"silent for 0\.[012]", notices[0])
     # It stays given up on: the next request says so at once.
     with pytest.raises(DeadlineError, match="is silent"):
         push(client, 8)
