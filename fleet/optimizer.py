@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.autograd.profiler import record_function
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fleet.errors import StateError, UnsupportedError
 from fleet.observing.worker import WorkerFigures
@@ -67,6 +69,24 @@ def guard_until_wrapped(optimizers: Sequence[torch.optim.Optimizer], todo: str) 
     Guard([optimizer for optimizer in optimizers if not _guards(optimizer)], todo)
 
 
+def _pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The user's."""
+    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
+
+
+def _run_hooks(
+    optimizer: torch.optim.Optimizer, hooks: Iterable[Callable[..., Any]], given: tuple[Any, ...] = ()
+) -> None:
+    """The user's hooks see a step happen, wherever it does."""
+    for hook in list(hooks):
+        if hook(optimizer, given, {}) is not None:
+            raise UnsupportedError(
+                "a step hook cannot give step() other arguments",
+                got=f"a hook that returns something: {hook}",
+                todo="Let the hook return None.",
+            )
+
+
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
@@ -123,6 +143,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the job: send this worker's gradients, have new values. ``closure`` is called once, before."""
+        given = () if closure is None else (closure,)
+        with record_function("Optimizer.step#DistributedOptimizer.step"):
+            _run_hooks(self, self._optimizer_step_pre_hooks.values(), given)
+            loss = self._step(closure)
+            _run_hooks(self, self._optimizer_step_post_hooks.values(), given)
+        return loss
+
+    # Else torch would surround it with the hooks of all optimizers, which surround the steps of the wrapped ones.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,10 +164,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stepper.step_here(self._update)
             return loss
         for optimizer in self._wrapped:
-            self._run_hooks(optimizer, optimizer._optimizer_step_pre_hooks)
+            _run_hooks(optimizer, chain(_global_optimizer_pre_hooks.values(), _pre_hooks(optimizer)))
         cast(RemoteStepper, stepper).step()
         for optimizer in self._wrapped:
-            self._run_hooks(optimizer, optimizer._optimizer_step_post_hooks)
+            own = optimizer._optimizer_step_post_hooks.values()
+            _run_hooks(optimizer, chain(own, _global_optimizer_post_hooks.values()))
             # What a scheduler on the wrapped optimizer looks at, to warn of a step() that never came.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -149,12 +181,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 optimizer.step()
         finally:
             self._guard.is_open = False
-
-    def _run_hooks(self, optimizer: torch.optim.Optimizer, hooks: Mapping[int, Callable[..., Any]]) -> None:
-        """The user's hooks on a wrapped optimizer see its step happen, wherever it does."""
-        for hook in list(hooks.values()):
-            if not isinstance(hook, Guard):
-                hook(optimizer, (), {})
 
     def minimize(self, loss: torch.Tensor) -> None:
         """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs, unless
@@ -171,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether something of the user's runs before a step: what it does to gradients may leave no trace."""
         hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
         for optimizer in self._wrapped:
-            hooks += [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
+            hooks += _pre_hooks(optimizer)
         return bool(hooks) or self._has_other_step()
 
     def _has_other_step(self) -> bool:

@@ -113,6 +113,14 @@ def test_a_rank_that_is_gone_before_mpi_has_started(mpirun: Run, mpi: str, varia
     assert err.count("DeadlineError: MPI did not start within 4 s") == (3 if mpi == "mpich" else 0)
 
 
+def test_ranks_that_wait_say_so(mpirun: Run) -> None:
+    """Under one MPI in its own start, under the other for the first word of all."""
+    code, _, err = mpirun(2, str(SCRIPT), "comes-late", "1")
+    assert code == 0, err
+    assert re.search(r"MPI rank 0 of 2: (MPI waits|waiting) for the other ranks.*, 1\d s so far", err), err
+    assert "MPI rank 1 of 2" not in err
+
+
 def test_a_rank_that_fails_before_the_job_runs(mpirun: Run) -> None:
     code, _, err = mpirun(4, str(SCRIPT), "raise-early", "1")
     assert code != 0

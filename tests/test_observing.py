@@ -219,13 +219,14 @@ def test_a_server_tells_a_stranger_who_waits_for_whom() -> None:
 def test_a_wait_without_an_end_is_not_the_script_s_own_time(call: str, what: str) -> None:
     """Worker 1 keeps worker 0 waiting: seen twice meanwhile, only one of them is in code of its own."""
     network = LoopbackNetwork()
-    has_looked = threading.Event()
+    is_away, has_looked = threading.Event(), threading.Event()
 
     def body(fleet_: Fleet, index: int) -> None:
         model, optimizer = join(fleet_)
         optimizer.minimize(model.loss(0))
         loss = model.loss(1)
         if index == 1:
+            is_away.set()
             assert has_looked.wait(PATIENCE_S)
         {
             "minimize": lambda: optimizer.minimize(loss),
@@ -239,21 +240,28 @@ def test_a_wait_without_an_end_is_not_the_script_s_own_time(call: str, what: str
         views: list[View] = []
 
         def has_waited() -> bool:
-            if network.listener(Endpoint.parse(job.endpoints[0])) is None:
+            """Three views, each with later figures of both: the first one's may be from before the wait."""
+            if not is_away.is_set():
                 return False
             view = seen(time.monotonic(), {"server 0": status_of(network, job.endpoints[0])}, {})
-            first = view.workers.get(0, WorkerView())
-            if first.wait is not None and first.wait.what == what and all(w.figures for w in view.workers.values()):
+            wait, tells = view.workers[0].wait, all(worker.figures for worker in view.workers.values())
+            if tells and wait is not None and wait.what == what and (not views or is_later(view, views[-1])):
                 views.append(view)
-            uptime = [view.workers[0].figures["uptime_seconds"] for view in views]
-            return len(uptime) > 1 and uptime[-1] - uptime[0] > 0.2
+            return len(views) == 3
+
+        def is_later(view: View, than: View) -> bool:
+            """By what both workers have told, whose clocks are their own."""
+            return all(
+                view.workers[index].figures["uptime_seconds"] > than.workers[index].figures["uptime_seconds"] + 0.2
+                for index in (0, 1)
+            )
 
         until(has_waited)
     finally:
         has_looked.set()
         job.join(threads)
     assert not job.errors
-    text = " ".join(diagnose(views[0], views[-1]))
+    text = " ".join(diagnose(views[1], views[2]))
     assert "Worker 1" in text
     assert "Of the time of worker 1" in text, "which waits for something that Fleet does not see"
     assert "of worker 0" not in text
@@ -509,10 +517,8 @@ def served(free_endpoints: Callable[[int], list[str]]) -> Iterator[str]:
     assert not job.errors
 
 
-def test_top_shows_a_running_job(
-    served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FLEET_AUTH_TOKEN", "sesame")
+def until_it_trains(served: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``fleet top`` shows as soon as the worker has told of steps: a server answers before one has."""
 
     def looks() -> str:
         assert cli.main(["top", served, "--once", "--interval", "0.2"]) in (0, 1)
@@ -520,7 +526,15 @@ def test_top_shows_a_running_job(
 
     shown: list[str] = []
     until(lambda: shown.append(looks()) or re.search(r"^worker 0 +[1-9]", shown[-1], re.MULTILINE))
-    assert re.search(r"^server 0 +\d+", shown[-1], re.MULTILINE)
+    return shown[-1]
+
+
+def test_top_shows_a_running_job(
+    served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLEET_AUTH_TOKEN", "sesame")
+
+    assert re.search(r"^server 0 +\d+", until_it_trains(served, capsys), re.MULTILINE)
 
     monkeypatch.setenv("FLEET_AUTH_TOKEN", "guess")
     assert cli.main(["top", served, "--once"]) == 1
@@ -1095,8 +1109,7 @@ def test_the_doctor_looks_at_a_running_job(
     served: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FLEET_AUTH_TOKEN", "sesame")
-    until(lambda: cli.main(["top", served, "--once", "--interval", "0.1"]) == 0)
-    capsys.readouterr()
+    until_it_trains(served, capsys)
     assert cli.main(["doctor", served, "--seconds", "1"]) == 0
     assert re.match(r"1 worker and 1 server, mode sync: \S+ steps a second\.", capsys.readouterr().out)
     assert cli.main(["doctor", served, "--seconds", "0"]) == 2

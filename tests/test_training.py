@@ -21,6 +21,7 @@ from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
 from small_job import STRATEGIES as MODES
 from test_hostile import member_and_other
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fleet.nn
 from fleet import Fleet
@@ -498,6 +499,47 @@ def test_hooks_and_steps_of_the_wrapped_optimizer() -> None:
 
     (calls,) = run_job(body, 1)
     assert calls == ["before", "after", "wrapper", "before"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo"])
+def test_a_hook_on_all_optimizers_sees_each_step_once(mode: str) -> None:
+    """As in plain torch, of each of the user's optimizers, wherever these step."""
+
+    def body(fleet_: Fleet, worker: int) -> tuple[list[str], list[float]]:
+        weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        inner = [torch.optim.SGD([weights[0]], lr=1.0), torch.optim.Adagrad([weights[1]], lr=1.0)]
+        optimizer = fleet_.distributed_optimizer(inner, STRATEGIES[mode])
+        fleet_.init_worker()
+        mine, calls = {*map(id, inner), id(optimizer)}, []
+
+        def called(which: str) -> Any:
+            return lambda stepped, *_: (
+                calls.append(f"{which} {type(stepped).__name__}") if id(stepped) in mine else None
+            )
+
+        def halve(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            for group in stepped.param_groups if id(stepped) in mine else ():
+                for param in group["params"]:
+                    param.grad.mul_(0.5)
+
+        handles = [
+            register_optimizer_step_pre_hook(called("before")),
+            register_optimizer_step_pre_hook(halve),
+            register_optimizer_step_post_hook(called("after")),
+        ]
+        try:
+            optimizer.minimize(weights[0].sum() + weights[1].sum())
+        finally:
+            for handle in handles:
+                handle.remove()
+        optimizer.register_step_pre_hook(lambda *_: ((), {}))
+        with pytest.raises(UnsupportedError, match="a step hook cannot give"):
+            optimizer.step()
+        return calls, weights[0].tolist()
+
+    ((calls, moved),) = run_job(body, 1)
+    assert sorted(calls) == ["after Adagrad", "after SGD", "before Adagrad", "before SGD"]
+    assert moved == [-0.5, -0.5]
 
 
 def test_zero_grad_between_forward_and_backward() -> None:

@@ -40,9 +40,9 @@ class CollectiveOptimizer(DistributedOptimizer):
         self._scaler = scaler
         self._compressed = compressed
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if not hasattr(self, "found_inf"):
-            return super().step(closure)
+            return super()._step(closure)
         # A GradScaler calls; it takes no closure.
         if self._compressed:
             raise UnsupportedError(

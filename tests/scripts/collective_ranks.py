@@ -21,6 +21,8 @@ import torch.distributed as dist
 from ranks import Check, Rank, serve
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 import fleet.nn as fleet_nn
 from fleet import Checkpoints
@@ -202,6 +204,8 @@ def hooks_before_a_step_see_everybodys_gradients(me: Rank) -> None:
     def train(model: nn.Module, optimizer: Any, no_sync: Any) -> None:
         optimizer.register_step_pre_hook(halve)
         for step in range(6):
+            if step == 3:  # on all of this process's optimizers: it may not see the same step twice
+                handles.append(register_optimizer_step_pre_hook(halve))
             loss = loss_of(model, me.rank, step)
             if isinstance(model, DistributedDataParallel):
                 optimizer.zero_grad()
@@ -209,7 +213,9 @@ def hooks_before_a_step_see_everybodys_gradients(me: Rank) -> None:
                 optimizer.step()
             else:
                 optimizer.minimize(loss)
+        handles.pop().remove()
 
+    handles: list[RemovableHandle] = []
     beside_ddp(me, train, optimizer=hooked)
 
 

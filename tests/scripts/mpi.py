@@ -48,6 +48,8 @@ def main(variant: str, who: int) -> None:
         meet(place, mine)
         if mine:
             sys.exit(3 if variant == "exit-before" else 0)
+    if variant == "comes-late" and mine:
+        time.sleep(11.5)  # who waits says so every ten seconds
     if variant == "discord":
         fleet.init(is_collective=mine)
     fleet.init(is_collective=variant == "collective" or None)
