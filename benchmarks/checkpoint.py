@@ -50,10 +50,10 @@ from measuring import (
 
 import fleet
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint
-from fleet.ps.server.loading import restore_from
+from fleet.plan.plan import make_plan
+from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.table.shard import Shard
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.transpiler.plan import make_plan
 
 DIM, SLOTS, WIDTH, BATCH = 16, 26, 400, 1000
 ROWS, QUICK_ROWS = 10_000_000, 200_000

@@ -33,7 +33,7 @@ from in_process import run_job
 from sklearn.datasets import load_digits
 
 from fleet import Fleet, StrategyFactory
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 WORKERS = (4, 8, 20)
 UPDATES, BATCH, HIDDEN, TRAINED_ON = 1000, 32, 32, 1400

@@ -23,7 +23,7 @@ from typing import Any
 import wire
 from measuring import JobFailed, end_like_an_exit, median_ratio, print_table, progress, run_job, write_json
 
-from fleet.transpiler.specs import WIRE_DTYPES
+from fleet.plan.specs import WIRE_DTYPES
 
 LAYERS = {"model": "dense", "width": 2048, "batch": 16, "warmup": 5}
 #: name: parameters, numbers in each, steps

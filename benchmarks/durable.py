@@ -26,10 +26,10 @@ from measuring import end_like_an_exit, median_ratio, print_table, progress, run
 
 import fleet.nn
 from fleet import Fleet
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
-from fleet.ps.server import durable
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
+from fleet.ps.server import state_directory as durable
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -42,9 +42,9 @@ ENDPOINT = "server:1"
 _RECOVER = """
 import json, sys, time
 began = time.perf_counter()
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 imported = time.perf_counter()

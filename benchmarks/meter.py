@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener

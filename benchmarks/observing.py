@@ -24,12 +24,12 @@ import torch
 from ctr import KINDS
 from measuring import end_like_an_exit, print_table, progress, run_job, write_json
 
-from fleet.clock import SystemClock
-from fleet.environ import Knobs, ObservingKnobs
-from fleet.observing.prometheus import Page
-from fleet.observing.record import Record
-from fleet.observing.tensorboard import Scalars
-from fleet.observing.worker import ProfilerRange, WorkerFigures
+from fleet.base.clock import SystemClock
+from fleet.base.settings import Knobs, ObservingKnobs
+from fleet.telemetry.prometheus import Page
+from fleet.telemetry.record import Record
+from fleet.telemetry.tensorboard import Scalars
+from fleet.telemetry.worker_figures import ProfilerRange, WorkerFigures
 
 MODES = ("sync", "async")
 STEPS, FEW_STEPS = 14_000, 3_000

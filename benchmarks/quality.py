@@ -35,7 +35,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import fleet
 from fleet import Fleet, StrategyFactory
 from fleet.optimizer import DistributedOptimizer
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

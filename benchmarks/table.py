@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from fleet.ps.kernels import RULES
+from fleet.kernels import RULES
+from fleet.plan.specs import Initializer, TableSpec
 from fleet.ps.table.table import Table
-from fleet.transpiler.specs import Initializer, TableSpec
 
 DIM, REQUEST, TOUCHED = 16, 26_000, 8_000
 SPEC = TableSpec("user", DIM, "float32", 0, None, Initializer.parse("uniform(-0.1, 0.1)"))

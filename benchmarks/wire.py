@@ -30,12 +30,12 @@ import grpc
 import numpy as np
 from measuring import end_like_an_exit, print_table, progress, write_json
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
+from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct import DirectNetwork
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network, Respond
 
 #: Bytes up, and as many down, with the exchanges of a round.

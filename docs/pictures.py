@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import fleet
-from fleet.observing.picture import History, rows
-from fleet.observing.record import newest, view_of
-from fleet.observing.table import rich_table
+from fleet.telemetry.live_table import rich_table
+from fleet.telemetry.record import newest, view_of
+from fleet.telemetry.view import History, rows
 
 FIGURES = Path(__file__).parent / "figures"
 SECONDS, BATCH, USERS = 40.0, 512, 20_000

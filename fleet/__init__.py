@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fleet.api import Fleet
-from fleet.periodic import Checkpoints
-from fleet.strategy import StrategyFactory
-from fleet.transpile import Program
+from fleet.checkpoints import Checkpoints
+from fleet.strategy.parameter_server import StrategyFactory
+from fleet.transpiler.program import Program
 
 if TYPE_CHECKING:
     from fleet import data as data
@@ -103,6 +103,6 @@ def __getattr__(name: str) -> Any:
     # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
     if name in ("data", "nn", "optim"):
         return import_module(f"fleet.{name}")
-    from fleet.instead import missing
+    from fleet.base.pointers import missing
 
     raise missing("module 'fleet'", name)

@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fleet.clock import SystemClock
-from fleet.cluster import Assignment
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remark
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Assignment
+from fleet.base.pointers import directory_first, missing
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, remark
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
-from fleet.instead import directory_first, missing
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.doubts import doubts

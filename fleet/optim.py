@@ -7,9 +7,9 @@ need the norm of a whole parameter, so they train dense parameters only, and non
 
 from __future__ import annotations
 
-from fleet.ps.kernels.decayed_adagrad import DecayedAdagrad
-from fleet.ps.kernels.ftrl import Ftrl
-from fleet.ps.kernels.lamb import Lamb
-from fleet.ps.kernels.lars_momentum import LarsMomentum
+from fleet.kernels.decayed_adagrad import DecayedAdagrad
+from fleet.kernels.ftrl import Ftrl
+from fleet.kernels.lamb import Lamb
+from fleet.kernels.lars_momentum import LarsMomentum
 
 __all__ = ["DecayedAdagrad", "Ftrl", "Lamb", "LarsMomentum"]

@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fleet.errors import StateError, UnsupportedError
-from fleet.observing.worker import WorkerFigures
+from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class Stepper(Protocol):

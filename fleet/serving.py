@@ -12,9 +12,9 @@ from fleet.checkpoint import inference
 from fleet.checkpoint.inference import InferenceModel, TableFacts, ids_key
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
+from fleet.nn.exported_program import check_examples, export_program
 from fleet.nn.frozen import FrozenTable, freeze
 from fleet.nn.handle import TableHandle, handle_of
-from fleet.nn.program import check_examples, export_program
 
 
 def check_model(model: object) -> torch.nn.Module:

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 from harness import PATIENT, Body, Job, until
 
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Directory
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
-from fleet.ps.server.durable import Durable, Kind
-from fleet.ps.server.loading import restore_from
-from fleet.ps.server.remembering import NOTED, Shot
+from fleet.ps.server.checkpoint_reader import restore_from
+from fleet.ps.server.durable_state import NOTED, Shot
 from fleet.ps.server.service import Service
 from fleet.ps.server.snapshots import Snapshots
+from fleet.ps.server.state_directory import Durable, Kind
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import BrokenCall, Call, Channel, Handler, Listener, Network, TransportError
 

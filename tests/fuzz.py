@@ -32,27 +32,27 @@ import torch
 from google.protobuf.descriptor import FieldDescriptor
 from harness import until
 
-from fleet.clock import SystemClock
-from fleet.cluster import Binding, Endpoint
-from fleet.environ import Knobs, SecurityKnobs
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Binding, Endpoint
+from fleet.base.settings import Knobs, SecurityKnobs
 from fleet.errors import FleetError, ProtocolError
-from fleet.ps.kernels import RULES
+from fleet.kernels import RULES
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.health import HealthNetwork
-from fleet.ps.wire.narrow import Narrow
+from fleet.ps.wire.low_precision import Narrow
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.stream import receive
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Respond
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
+from fleet.ps.wire.wire_errors import raise_if_error
 
 CORPUS = Path(__file__).parent / "corpus"
 

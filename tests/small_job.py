@@ -9,7 +9,7 @@ import torch
 
 import fleet.nn
 from fleet import Fleet
-from fleet.strategy import StrategyFactory
+from fleet.strategy.parameter_server import StrategyFactory
 
 IDS = torch.arange(-20, 60)
 

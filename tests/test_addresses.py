@@ -15,15 +15,15 @@ import torch
 from harness import Job, until
 
 from fleet import Fleet
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
+from fleet.base import exposure
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError, UnsupportedError
 from fleet.ps.backend import real_network
-from fleet.ps.wire import exposure
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Listener, Respond
+from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 Environ = Mapping[str, str]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -22,83 +23,41 @@ GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 #: From the bottom up. A unit is a module or a folder with all in it, the longest fitting name counts; it may import
 #: itself and the units of lower layers, never a neighbour.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "clock", "spelling", "checksum", "locks"),
-    ("cluster", "instead"),
-    ("environ", "transpiler", "ps.memory", "members", "callers", "lifecycle", "observing.names", "observing.process"),
-    ("ports", "rendezvous", "mpi", "metrics", "ps.kernels", "observing", "observing.worker"),
-    (
-        "role_maker",
-        "strategy",
-        "ps.consistency",
-        "ps.layout",
-        "ps.choice",
-        "collective.options",
-        "launch.job",
-        "launch.parser",
-    ),
-    ("collective.pace", "collective.silence"),
-    (
-        *("checkpoint", "data", "nn", "optimizer", "exit_guard", "ps.wire"),
-        *("launch.folder", "launch.guard", "launch.watch", "launch.view"),
-    ),
-    (
-        "values",
-        "optim",
-        "serving",
-        "ps.table",
-        "ps.describe",
-        "ps.resuming",
-        "launch.network",
-        "launch.local",
-        "observing.prometheus",
-    ),
-    ("observing.observer",),
+    ("errors",),
+    ("base",),
+    ("numeric", "plan", "bootstrap", "telemetry"),
+    ("kernels", "strategy", "role_maker", "checkpoint", "optimizer", "metrics", "data", "ps.wire", "ps.consistency"),
+    ("nn", "optim", "ps.table"),
+    ("serving",),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
-    ("ps.backend", "collective.backend"),
-    ("launch.server", "launch.checkpoints", "launch.sources", "launch.environment"),
-    ("launch.top", "launch.doctor", "launch.report", "launch.checkpoint_options"),
-    ("launch.cli", "api"),
-    ("transpile", "periodic"),
-    ("launch.__main__", "__main__", "__init__"),
-    ("facade",),
-    ("transpiler.__init__", "collective.__init__"),  # import points that get the whole package when they are asked
+    ("ps",),
+    ("launch", "api"),
+    ("transpiler", "checkpoints"),
+    ("__init__", "__main__"),
 ]
+
+#: What lies directly in the package: modules that users import, or whose one class they call by its name.
+FOR_USERS = {"api", "checkpoints", "errors", "metrics", "optim", "optimizer", "serving"}
+
+#: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
+MIRRORED = {
+    *("barrier", "context", "handshake", "object_states", "replacement", "runtime"),
+    *("backend", "lease", "model_export", "reductions", "resumption"),
+}
 
 #: Decisions: nothing but the standard library, and of that nothing that has effects or differs from run to run.
 PURE = (
-    *("errors", "spelling", "cluster", "strategy", "role_maker", "transpiler"),
-    *("ps.consistency", "ps.layout", "ps.choice", "launch.job"),
-    *("collective.options", "collective.pace", "collective.silence"),
-    "observing.names",
+    *("errors", "base.spelling", "base.cluster", "plan", "strategy", "role_maker"),
+    *("ps.consistency", "numeric.reduction", "checkpoint.resume_choice"),
+    *("launch.process_plan", "collective.liveness", "telemetry.figures"),
 )
 #: Effects, and still nothing to install: ``import fleet`` and the launcher must be light.
 STANDARD_LIBRARY = (
-    *(
-        "clock",
-        "environ",
-        "api",
-        "transpile",
-        "periodic",
-        "facade",
-        "__init__",
-        "transpiler.__init__",
-        "collective.__init__",
-    ),
-    *(
-        "locks",
-        "metrics",
-        "launch.folder",
-        "launch.guard",
-        "launch.watch",
-        "launch.view",
-        "launch.local",
-        "launch.parser",
-        "launch.cli",
-        "launch.environment",
-        "launch.checkpoint_options",
-    ),
-    *("observing", "observing.process", "observing.observer", "observing.prometheus"),
+    *("base", "metrics", "api", "checkpoints", "transpiler", "collective.__init__", "__init__"),
+    *("telemetry", "launch"),
 )
+#: But for these, which are imported late, by whoever needs what they need.
+HEAVY = ("base.checksum", "base.lifecycle", "launch.checkpoint_command", "telemetry.worker_figures")
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
     *("time", "datetime", "random", "secrets", "uuid", "socket", "select", "selectors"),
@@ -107,35 +66,35 @@ EFFECTS = {
 
 #: Who may import a module or use a name, and for what. The lists are exact: a line nobody needs any more fails as well.
 ONLY: dict[str, dict[str, str]] = {
-    "os.environ os.environb os.getenv os.putenv os.unsetenv": {"environ.py": "monopoly"},
+    "os.environ os.environb os.getenv os.putenv os.unsetenv": {"base/settings.py": "monopoly"},
     "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter", "ps/wire/health.py": "adapter"},
     "ssl": {"ps/wire/tls.py": "monopoly"},
     "google": {"ps/wire/frame.py": "headers"},
-    "mpi4py": {"mpi.py": "adapter"},
-    "numba llvmlite": {"ps/kernels/jit.py": "compiler"},
+    "mpi4py": {"bootstrap/mpi_world.py": "adapter"},
+    "numba llvmlite": {"numeric/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
-        "callers.py": "turns",
+        "base/turns.py": "turns",
         "checkpoint/manifest.py": "reader",
         "checkpoint/pieces.py": "writers",
-        "collective/clerk.py": "clerk",
-        "exit_guard.py": "lock",
-        "launch/local.py": "waiters",
-        "observing/observer.py": "observer",
-        "mpi.py": "start",
+        "collective/store_monitor.py": "clerk",
+        "base/exit_guard.py": "lock",
+        "launch/supervisor.py": "waiters",
+        "telemetry/observer.py": "observer",
+        "bootstrap/mpi_world.py": "start",
         "nn/handle.py": "gradients of several threads",
-        "periodic.py": "writer",
+        "checkpoints.py": "writer",
         "ps/backend.py": "embedding",
-        "ps/kernels/jit.py": "compiler",
-        "ps/server/ending.py": "event",
-        "ps/server/filling.py": "reader",
+        "numeric/jit.py": "compiler",
+        "ps/server/job_end.py": "event",
+        "ps/server/initialization.py": "reader",
         "ps/server/journal.py": "lock",
-        "ps/server/lock.py": "lock",
-        "ps/server/roll.py": "lock",
-        "ps/server/room.py": "memory",
+        "ps/server/deferring_lock.py": "lock",
+        "ps/server/members.py": "lock",
+        "ps/server/row_memory.py": "memory",
         "ps/server/runtime.py": "lifetime",
-        "ps/server/shares.py": "writer",
+        "ps/server/checkpoint_share.py": "writer",
         "ps/server/snapshots.py": "writer",
-        "ps/wire/crew.py": "threads",
+        "ps/wire/leader_pool.py": "threads",
         "ps/wire/direct_client.py": "lock",
         "ps/wire/direct_connections.py": "lock",
         "ps/wire/direct_server.py": "porter",
@@ -143,58 +102,58 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/grpc_server.py": "pool",
         "ps/wire/health.py": "pool",
         "ps/wire/loopback.py": "replies",
-        "ps/worker/client.py": "heartbeat",
+        "ps/worker/connection.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
-        "ps/worker/early.py": "sender",
+        "ps/worker/overlap.py": "sender",
     },
     "time datetime": {
-        "clock.py": "clock",
-        "collective/group.py": "torch's timeouts",
-        "launch/checkpoints.py": "dates",
+        "base/clock.py": "clock",
+        "collective/process_group.py": "torch's timeouts",
+        "launch/checkpoint_command.py": "dates",
         "launch/guard.py": "standalone",
-        "launch/local.py": "events",
-        "observing/process.py": "processor time",
-        "observing/report.py": "a date",
+        "launch/supervisor.py": "events",
+        "telemetry/process.py": "processor time",
+        "telemetry/html_report.py": "a date",
     },
     "secrets uuid": {
-        "checkpoint/exporting.py": "names",
+        "checkpoint/plain_files.py": "names",
         "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",
         "ps/wire/direct_server.py": "keys",
         "ps/worker/runtime.py": "incarnation",
-        "rendezvous.py": "token",
+        "bootstrap/rendezvous.py": "token",
     },
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
-    "subprocess": {"launch/local.py": "children", "launch/environment.py": "what may crash"},
+    "subprocess": {"launch/supervisor.py": "children", "launch/env_report.py": "what may crash"},
     "socket": {
-        "collective/group.py": "store",
-        "launch/network.py": "ports",
-        "launch/environment.py": "hostname",
-        "ports.py": "ports",
+        "collective/process_group.py": "store",
+        "launch/host_network.py": "ports",
+        "launch/env_report.py": "hostname",
+        "base/ports.py": "ports",
         "ps/wire/direct_client.py": "connections",
         "ps/wire/direct_connections.py": "connections",
         "ps/wire/direct_server.py": "doors",
-        "ps/wire/exposure.py": "addresses",
+        "base/exposure.py": "addresses",
         "ps/wire/stream.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
-        "ps/worker/joining.py": "hostname",
-        "rendezvous.py": "addresses",
+        "ps/worker/handshake.py": "hostname",
+        "bootstrap/rendezvous.py": "addresses",
     },
     "print": {
-        "launch/checkpoints.py": "console",
+        "launch/checkpoint_command.py": "console",
         "launch/checkpoint_options.py": "console",
         "launch/cli.py": "console",
         "launch/doctor.py": "console",
-        "launch/environment.py": "console",
-        "launch/report.py": "console",
+        "launch/env_report.py": "console",
+        "launch/report_command.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
     },
-    "rich": {"launch/top.py": "live table", "launch/view.py": "live view", "observing/table.py": "table"},
-    "prometheus_client": {"observing/prometheus.py": "page"},
-    "tensorboard torch.utils.tensorboard": {"observing/tensorboard.py": "scalars"},
+    "rich": {"launch/top.py": "live table", "launch/live_view.py": "live view", "telemetry/live_table.py": "table"},
+    "prometheus_client": {"telemetry/prometheus.py": "page"},
+    "tensorboard torch.utils.tensorboard": {"telemetry/tensorboard.py": "scalars"},
     "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
@@ -203,7 +162,7 @@ ONLY: dict[str, dict[str, str]] = {
     "fleet.ps.wire.direct": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_server": {"ps/backend.py": "choice"},
     "fleet.ps.wire.grpc_client": {"ps/wire/grpc_server.py": "connect"},
-    "fleet.ps.table.memory": {
+    "fleet.ps.table.memory_store": {
         "ps/table/table.py": "default",
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
@@ -267,8 +226,13 @@ def unit(module: str) -> str:
     return max(fitting, key=len, default="")
 
 
-def is_in(module: str, units: tuple[str, ...]) -> bool:
-    return unit(module) in units
+def is_in(module: str, names: tuple[str, ...]) -> bool:
+    inner = f"{module.removeprefix('fleet.')}."
+    return any(inner.startswith(f"{name}.") for name in names)
+
+
+def is_light(module: str) -> bool:
+    return is_in(module, PURE + STANDARD_LIBRARY) and not is_in(module, HEAVY)
 
 
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
@@ -279,6 +243,16 @@ def test_every_module_has_a_layer() -> None:
     homeless = [module for module in WITH_CODE if not unit(module)]
     assert homeless == [], "add their folder to LAYERS"
     assert sorted(set(LEVEL) - {unit(module) for module in WITH_CODE}) == [], "in LAYERS and not in the package"
+
+
+def test_what_lies_at_the_top_is_for_users() -> None:
+    assert len(LAYERS) <= 11
+    assert {name for name in (path.stem for path in (ROOT / "fleet").glob("*.py")) if name[0] != "_"} == FOR_USERS
+
+
+def test_a_file_s_name_is_its_own() -> None:
+    stems = Counter(path.stem for path in FILES.values() if path.stem[0] != "_")
+    assert {stem for stem, times in stems.items() if times > 1} == MIRRORED
 
 
 @pytest.mark.parametrize("module", WITH_CODE)
@@ -295,11 +269,12 @@ def test_there_are_no_cycles() -> None:
         pytest.fail("import cycle: " + " -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("module", [m for m in WITH_CODE if is_in(m, PURE + STANDARD_LIBRARY)])
+@pytest.mark.parametrize("module", [m for m in WITH_CODE if is_light(m)])
 def test_light_modules_import_the_standard_library_only(module: str) -> None:
-    allowed = sys.stdlib_module_names - (EFFECTS if is_in(module, PURE) else set()) | {"fleet"}
+    pure = is_in(module, PURE)
+    allowed = sys.stdlib_module_names - (EFFECTS if pure else set()) | {"fleet"}
     # api imports torch inside one function, when a backend is there already.
-    at_import = is_in(module, STANDARD_LIBRARY)
+    at_import = not pure
     found = {name.partition(".")[0] for n in nodes(module, at_import_only=at_import) for name in imported(n)}
     assert sorted(found - allowed) == []
 

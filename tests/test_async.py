@@ -14,16 +14,16 @@ from harness import PATIENT, Job, run_job
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.cluster import Endpoint
-from fleet.environ import CommunicatorKnobs
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import CommunicatorKnobs
 from fleet.errors import FleetError, ProtocolError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
 from fleet.ps.worker import communicator
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.merging import Clocks, GradientMerge, Gradients
-from fleet.strategy import Strategy
+from fleet.ps.worker.gradient_merge import Clocks, GradientMerge, Gradients
+from fleet.strategy.parameter_server import Strategy
 
 
 class Held:

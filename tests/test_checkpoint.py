@@ -22,21 +22,21 @@ from harness import PATIENT, Job, assert_close, run_job, until, values
 
 import fleet.nn
 from fleet import Fleet
+from fleet.base.cluster import Endpoint
 from fleet.checkpoint import places, writer
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Directory
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.cluster import Endpoint
 from fleet.errors import CheckpointError, FleetError, JobAbortedError
-from fleet.ps.kernels.rows import owner
-from fleet.ps.server.loading import restore_from
+from fleet.numeric.ids import owner
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import JobSpec
+from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import saving
-from fleet.ps.worker.client import ServerClient
+from fleet.ps.worker import checkpoint_save as saving
+from fleet.ps.worker.connection import ServerClient
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import JobSpec
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -25,7 +25,7 @@ from fleet.checkpoint.inspection import Rows
 from fleet.checkpoint.manifest import DENSE, Checkpoint
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.launch import cli
-from fleet.transpiler.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
+from fleet.plan.specs import GroupSpec, Initializer, JobSpec, ParamSpec, PlanSettings, TableSpec
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -31,18 +31,19 @@ from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Directory, place_at
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError
-from fleet.ps.server import filling, replacing
+from fleet.plan.specs import JobSpec, PlanSettings
+from fleet.ps.server import initialization as filling
+from fleet.ps.server import replacement as replacing
 from fleet.ps.server.claims import Claims
-from fleet.ps.server.waiting import Waiting
+from fleet.ps.server.pending import Waiting
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import loading
-from fleet.ps.worker.client import ServerClient
+from fleet.ps.worker import replacement as loading
+from fleet.ps.worker.connection import ServerClient
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.transpiler.specs import JobSpec, PlanSettings
 
 ROOT = Path(__file__).parent.parent
 NOTHING = JobSpec((), (), (), PlanSettings(server_num=1, worker_num=1))

@@ -14,14 +14,14 @@ from harness import run_job
 
 import fleet.nn
 from fleet import Fleet
+from fleet.base.clock import SystemClock
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.pieces import PieceFile
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.clock import SystemClock
-from fleet.ps.server.loading import restore_from
-from fleet.ps.server.shares import write_share
+from fleet.plan.plan import make_plan
+from fleet.ps.server.checkpoint_reader import restore_from
+from fleet.ps.server.checkpoint_share import write_share
 from fleet.ps.table.shard import Piece, Shard
-from fleet.transpiler.plan import make_plan
 
 DIM, ROWS = 64, 800_000
 ALLOWED = 64 << 20

@@ -22,8 +22,8 @@ from fleet import Checkpoints, Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Claimed, Directory, place_at, proven
 from fleet.errors import ArgumentTypeError, CheckpointError
-from fleet.ps.server import shares
-from fleet.ps.worker import saving
+from fleet.ps.server import checkpoint_share as shares
+from fleet.ps.worker import checkpoint_save as saving
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 ROOT = Path(__file__).parent.parent

@@ -17,9 +17,10 @@ from test_deltas import STRATEGIES, join, same, train
 
 import fleet
 from fleet import Checkpoints, Fleet
+from fleet.base.settings import Knobs
 from fleet.checkpoint import writer
 from fleet.checkpoint.manifest import Checkpoint
-from fleet.environ import Knobs
+from fleet.checkpoints import Schedule
 from fleet.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -31,11 +32,11 @@ from fleet.errors import (
     NotInitializedError,
     StateError,
 )
-from fleet.periodic import Schedule
 from fleet.ps.backend import real_network
-from fleet.ps.server import shares
-from fleet.ps.table import shard, standing
-from fleet.ps.worker import saving
+from fleet.ps.server import checkpoint_share as shares
+from fleet.ps.table import frozen_view as standing
+from fleet.ps.table import shard
+from fleet.ps.worker import checkpoint_save as saving
 
 
 class FakeClock:

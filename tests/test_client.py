@@ -17,9 +17,9 @@ from faults import Action, Fault, FaultyNetwork
 from harness import until
 from patience import PATIENCE_S
 
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.errors import (
     DeadlineError,
     FleetError,
@@ -29,14 +29,14 @@ from fleet.errors import (
     ProtocolError,
     ServerLostError,
 )
-from fleet.ps.server.roll import QUIET_BEATS
+from fleet.ps.server.members import QUIET_BEATS
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import BrokenCall, Call, Listener, Network, Respond, TransportError
-from fleet.ps.worker.client import Pending, ServerClient
+from fleet.ps.wire.wire_errors import error_reply
+from fleet.ps.worker.connection import Pending, ServerClient
 
 KNOBS = Knobs(beat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
 #: For tests in which nobody falls silent, though the machine may be slow.

@@ -1,6 +1,6 @@
 import pytest
 
-from fleet.cluster import Assignment, Endpoint, Role, parse_address
+from fleet.base.cluster import Assignment, Endpoint, Role, parse_address
 from fleet.errors import ConfigurationError
 
 

@@ -12,11 +12,11 @@ import torch
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.collective.dgc import Residual, clip_factor, kept, sparsity_at
 from fleet.collective.exchange import neighbours
-from fleet.collective.options import _EXCLUSIONS, as_collective
-from fleet.collective.pace import Pace
-from fleet.collective.silence import Silence, stopped
+from fleet.collective.liveness import Silence, stopped
 from fleet.errors import ConfigurationError
-from fleet.strategy import StrategyFactory, as_strategy
+from fleet.strategy.collective import _EXCLUSIONS, as_collective
+from fleet.strategy.pace import Pace
+from fleet.strategy.parameter_server import StrategyFactory, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig
 
 #: For every option a value that is not its default.

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.consistency import MODES
-from fleet.strategy import Strategy, StrategyFactory, as_strategy
+from fleet.strategy.parameter_server import Strategy, StrategyFactory, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import JobSpec, PlanSettings
 
 
 def config(**settings: Any) -> DistributeTranspilerConfig:

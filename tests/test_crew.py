@@ -12,8 +12,8 @@ import pytest
 from harness import until
 from patience import PATIENCE_S
 
-from fleet.ps.wire import crew as module
-from fleet.ps.wire.crew import SPARE, Crew, Work
+from fleet.ps.wire import leader_pool as module
+from fleet.ps.wire.leader_pool import SPARE, Crew, Work
 
 
 class Job:

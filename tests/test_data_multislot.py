@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fleet.data import Csv, Floats, Ids, Ignored, MultiSlot, Ragged, text, write_multislot
 from fleet.data.columns import Column
-from fleet.data.parsing import nearest_float32
+from fleet.data.line_parser import nearest_float32
 from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 
 SLOTS: dict[str, Column] = {"label": Ids(1), "dense": Floats(2), "user": Ids(), "item": Ids(2), "note": Ignored()}

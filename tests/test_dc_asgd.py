@@ -12,11 +12,11 @@ from harness import assert_close, run_job, values
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.ps.layout import DenseLayout, Slot
+from fleet.plan.layout import DenseLayout, Slot
+from fleet.plan.plan import Block
 from fleet.ps.table.compensation import EPSILON, KEPT, Compensation
-from fleet.strategy import Strategy, as_strategy
+from fleet.strategy.parameter_server import Strategy, as_strategy
 from fleet.transpiler import DistributeTranspilerConfig
-from fleet.transpiler.plan import Block
 
 STEPS, ROWS, DIM = 6, 12, 3
 

@@ -23,11 +23,11 @@ from fleet.checkpoint.manifest import Checkpoint, Manifest
 from fleet.checkpoint.places import Directory
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, ConfigurationError
-from fleet.ps.server.loading import restore_from
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import JobSpec, PlanSettings
+from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.table.shard import FIRST, Piece, Shard
-from fleet.ps.worker.exporting import exported
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import JobSpec, PlanSettings
+from fleet.ps.worker.state_reader import exported
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

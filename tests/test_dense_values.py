@@ -8,10 +8,10 @@ from test_runs import plan_of
 from torch.autograd.graph import increment_version
 
 from fleet.errors import ProtocolError
-from fleet.ps.kernels import scatter
-from fleet.ps.layout import DenseLayout, dense_layout
-from fleet.ps.worker import dense
-from fleet.ps.worker.dense import COPIED, Flat, ParameterWriter, end_to_end, pack
+from fleet.numeric import scatter
+from fleet.plan.layout import DenseLayout, dense_layout
+from fleet.ps.worker import dense_buffers as dense
+from fleet.ps.worker.dense_buffers import COPIED, Flat, ParameterWriter, end_to_end, pack
 
 #: Small ones, cut between servers and whole; one without elements before a large one; one without dimensions.
 SHAPES = [(3,), (5, 7), (), (0,), (100, 100), (64,), (0, 2), (17, 1)]

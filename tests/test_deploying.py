@@ -17,7 +17,7 @@ from network_namespaces import Machine, Machines, missing
 from patience import PROCESSES_S
 from test_processes import CLEAN, ROOT, TRAIN, ended
 
-from fleet.cluster import Assignment
+from fleet.base.cluster import Assignment
 from fleet.role_maker.resolve import resolve
 
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "deploying").glob("*.md"))}

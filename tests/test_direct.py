@@ -20,23 +20,23 @@ import torch
 from harness import until
 from patience import PATIENCE_S
 
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.errors import ConfigurationError, PortInUseError
+from fleet.numeric.tensors import WireTensor
 from fleet.ps.backend import real_network
 from fleet.ps.wire import direct_client, direct_connections
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.crew import SPARE
 from fleet.ps.wire.direct import DirectNetwork
 from fleet.ps.wire.direct_client import PATIENCE, WELCOME, DirectChannel
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.leader_pool import SPARE
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.stream import Outgoing, receive
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
+from fleet.ps.wire.wire_errors import raise_if_error
 
 LARGE = torch.arange(4 << 20)
 ENDPOINT = Endpoint("127.0.0.1", 0)

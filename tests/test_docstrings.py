@@ -24,7 +24,7 @@ import fleet.errors
 from fleet.launch import cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 

@@ -22,20 +22,20 @@ from patience import PATIENCE_S
 
 import fleet.nn
 from fleet import Fleet
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.checkpoint.manifest import Saved
 from fleet.checkpoint.places import Directory
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError
-from fleet.ps.server import loading
-from fleet.ps.server.durable import Durable, Kind
+from fleet.ps.server import checkpoint_reader as loading
+from fleet.ps.server.checkpoint_share import write_pieces
+from fleet.ps.server.durable_state import Memory
 from fleet.ps.server.journal import Journal
-from fleet.ps.server.remembering import Memory
 from fleet.ps.server.service import Service
-from fleet.ps.server.shares import write_pieces
+from fleet.ps.server.state_directory import Durable, Kind
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import client
+from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig, HashName
 
@@ -1250,7 +1250,7 @@ def test_state_of_another_placement_is_refused(
             return False
         return True
 
-    monkeypatch.setattr("fleet.ps.server.durable.JOURNAL_BYTES", journal_bytes)
+    monkeypatch.setattr("fleet.ps.server.state_directory.JOURNAL_BYTES", journal_bytes)
     with monkeypatch.context() as before:
         before.setattr(HashName, "dispatch", lambda self, blocks: [len(block) % 2 for block in blocks])
         run_job(body, 1, 2, environ={**PATIENT, "FLEET_DURABLE_DIR": str(root)})

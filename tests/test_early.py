@@ -20,16 +20,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from fleet import Fleet, StrategyFactory
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
 from fleet.errors import ProtocolError
+from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
-from fleet.ps.worker import client, early
-from fleet.strategy import Strategy
+from fleet.ps.worker import connection as client
+from fleet.ps.worker import overlap as early
+from fleet.strategy.parameter_server import Strategy
 
 STEPS = 5
 

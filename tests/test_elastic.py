@@ -21,9 +21,9 @@ from test_relaxed import comes_to
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import DeadlineError, IdentityError, PlanMismatchError, StillBusyError
-from fleet.ps.worker import client
+from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 ELASTIC = {
     "async": StrategyFactory.create_async_strategy(independent_recv_thread=False, elastic=True),
@@ -185,7 +185,7 @@ def test_who_has_left_may_join_again_where_the_job_has_an_id() -> None:
 
 
 def test_one_that_comes_when_all_have_left_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.ps.server.ending.Ending._all_told", lambda _: leaves.is_set())
+    monkeypatch.setattr("fleet.ps.server.job_end.Ending._all_told", lambda _: leaves.is_set())
     leaves = threading.Event()
     servers = Servers(1, 1, environ=NAMED)
     servers.part(0, 1).join().leave()
@@ -238,7 +238,7 @@ def test_one_that_cannot_start_leaves_again(monkeypatch: pytest.MonkeyPatch) -> 
         raise DeadlineError("a server did not come up")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fleet.ps.worker.fetching.Fetching.ask", fails)
+        patch.setattr("fleet.ps.worker.fetch.Fetching.ask", fails)
         with pytest.raises(DeadlineError, match="did not come up"):
             one.join()
     zero.train(2)

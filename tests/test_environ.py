@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-import fleet.role_maker.environment
+import fleet.role_maker.variables_of_launchers
 from fleet import Fleet
-from fleet.environ import ROLE_VARIABLES, Knobs, remarks
+from fleet.base.settings import ROLE_VARIABLES, Knobs, remarks
 from fleet.errors import ConfigurationError
 
 
@@ -124,7 +124,7 @@ def test_names_that_are_no_misspelling(environ: dict[str, str]) -> None:
 
 
 def test_every_variable_of_a_role_maker_is_known() -> None:
-    source = Path(fleet.role_maker.environment.__file__).read_text()
+    source = Path(fleet.role_maker.variables_of_launchers.__file__).read_text()
     assert set(re.findall(r"\bPADDLE_[A-Z_]*[A-Z]\b", source)) == ROLE_VARIABLES
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch import cli, environment
+from fleet.launch import cli
+from fleet.launch import env_report as environment
 
 SECRET = "correct-horse-battery-staple"
 

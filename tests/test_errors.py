@@ -15,7 +15,7 @@ from harness import PATIENT, SOON, Job, run_job
 
 import fleet.nn
 from fleet import Fleet
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.errors import (
     DeadlineError,
     FleetError,
@@ -28,19 +28,19 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
-from fleet.observing.cause import claimed
-from fleet.ps.table.memory import MemoryStore
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import GroupSpec, JobSpec, PlanSettings
+from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Handler, Listener
+from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.strategy import StrategyFactory
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import GroupSpec, JobSpec, PlanSettings
+from fleet.strategy.parameter_server import StrategyFactory
+from fleet.telemetry.cause import claimed
 
 HASTY = {**SOON, "FLEET_STARTUP_DEADLINE": "2"}
 
@@ -309,8 +309,8 @@ def test_an_index_beyond_the_workers_and_another_number_of_workers() -> None:
 
 def test_a_stranger_that_comes_first_leaves_no_trace() -> None:
     """With no script of its own a server learns of the job from the first hello, which had better be one."""
-    from fleet.clock import SystemClock
-    from fleet.environ import Knobs
+    from fleet.base.clock import SystemClock
+    from fleet.base.settings import Knobs
     from fleet.ps.server.runtime import ServerRuntime
 
     network, endpoint = LoopbackNetwork(), Endpoint.parse("bare:1")

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import IdOutOfRangeError, UnsupportedError
-from fleet.ps.worker import foresight
-from fleet.ps.worker.foresight import HOPE, PATIENCE, View, _tensors, _view
+from fleet.ps.worker import lookup_prediction as foresight
+from fleet.ps.worker.lookup_prediction import HOPE, PATIENCE, View, _tensors, _view
 from fleet.ps.worker.runtime import WorkerRuntime
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 Inputs = dict[str, Any]
 

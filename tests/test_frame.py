@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import FleetError, ProtocolError
+from fleet.numeric.tensors import ALIGNMENT, EndToEnd, WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire import frame as frame_module
 from fleet.ps.wire.frame import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PIECE_BYTES, Frame, read_frame
-from fleet.ps.wire.tensors import ALIGNMENT, EndToEnd, WireTensor
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "uint8"]
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (2, 3), (5, 1, 2, 2), (1,) * 16]

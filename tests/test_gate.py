@@ -16,8 +16,8 @@ import pytest
 
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
-from fleet.ps.consistency.arrival import ArrivalGate
-from fleet.ps.consistency.base import Answer, Apply, Effect, Gate, Mode
+from fleet.ps.consistency.arrival_gate import ArrivalGate
+from fleet.ps.consistency.gate import Answer, Apply, Effect, Gate, Mode
 from fleet.ps.consistency.sync import SyncGate
 
 STEPS = 3

@@ -20,10 +20,9 @@ from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job
 
 from fleet import Fleet, StrategyFactory
-from fleet import values as values_module
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -35,8 +34,8 @@ from fleet.errors import (
     ProtocolError,
     StateError,
 )
-from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gathering import (
+from fleet.numeric import values as values_module
+from fleet.numeric.reduction import (
     BARRIER,
     CARRIED,
     OPS,
@@ -49,16 +48,17 @@ from fleet.ps.consistency.gathering import (
     Tell,
     result_dtype,
 )
-from fleet.ps.describe import describe
-from fleet.ps.server import gathering as server_side
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.consistency import MODES
+from fleet.ps.server import reductions as server_side
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import error_reply
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.wire_errors import error_reply
+from fleet.ps.worker.describe import describe
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 MEET = Asked(BARRIER)
 SUM = Asked("sum", "float32", (2,))
@@ -918,7 +918,7 @@ class Line:
             self.replies.append((worker, error_reply(error)))
 
     def hello(self, worker: int) -> None:
-        from fleet.transpiler.plan import make_plan
+        from fleet.plan.plan import make_plan
 
         spec, options = self.description.spec, self.description.options()
         fingerprint = make_plan(spec).fingerprint

@@ -17,7 +17,7 @@ from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.errors import ArgumentTypeError, ConfigurationError, DeadlineError, FleetError, StateError
 from fleet.ps.table.changes import Changes
 from fleet.ps.wire.frame import Frame

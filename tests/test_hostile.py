@@ -30,15 +30,18 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 
 from fleet import Fleet
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs, SecurityKnobs
 from fleet.checkpoint.manifest import Checkpoint, Manifest
-from fleet.clock import SystemClock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs, SecurityKnobs
 from fleet.errors import CheckpointError, ConfigurationError, FleetError, IdentityError, ProtocolError
-from fleet.ps import memory
+from fleet.numeric import buffers as memory
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import JobSpec
 from fleet.ps.backend import real_network
-from fleet.ps.server import floor
-from fleet.ps.server.reception import check_share
+from fleet.ps.server import context as floor
+from fleet.ps.server.admission import check_share
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import direct_connections, grpc_server
@@ -46,17 +49,14 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_connections import Connection
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.errors import error_reply, raise_if_error
 from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.stream import receive
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import TransportError
+from fleet.ps.wire.wire_errors import error_reply, raise_if_error
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import JobSpec
 
 MEBI = 1 << 20
 SPEC = fuzz.SPECS["sync"]

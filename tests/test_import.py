@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import fleet
+from fleet.base.pointers import NAMES, OF_A_PROGRAM, OF_A_TRAINER
 from fleet.errors import ArgumentTypeError, NotInitializedError, UnknownNameError
-from fleet.instead import NAMES, OF_A_PROGRAM, OF_A_TRAINER
 
 NEEDS_NO_INIT = {"Checkpoints", "Fleet", "Program", "StrategyFactory", "data", "init", "metrics", "nn", "optim"}
 CALLS = sorted(set(fleet.__all__) - NEEDS_NO_INIT)

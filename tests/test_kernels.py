@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from patience import PATIENCE_S
 from test_import import fresh_python
 
-from fleet.ps.kernels import HINTS, REFUSED, RULES, jit, rows
-from fleet.ps.kernels.jit import Compiled, compiled
+from fleet.kernels import HINTS, REFUSED, RULES
+from fleet.numeric import ids as rows
+from fleet.numeric import jit
+from fleet.numeric.jit import Compiled, compiled
 
 INT64 = np.iinfo(np.int64)
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
@@ -512,7 +514,7 @@ def test_the_name_of_a_table_hashes_to_the_same_bits_for_ever() -> None:
 
 def test_initial_values_are_the_same_in_another_process() -> None:
     program = (
-        "import numpy as np; from fleet.ps.kernels import rows; out = np.empty((2, 5), 'float32');"
+        "import numpy as np; from fleet.kernels import rows; out = np.empty((2, 5), 'float32');"
         "rows.initial_rows(rows.NORMAL, 0.0, 1.0, np.uint64(7), rows.table_key('user'), np.array([5, -5]), out);"
         "print(out.tobytes().hex())"
     )
@@ -563,8 +565,8 @@ def test_a_uniform_value_never_reaches_the_upper_end() -> None:
 
 def test_numba_is_imported_by_the_first_call_only() -> None:
     program = (
-        "import sys, fleet.ps.kernels, fleet.ps.table.table; assert 'numba' not in sys.modules;"
-        "from fleet.ps.kernels import rows; rows.unique([1]); assert 'numba' in sys.modules"
+        "import sys, fleet.kernels, fleet.ps.table.table; assert 'numba' not in sys.modules;"
+        "from fleet.kernels import rows; rows.unique([1]); assert 'numba' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -594,7 +596,7 @@ def test_first_calls_from_many_threads_compile_once() -> None:
 INTERRUPTED = """
 import json, signal, sys, threading
 import numpy as np
-from fleet.ps.kernels.rows import unique
+from fleet.numeric.ids import unique
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):

@@ -17,10 +17,11 @@ import pytest
 from harness import until
 from patience import PROCESSES_S
 
-from fleet.cluster import Endpoint, Role
+from fleet.base.cluster import Endpoint, Role
 from fleet.errors import ConfigurationError, PortInUseError
-from fleet.launch import cli, network
-from fleet.launch.job import (
+from fleet.launch import cli
+from fleet.launch import host_network as network
+from fleet.launch.process_plan import (
     LaunchPlan,
     ProcessSpec,
     check_reachable,
@@ -30,10 +31,10 @@ from fleet.launch.job import (
     plan_launch,
     shared_job_id,
 )
-from fleet.launch.local import Lines
+from fleet.launch.supervisor import Lines
 from fleet.launch.watch import Say, Send, Watch, good_end
-from fleet.observing.cause import Cause, claim, claimed, forget
 from fleet.role_maker import EnvRoleMaker
+from fleet.telemetry.cause import Cause, claim, claimed, forget
 
 #: What every script starts with: who it is, and its process id in a file of that name.
 PREAMBLE = """
@@ -330,7 +331,7 @@ def test_a_server_that_ends_early_is_no_failure_by_itself(launch: Launch) -> Non
 
 #: Worker 1 fails as a worker does: it puts that down, then the others learn of it and end before it.
 MESSENGERS_FIRST = """
-from fleet.observing.cause import claim
+from fleet.telemetry.cause import claim
 def follow(): raise RuntimeError("worker 1 failed")
 if me == "worker.1":
     claim(env["FLEET_RECORD_DIR"], env["FLEET_JOB_ID"], "worker 1", "Traceback\\n\\nValueError: boom")
@@ -368,7 +369,7 @@ def test_who_caused_the_end_is_named_and_shown_last(
 
 def test_whom_the_launcher_ends_is_not_the_cause(launch: Launch, tmp_path: Path) -> None:
     script = """
-from fleet.observing.cause import claim
+from fleet.telemetry.cause import claim
 def on_sigterm(*_):
     claim(env["FLEET_RECORD_DIR"], env["FLEET_JOB_ID"], me.replace(".", " "), "it was ended by SIGTERM")
     sys.exit(1)
@@ -387,7 +388,7 @@ time.sleep(60)
 @pytest.mark.parametrize(("is_last", "code"), [(False, 1), (True, 0)])
 def test_a_worker_that_ends_well_in_the_midst_of_its_job(launch: Launch, is_last: bool, code: int) -> None:
     script = f"""
-from fleet.observing.record import Record
+from fleet.telemetry.record import Record
 if me == "worker.1":
     Record(env["FLEET_RECORD_DIR"], "worker 1").write(time.time(), "worker", {{"steps": 3}}, {is_last})
     os._exit(0)

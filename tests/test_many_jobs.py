@@ -14,12 +14,12 @@ from test_hostile import member_and_other
 from test_processes import Processes, ended, processes  # noqa: F401 - a fixture
 
 from fleet import Fleet
-from fleet.clock import SystemClock
+from fleet.base.clock import SystemClock
 from fleet.errors import IdentityError, JobAbortedError, StillBusyError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 JOBS = 60
 MANY_JOBS = str(Path(__file__).parent / "scripts" / "many_jobs.py")

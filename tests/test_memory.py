@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleet.ps import memory
+from fleet.numeric import buffers as memory
 
 BIG = memory.SMALLEST + 4096
 

@@ -14,13 +14,13 @@ from test_parity_dense import OPTIMIZERS, loss_of, make_model, reference
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.errors import UnsupportedError
-from fleet.ps.table.merge import merge
+from fleet.numeric.merge import merge
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 from fleet.transpiler import DistributeTranspilerConfig
 
 STEPS = 6

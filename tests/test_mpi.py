@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from fleet import Fleet
-from fleet.clock import SystemClock
-from fleet.cluster import Assignment, Endpoint, Role
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Assignment, Endpoint, Role
+from fleet.base.ports import is_taken
+from fleet.bootstrap.mpi_world import launcher_of, place_in
+from fleet.bootstrap.rendezvous import Offer, own_addresses, visit
 from fleet.errors import ConfigurationError
-from fleet.mpi import launcher_of, place_in
-from fleet.ports import is_taken
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.rendezvous import Offer, own_addresses, visit
 from fleet.role_maker import MPISymetricRoleMaker, MPISymmetricRoleMaker, RoleMakerBase
 
 CLOCK = SystemClock()
@@ -186,7 +186,7 @@ def test_a_machine_without_ipv6_visits_the_others(monkeypatch: pytest.MonkeyPatc
             raise OSError(97, "Address family not supported by protocol")
         return real(family, *rest)
 
-    monkeypatch.setattr("fleet.rendezvous.socket.socket", without_ipv6)
+    monkeypatch.setattr("fleet.bootstrap.rendezvous.socket.socket", without_ipv6)
     visit([(Endpoint("[2001:db8::1]", 9), b"token"), (offer.endpoints[0], offer.token)], 0, CLOCK)
     monkeypatch.undo()
     assert offer.settle({0}, CLOCK)[0] is not None

@@ -17,21 +17,21 @@ from test_hostile import MEBI, taking_at_most
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.clock import SystemClock
-from fleet.environ import Knobs, SecurityKnobs
+from fleet.base.clock import SystemClock
+from fleet.base.settings import Knobs, SecurityKnobs
 from fleet.errors import FleetError, PlanMismatchError, ProtocolError
-from fleet.ps.kernels.rows import noise
-from fleet.ps.layout import dense_layout
+from fleet.numeric.ids import noise
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.layout import dense_layout
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import WIRE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.narrow import LINE, Narrow
-from fleet.ps.wire.tensors import WireTensor
-from fleet.ps.worker.feedback import ErrorFeedback
-from fleet.strategy import Strategy
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import WIRE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
+from fleet.ps.wire.low_precision import LINE, Narrow
+from fleet.ps.wire.wire_errors import raise_if_error
+from fleet.ps.worker.error_feedback import ErrorFeedback
+from fleet.strategy.parameter_server import Strategy
 
 #: How far a line's elements may be off, in parts of its largest.
 OFF = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 253}

@@ -16,8 +16,8 @@ from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import ConfigurationError, IdOutOfRangeError, NotInitializedError, UnsupportedError
 from fleet.nn.handle import handle_of
-from fleet.ps.worker import uploading
-from fleet.ps.worker.client import ServerClient
+from fleet.ps.worker import upload as uploading
+from fleet.ps.worker.connection import ServerClient
 
 ROWS, DIM = 10, 4
 INT64 = torch.iinfo(torch.int64)

@@ -27,8 +27,8 @@ from patience import PATIENCE_S
 from small_job import STRATEGIES, join, train
 
 from fleet import Fleet
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs, ObservingKnobs, SecurityKnobs
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs, ObservingKnobs, SecurityKnobs
 from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -38,15 +38,20 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.launch import cli
+from fleet.launch.live_view import LiveView
 from fleet.launch.sources import Recorded
-from fleet.launch.view import LiveView
-from fleet.observing.cause import Cause, claim
-from fleet.observing.diagnosis import diagnose
-from fleet.observing.names import SERVER, WORKER, Figure, rate
-from fleet.observing.observer import Observer
-from fleet.observing.picture import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
-from fleet.observing.prometheus import BESIDE
-from fleet.observing.record import (
+from fleet.ps.server.status import in_brief
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.wire_errors import raise_if_error
+from fleet.telemetry.cause import Cause, claim
+from fleet.telemetry.diagnosis import diagnose
+from fleet.telemetry.figures import SERVER, WORKER, Figure, rate
+from fleet.telemetry.live_table import HEADS, cells, plain, rich_table, title, with_heads
+from fleet.telemetry.observer import Observer
+from fleet.telemetry.prometheus import BESIDE
+from fleet.telemetry.record import (
     Chronicle,
     Record,
     evenly_spread,
@@ -56,14 +61,9 @@ from fleet.observing.record import (
     training_of,
     view_of,
 )
-from fleet.observing.table import HEADS, cells, plain, rich_table, title, with_heads
-from fleet.observing.tensorboard import scalars
-from fleet.observing.worker import MOST_REPORTED
-from fleet.ps.server.telling import in_brief
-from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import raise_if_error
-from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.telemetry.tensorboard import scalars
+from fleet.telemetry.view import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
+from fleet.telemetry.worker_figures import MOST_REPORTED
 
 BEATING = {**PATIENT, "FLEET_BEAT": "0.02"}
 
@@ -319,8 +319,8 @@ def test_a_status_changes_nothing_and_needs_no_job() -> None:
 
 
 def test_a_heartbeat_that_tells_too_much_is_refused() -> None:
-    from fleet.clock import SystemClock
-    from fleet.ps.server.ledger import Ledger
+    from fleet.base.clock import SystemClock
+    from fleet.ps.server.statistics import Ledger
 
     ledger = Ledger(SystemClock())
     ledger.heard(0, {"loss": math.nan})

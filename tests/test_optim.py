@@ -23,12 +23,12 @@ from test_kernels import Trial
 import fleet
 from fleet import Fleet
 from fleet.errors import UnsupportedError
+from fleet.kernels import RULES
 from fleet.optim import DecayedAdagrad, Ftrl, Lamb, LarsMomentum
-from fleet.ps.describe import describe
-from fleet.ps.kernels import RULES
-from fleet.strategy import as_strategy
+from fleet.plan.plan import make_plan
+from fleet.ps.worker.describe import describe
+from fleet.strategy.parameter_server import as_strategy
 from fleet.transpiler import DistributeTranspilerConfig
-from fleet.transpiler.plan import make_plan
 
 Array = np.ndarray[Any, Any]
 

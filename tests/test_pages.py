@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import fleet
-from fleet import environ
+from fleet.base import settings as environ
 from fleet.launch import cli
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from harness import assert_close, run_job
 
 import fleet.nn
 from fleet import Fleet
-from fleet.ps.kernels.rows import owner
+from fleet.numeric.ids import owner
 
 ROWS, DIM, STEPS = 40, 4, 12
 

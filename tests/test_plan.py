@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import ConfigurationError, ProtocolError
-from fleet.transpiler import HashName, RoundRobin, plan, slice_variable
-from fleet.transpiler.plan import Block, Plan, make_plan
-from fleet.transpiler.specs import (
+from fleet.plan import plan
+from fleet.plan.plan import Block, Plan, make_plan
+from fleet.plan.specs import (
     DTYPES,
     INITIALIZERS,
     GroupSpec,
@@ -27,6 +27,7 @@ from fleet.transpiler.specs import (
     TableSpec,
     differences,
 )
+from fleet.transpiler import HashName, RoundRobin, slice_variable
 
 SGD = GroupSpec("SGD", 0, ("lr", "momentum"))
 
@@ -226,8 +227,8 @@ def test_the_placement_stands_for_cuts_and_servers_alone() -> None:
 
 
 SCRIPT = """
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import GroupSpec, JobSpec, ParamSpec, PlanSettings
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import GroupSpec, JobSpec, ParamSpec, PlanSettings
 params = tuple(ParamSpec(f"layer{i}.weight", (200 + i, 100), "float32", 0) for i in range(40))
 made = make_plan(JobSpec(params, (), (GroupSpec("SGD", 0, ("lr",)),), PlanSettings(7, 3, split_method="HashName")))
 print(made.fingerprint, *made.servers, hash("layer0.weight"))

@@ -18,7 +18,7 @@ from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, IdOutOfRangeError, NotInitializedError
 from fleet.ps.wire.grpc_client import GrpcCall
 from fleet.ps.wire.grpc_server import GrpcNetwork
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 Batch = torch.Tensor
 Batches = Callable[[Fleet, "Net", list[Batch]], Iterable[Batch]]

@@ -18,7 +18,7 @@ from test_modes import FREE, RELAXED, Arrivals
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import JobAbortedError
-from fleet.strategy import Strategy
+from fleet.strategy.parameter_server import Strategy
 
 STEPS, ROWS = 7, 12
 

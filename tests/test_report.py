@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from fleet.clock import wall_time
+from fleet.base.clock import wall_time
 from fleet.launch import cli
-from fleet.observing.record import Chronicle, Line, Record
-from fleet.observing.report import page
-from fleet.observing.story import MOST_MOMENTS, story_of
+from fleet.telemetry.html_report import page
+from fleet.telemetry.record import Chronicle, Line, Record
+from fleet.telemetry.story import MOST_MOMENTS, story_of
 
 #: Elements that are never closed.
 VOID = {"meta"}

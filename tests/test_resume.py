@@ -24,24 +24,12 @@ from small_job import Net, same, train
 from test_processes import CLEAN
 
 import fleet.nn
-from fleet import Checkpoints, Fleet, exit_guard
+from fleet import Checkpoints, Fleet
+from fleet.base import exit_guard
+from fleet.base.cluster import Endpoint
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
-from fleet.checkpoint.series import marks
-from fleet.checkpoint.writer import CheckpointWriter
-from fleet.cluster import Endpoint
-from fleet.errors import (
-    ArgumentTypeError,
-    CheckpointError,
-    ConfigurationError,
-    DeadlineError,
-    NotInitializedError,
-    ProtocolError,
-    ServerLostError,
-    StateError,
-)
-from fleet.ps import backend, resuming
-from fleet.ps.choice import (
+from fleet.checkpoint.resume_choice import (
     BEGINNING,
     Choice,
     Held,
@@ -54,12 +42,27 @@ from fleet.ps.choice import (
     step_of_server,
     step_of_worker,
 )
-from fleet.ps.server import loading, runtime
+from fleet.checkpoint.series import marks
+from fleet.checkpoint.writer import CheckpointWriter
+from fleet.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    NotInitializedError,
+    ProtocolError,
+    ServerLostError,
+    StateError,
+)
+from fleet.ps import backend
+from fleet.ps import resume_query as resuming
+from fleet.ps.server import checkpoint_reader as loading
+from fleet.ps.server import runtime
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import client
+from fleet.ps.worker import connection as client
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.strategy import StrategyFactory
+from fleet.strategy.parameter_server import StrategyFactory
 
 STEPS, EVERY = 8, 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleet import Fleet, role_maker
-from fleet.cluster import Assignment, Endpoint
+from fleet.base.cluster import Assignment, Endpoint
 from fleet.errors import ConfigurationError, FleetError
 from fleet.role_maker import (
     EnvRoleMaker,
@@ -19,8 +19,8 @@ from fleet.role_maker import (
     UserDefinedCollectiveRoleMaker,
     UserDefinedRoleMaker,
 )
+from fleet.role_maker.alone import LocalRoleMaker
 from fleet.role_maker.doubts import doubts
-from fleet.role_maker.local import LocalRoleMaker
 from fleet.role_maker.resolve import resolve
 from fleet.role_maker.torchrun import TorchrunRoleMaker
 

@@ -12,14 +12,14 @@ from test_parity_dense import OPTIMIZERS
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE, split
+from fleet.kernels import RULES
+from fleet.numeric.tensors import WireTensor
 from fleet.optim import Ftrl, Lamb
-from fleet.ps.kernels import RULES
-from fleet.ps.layout import dense_layout
-from fleet.ps.table.dense import DenseShard, Gradient
+from fleet.plan.layout import dense_layout
+from fleet.plan.plan import Plan, make_plan
+from fleet.plan.specs import GroupSpec, JobSpec, ParamSpec, PlanSettings
+from fleet.ps.table.dense_blocks import DenseShard, Gradient
 from fleet.ps.table.runs import LONGEST, joined
-from fleet.ps.wire.tensors import WireTensor
-from fleet.transpiler.plan import Plan, make_plan
-from fleet.transpiler.specs import GroupSpec, JobSpec, ParamSpec, PlanSettings
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Shapes = Sequence[tuple[int, ...]]

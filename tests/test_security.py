@@ -26,19 +26,19 @@ from harness import PATIENT, Job, run_job, values
 from patience import PROCESSES_S
 
 from fleet import Fleet
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
+from fleet.base.cluster import Endpoint
+from fleet.base.exposure import is_private, public_addresses
+from fleet.base.settings import Knobs
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError, UnsupportedError
 from fleet.ps.backend import real_network
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire import security as security_module
-from fleet.ps.wire.errors import raise_if_error
-from fleet.ps.wire.exposure import is_private, public_addresses
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, TOKEN, UPLOAD, URGENT
 from fleet.ps.wire.transport import Respond, TransportError
+from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.role_maker import Role, UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
-from fleet.strategy import Strategy, StrategyFactory
+from fleet.strategy.parameter_server import Strategy, StrategyFactory
 
 ROOT = Path(__file__).parent.parent
 SECRET = "correct-horse-battery-staple"

@@ -33,11 +33,11 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from fleet.nn.exported_program import export_program
 from fleet.nn.frozen import FrozenTable, freeze
-from fleet.nn.program import export_program
-from fleet.ps.worker.client import ServerClient
-from fleet.ps.worker.collecting import SortedRows
-from fleet.transpiler.specs import Initializer, TableSpec
+from fleet.plan.specs import Initializer, TableSpec
+from fleet.ps.worker.connection import ServerClient
+from fleet.ps.worker.model_export import SortedRows
 
 DIM = 4
 INT64 = torch.iinfo(torch.int64)
@@ -161,7 +161,7 @@ def test_a_plain_model_takes_the_state() -> None:
 def test_rows_come_in_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every size, from three servers, and in the order of their ids in the end."""
     monkeypatch.setattr("fleet.ps.table.shard.PIECE_BYTES", 100)
-    monkeypatch.setattr("fleet.ps.worker.collecting._IDS_AT_ONCE", 7)
+    monkeypatch.setattr("fleet.ps.worker.model_export._IDS_AT_ONCE", 7)
     ids = torch.cat([drawn(0, -(2**60), 2**60, 50), torch.tensor([INT64.min, INT64.max, 0, -1])])
 
     def body(fleet_: Fleet) -> None:

@@ -14,17 +14,17 @@ from harness import run_job, values
 
 import fleet
 from fleet import Fleet
-from fleet.clock import SystemClock
-from fleet.environ import Knobs
+from fleet.base.clock import SystemClock
+from fleet.base.settings import Knobs
 from fleet.errors import FleetError, JobAbortedError
-from fleet.ps.server.lock import Lock
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.server.deferring_lock import Lock
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import Table
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import raise_if_error
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.tensors import WireTensor
+from fleet.ps.wire.wire_errors import raise_if_error
 
 #: Of one row of every table, and beyond them one that nobody pushes.
 IDS = [WireTensor.of(np.array([1, 50])), WireTensor.of(np.array([-7, 51]))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fleet.cluster import Assignment, Role
+from fleet.base.cluster import Assignment, Role
 from fleet.errors import ConfigurationError
 from fleet.role_maker import SlurmRoleMaker
 from fleet.role_maker.hostlist import MOST, expand_counts, expand_hosts

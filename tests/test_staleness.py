@@ -14,8 +14,8 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import NotInitializedError, StateError
 from fleet.ps.consistency.staleness import Staleness, bucket, total
-from fleet.ps.worker.merging import Clocks
-from fleet.strategy import Strategy
+from fleet.ps.worker.gradient_merge import Clocks
+from fleet.strategy.parameter_server import Strategy
 
 
 def test_small_ones_are_counted_exactly_and_large_ones_in_ranges_that_double() -> None:

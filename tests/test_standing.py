@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleet.ps.kernels import RULES
-from fleet.ps.table.standing import Standing
+from fleet.kernels import RULES
+from fleet.plan.specs import Initializer, TableSpec
+from fleet.ps.table.frozen_view import Standing
 from fleet.ps.table.table import WEIGHT, Table
-from fleet.transpiler.specs import Initializer, TableSpec
 
 Rows = dict[int, float]
 

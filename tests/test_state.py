@@ -29,11 +29,11 @@ from fleet.checkpoint.state import decoded, encoded, restore, states_in
 from fleet.data import Floats, MultiSlot, write_multislot
 from fleet.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UnsupportedError
 from fleet.launch import cli
-from fleet.ps.server.loading import restore_from
-from fleet.ps.server.states import Share, States
-from fleet.ps.worker import client
+from fleet.plan.specs import JobSpec, PlanSettings
+from fleet.ps.server.checkpoint_reader import restore_from
+from fleet.ps.server.object_states import Share, States
+from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.transpiler.specs import JobSpec, PlanSettings
 
 # ---------------------------------------------------------------------------------------------- as bytes
 

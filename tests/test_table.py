@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.errors import ConfigurationError
-from fleet.ps.kernels import RULES, rows
-from fleet.ps.kernels.jit import Compiled
-from fleet.ps.kernels.rows import owner
-from fleet.ps.table import index, looked_up
-from fleet.ps.table.looked_up import LookedUp
-from fleet.ps.table.memory import MemoryStore
-from fleet.ps.table.merge import merge
+from fleet.kernels import RULES
+from fleet.numeric import ids as rows
+from fleet.numeric.ids import owner
+from fleet.numeric.jit import Compiled
+from fleet.numeric.merge import merge
+from fleet.plan.specs import Initializer, TableSpec
+from fleet.ps.table import index
+from fleet.ps.table import slot_cache as looked_up
+from fleet.ps.table.memory_store import MemoryStore
+from fleet.ps.table.slot_cache import LookedUp
 from fleet.ps.table.table import Table
-from fleet.transpiler.specs import Initializer, TableSpec
 
 INT64 = np.iinfo(np.int64)
 SPEC = TableSpec("user", 3, "float32", 0, None, Initializer.parse("uniform(-1, 2)"))

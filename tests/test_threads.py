@@ -15,7 +15,7 @@ from small_job import STRATEGIES
 
 import fleet.nn
 from fleet import Checkpoints, Fleet
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.errors import PlanMismatchError, StateError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork

@@ -26,12 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import fleet.nn
 from fleet import Fleet
 from fleet.errors import DeadlineError, StateError, UnsupportedError
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.plan import make_plan
+from fleet.plan.specs import ParamSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.tensors import WireTensor
-from fleet.ps.worker.dense import COPIED
-from fleet.transpiler.plan import make_plan
-from fleet.transpiler.specs import ParamSpec
+from fleet.ps.worker.dense_buffers import COPIED
 
 torch.manual_seed(11)
 TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
@@ -335,7 +335,7 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error_as_in_torch()
 def test_an_interrupted_step_is_finished_first(delivered: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stop button of a notebook, in the middle of a push: with none, one or all of the servers reached. Whatever
     becomes of the gradients then, the step that is finished is that of before."""
-    from fleet.ps.worker.client import Pending, ServerClient
+    from fleet.ps.worker.connection import Pending, ServerClient
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         params = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]

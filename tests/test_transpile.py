@@ -23,7 +23,8 @@ import fleet.collective
 import fleet.nn
 import fleet.transpiler
 from fleet import Fleet, Program
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
+from fleet.base.pointers import OF_A_PROGRAM, OF_A_TRAINER
 from fleet.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -35,12 +36,11 @@ from fleet.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from fleet.instead import OF_A_PROGRAM, OF_A_TRAINER
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.role_maker import EnvRoleMaker, Role, UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
-from fleet.transpile import TrainerProgram
 from fleet.transpiler import DistributeTranspiler, DistributeTranspilerConfig, HashName
+from fleet.transpiler.program import TrainerProgram
 
 #: Those of the source documents' examples.
 TWO = "192.168.0.1:6174,192.168.0.2:6174"

@@ -21,18 +21,18 @@ from harness import until
 from patience import PATIENCE_S
 
 from fleet import errors
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
+from fleet.base.ports import is_taken
 from fleet.errors import ConfigurationError, FleetError, PortInUseError, ProtocolError, StateError
-from fleet.ports import is_taken
+from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct import DirectNetwork
-from fleet.ps.wire.errors import error_reply, raise_if_error
 from fleet.ps.wire.frame import PIECE_BYTES, Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
+from fleet.ps.wire.wire_errors import error_reply, raise_if_error
 
 THREADS = 4
 MEBI = 1 << 20

@@ -20,9 +20,9 @@ from ours import STRATEGIES
 from work import Meter, Work, clicks, my_work
 
 import fleet
+from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.tensors import WireTensor
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 #: No two of so many workers ask for the same ids in a step; in as many steps each of them has asked for all.

@@ -13,7 +13,7 @@ from typing import Any
 import ours
 from work import Meter
 
-from fleet.observing import observer
+from fleet.telemetry import observer
 
 SPAN_S, AS_OFTEN = 1.5, 10
 

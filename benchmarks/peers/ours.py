@@ -12,8 +12,8 @@ from work import ROW_RANGE, Meter, Work, my_work
 
 import fleet
 from fleet import StrategyFactory
+from fleet.plan.specs import WIRE_DTYPES
 from fleet.role_maker import Role, UserDefinedRoleMaker
-from fleet.transpiler.specs import WIRE_DTYPES
 
 STRATEGIES = {
     "sync": StrategyFactory.create_sync_strategy,

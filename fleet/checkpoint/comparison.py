@@ -18,7 +18,7 @@ import torch
 
 from fleet.checkpoint.inspection import Array, Parameter, Rows, buffers, parameters, scratch, states
 from fleet.checkpoint.manifest import Checkpoint
-from fleet.transpiler.specs import JobSpec
+from fleet.plan.specs import JobSpec
 
 
 @dataclass(frozen=True)

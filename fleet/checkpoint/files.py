@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fleet.checksum import crc32
+from fleet.base.checksum import crc32
 
 #: Files are read in parts of this size, however large they are.
 _PART_BYTES = 8 << 20

@@ -20,10 +20,10 @@ import safetensors
 import safetensors.torch
 import torch
 
+from fleet.base.checksum import crc32
 from fleet.checkpoint.files import measure, remove, sync_directory, sync_file, write_file
 from fleet.checkpoint.places import writing
 from fleet.checkpoint.readme import readme
-from fleet.checksum import crc32
 from fleet.errors import CheckpointError
 
 FORMAT = "fleet-inference-model"

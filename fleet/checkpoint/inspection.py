@@ -21,7 +21,7 @@ from fleet.checkpoint.pieces import PieceFile
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.state import Bytes, decoded, shares_of, values
 from fleet.errors import CheckpointError
-from fleet.transpiler.specs import JobSpec, ParamSpec, TableSpec
+from fleet.plan.specs import JobSpec, ParamSpec, TableSpec
 
 Array = np.ndarray[Any, Any]
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from fleet.base.checksum import crc32
 from fleet.checkpoint.pieces import PieceFile, decoded
 from fleet.checkpoint.places import Place, place_at, referred
-from fleet.checksum import crc32
 from fleet.errors import CheckpointError, ProtocolError
-from fleet.transpiler.specs import JobSpec
+from fleet.plan.specs import JobSpec
 
 MANIFEST = "manifest.json"
 FORMAT = "fleet-checkpoint"

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.base.checksum import crc32
 from fleet.checkpoint.places import Buffer, Place
-from fleet.checksum import crc32
 from fleet.errors import CheckpointError
 
 #: Pieces are about this large.

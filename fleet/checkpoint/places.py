@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fleet.base.clock import SystemClock
+from fleet.base.file_lock import locked
 from fleet.checkpoint.files import read_past_cache, remove, sync_directory
-from fleet.clock import SystemClock
 from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError, FleetError
-from fleet.locks import locked
 
 #: Bytes that can be written: of anything that has a buffer.
 Buffer = Any

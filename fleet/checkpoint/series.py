@@ -9,8 +9,8 @@ from itertools import islice
 
 from fleet.checkpoint.manifest import MANIFEST, Checkpoint, is_checkpoint
 from fleet.checkpoint.places import Directory, Place, place_at
+from fleet.checkpoint.resume_choice import MOST_TOLD, Mark
 from fleet.errors import CheckpointError
-from fleet.ps.choice import MOST_TOLD, Mark
 
 _log = logging.getLogger("fleet.checkpoint")
 

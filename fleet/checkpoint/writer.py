@@ -30,7 +30,7 @@ from fleet.checkpoint.places import (
     writing,
 )
 from fleet.errors import CheckpointError
-from fleet.transpiler.specs import JobSpec
+from fleet.plan.specs import JobSpec
 
 _TOKEN = "[0-9a-f]{8}"
 _FOLDER = "fleet-pieces-"

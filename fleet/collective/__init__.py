@@ -1,26 +1,18 @@
 """Collective training: workers that average among themselves, over NCCL or Gloo, and need no server.
 
-This is also the source documents' import point; ``fleet`` (``import fleet`` for collective jobs) is made of the whole
-package and looked up when somebody asks for it.
+This is also the source documents' import point: ``fleet`` is ``import fleet`` for collective jobs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fleet.collective.options import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
-
-if TYPE_CHECKING:
-    from fleet.facade import collective as fleet
+from fleet.base.facade import collective as fleet
+from fleet.base.pointers import missing
+from fleet.strategy.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 
 __all__ = ["DGC", "DistributedStrategy", "GradientMerge", "LocalSGD", "PowerSGD", "fleet"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "fleet":
-        from fleet.facade import collective
-
-        return collective
-    from fleet.instead import missing
-
     raise missing(f"module {__name__!r}", name)

@@ -9,23 +9,26 @@ from typing import Any, NoReturn
 
 import torch
 
-from fleet import exit_guard
+from fleet.base import exit_guard
+from fleet.base.clock import Clock
+from fleet.base.cluster import Assignment
+from fleet.base.lifecycle import Lifecycle
+from fleet.base.settings import Knobs
 from fleet.checkpoint.series import root_at
 from fleet.checkpoint.state import Bytes
-from fleet.clock import Clock
-from fleet.cluster import Assignment
-from fleet.collective import collecting, forward, saving, states
+from fleet.collective import checkpoint as saving
+from fleet.collective import forward
+from fleet.collective import model_export as collecting
+from fleet.collective import object_states as states
 from fleet.collective.batch_norm import Meeting, synchronize
-from fleet.collective.group import Group
-from fleet.collective.optimizer import CollectiveOptimizer
-from fleet.collective.options import DistributedStrategy, as_collective
-from fleet.collective.resuming import Beginning, resume
+from fleet.collective.process_group import Group
+from fleet.collective.resumption import Beginning, resume
+from fleet.collective.synchronized_optimizer import CollectiveOptimizer
 from fleet.collective.trainable import refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
-from fleet.environ import Knobs
 from fleet.errors import ConfigurationError, NotInitializedError, StateError, UnsupportedError
-from fleet.lifecycle import Lifecycle
-from fleet.members import members
+from fleet.nn.trainables import members
+from fleet.strategy.collective import DistributedStrategy, as_collective
 
 _log = logging.getLogger("fleet")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fleet.collective.group import Group
+from fleet.collective.process_group import Group
 
 
 class _Sum(torch.autograd.Function):

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from fleet.collective.exchange import Finish
-from fleet.collective.group import Group
-from fleet.collective.options import DGC
+from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
-from fleet.members import Member
+from fleet.nn.trainables import Member
+from fleet.strategy.collective import DGC
 
 #: Below it, what tells where the elements are would be more than is saved.
 LEAST_ELEMENTS = 16384

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from fleet.collective.group import Group
-from fleet.members import Member
+from fleet.collective.process_group import Group
+from fleet.nn.trainables import Member
 
 Finish = Callable[[], torch.Tensor]
 

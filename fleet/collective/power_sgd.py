@@ -9,10 +9,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from fleet.collective.exchange import Finish
-from fleet.collective.group import Group
-from fleet.collective.options import PowerSGD
+from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
-from fleet.members import Member
+from fleet.nn.trainables import Member
+from fleet.strategy.collective import PowerSGD
 
 
 class LowRank:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size, _register_comm_hook
 from torch._C._distributed_c10d import Reducer as _Reducer
 
-from fleet.callers import Callers
+from fleet.base.turns import Callers
 from fleet.collective.exchange import Exchange, Finish
-from fleet.collective.group import Group
+from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
-from fleet.members import ElementTypes
+from fleet.nn.trainables import ElementTypes
 
 #: Sizes of DistributedDataParallel's own: the first bucket is small, so that sending begins early.
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20

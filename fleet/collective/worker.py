@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
-from fleet.callers import Callers
-from fleet.clock import Clock
-from fleet.cluster import Assignment
-from fleet.collective.averaging import MergedGradients, average_parameters
+from fleet.base.clock import Clock
+from fleet.base.cluster import Assignment
+from fleet.base.settings import Knobs
+from fleet.base.turns import Callers
 from fleet.collective.batch_norm import Meeting
 from fleet.collective.dgc import DeepCompression
 from fleet.collective.exchange import Averaging, Exchange, Flat, Hierarchical, Route, neighbours
-from fleet.collective.gathering import Gatherings
-from fleet.collective.group import Group
-from fleet.collective.options import DistributedStrategy
-from fleet.collective.pace import Pace
 from fleet.collective.power_sgd import LowRank
+from fleet.collective.process_group import Group
 from fleet.collective.reducer import Reducer, Round
-from fleet.environ import Knobs
+from fleet.collective.reductions import Gatherings
+from fleet.collective.step_options import MergedGradients, average_parameters
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
-from fleet.members import ElementTypes, Member, members
-from fleet.observing.observer import Observer
-from fleet.observing.worker import WorkerFigures
+from fleet.nn.trainables import ElementTypes, Member, members
+from fleet.strategy.collective import DistributedStrategy
+from fleet.strategy.pace import Pace
+from fleet.telemetry.observer import Observer
+from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class CollectiveWorker:

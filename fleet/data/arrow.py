@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fleet.data.batches import Rows, interleaved
 from fleet.data.columns import Column, Floats, Ids, Layout
-from fleet.data.rows import Rows, interleaved
 from fleet.errors import UnsupportedError
-from fleet.ps.kernels.jit import compiled
+from fleet.numeric.jit import compiled
 
 #: Told of a malformed row: its number, the column, what was expected and what was found.
 Report = Callable[[int, str, str, str], None]

@@ -9,10 +9,10 @@ from os import PathLike
 from typing import Any
 
 from fleet.data.arrow import described, pyarrow, rows_of
+from fleet.data.batches import Rows
 from fleet.data.columns import Column, Floats, Ids, Ignored
 from fleet.data.dataset import SampleFiles
 from fleet.data.faults import Faults
-from fleet.data.rows import Rows
 from fleet.data.text import TODO, Piece, line_in_file, lines_of, ranges, shown
 from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 

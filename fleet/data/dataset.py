@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from fleet.data.batches import Rows, batch_of, collated, samples_of
 from fleet.data.columns import Batch, Column, check_columns, layout
 from fleet.data.faults import Faults
 from fleet.data.order import dealt, shuffled
-from fleet.data.rows import Rows, batch_of, collated, samples_of
 from fleet.data.text import Piece, check_files
 from fleet.errors import ArgumentTypeError, ConfigurationError, StateError
 

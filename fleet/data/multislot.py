@@ -11,12 +11,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from fleet.data import parsing
+from fleet.data import line_parser as parsing
+from fleet.data.batches import Rows
 from fleet.data.columns import Column, Floats, Ids, layout
 from fleet.data.dataset import SampleFiles
 from fleet.data.faults import Faults
-from fleet.data.parsing import Parser
-from fleet.data.rows import Rows
+from fleet.data.line_parser import Parser
 from fleet.data.text import TODO, Piece, line_in_file, lines_of, ranges, shown
 from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 

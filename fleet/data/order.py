@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps.kernels.jit import compiled
-from fleet.ps.kernels.rows import GAMMA, mix
+from fleet.numeric.ids import GAMMA, mix
+from fleet.numeric.jit import compiled
 
 T = TypeVar("T")
 

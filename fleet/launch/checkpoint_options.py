@@ -26,7 +26,7 @@ examples:
 def inspect(argv: list[str], prog: str) -> int:
     """The ``fleet checkpoint`` command; returns the exit code."""
     options = _parser(prog).parse_args(argv)
-    from fleet.launch.checkpoints import carry_out
+    from fleet.launch.checkpoint_command import carry_out
 
     try:
         return carry_out(options.command, options)

@@ -15,12 +15,16 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from fleet.cluster import Endpoint
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs, remarks
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
-from fleet.launch import checkpoint_options, environment, local, network
-from fleet.launch.folder import alone_in
-from fleet.launch.job import (
+from fleet.launch import checkpoint_options
+from fleet.launch import env_report as environment
+from fleet.launch import host_network as network
+from fleet.launch import supervisor as local
+from fleet.launch.job_folder import alone_in
+from fleet.launch.parser import Parser
+from fleet.launch.process_plan import (
     LaunchPlan,
     check_reachable,
     parse_endpoints,
@@ -28,7 +32,6 @@ from fleet.launch.job import (
     plan_launch,
     shared_job_id,
 )
-from fleet.launch.parser import Parser
 
 #: Spellings of the source documents.
 _ALIASES = {"--trainer_num": "--worker_num", "--trainers": "--workers"}
@@ -143,7 +146,7 @@ def _serve(argv: list[str], prog: str) -> int:
     parser.add_argument("--model_dir", metavar="DIR", help="a checkpoint to load first")
     options = parser.parse_args(argv)
     endpoint = Endpoint.parse(options.endpoint)
-    from fleet.launch.server import serve_endpoint  # loads torch and grpc, which no other command needs
+    from fleet.launch.server_command import serve_endpoint  # loads torch and grpc, which no other command needs
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
@@ -170,7 +173,7 @@ def _doctor(argv: list[str], prog: str) -> int:
 
 
 def _report(argv: list[str], prog: str) -> int:
-    from fleet.launch.report import report
+    from fleet.launch.report_command import report
 
     return report(argv, prog)
 

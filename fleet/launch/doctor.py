@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 
-from fleet.clock import SystemClock
+from fleet.base.clock import SystemClock
 from fleet.errors import ConfigurationError
 from fleet.launch.parser import Parser
 from fleet.launch.sources import source_of
-from fleet.observing.diagnosis import diagnose
+from fleet.telemetry.diagnosis import diagnose
 
 _WIDTH = 100
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from fleet.clock import wall_time
-from fleet.cluster import Endpoint
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.clock import wall_time
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
 from fleet.errors import ConfigurationError, DeadlineError, FleetError
-from fleet.observing.cause import Cause, claimed
-from fleet.observing.picture import View, seen, server_name
-from fleet.observing.record import EVENT, is_over, newest, read_records, training_of, view_of
+from fleet.telemetry.cause import Cause, claimed
+from fleet.telemetry.record import EVENT, is_over, newest, read_records, training_of, view_of
+from fleet.telemetry.view import View, seen, server_name
 
 #: A server that says nothing for so long is not waited for.
 PATIENCE_S = 3.0
@@ -64,9 +64,9 @@ class Running:
 
     def look(self) -> View:
         from fleet.ps.wire import fleet_pb2 as pb
-        from fleet.ps.wire.errors import raise_if_error
         from fleet.ps.wire.frame import Frame
         from fleet.ps.wire.transport import TransportError
+        from fleet.ps.wire.wire_errors import raise_if_error
 
         calls = {
             endpoint: channel.start(Frame(pb.Request(status=pb.Status())), PATIENCE_S)

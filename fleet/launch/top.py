@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from fleet.clock import SystemClock
+from fleet.base.clock import SystemClock
 from fleet.errors import ConfigurationError
 from fleet.launch.parser import Parser
 from fleet.launch.sources import Source, source_of
-from fleet.observing.picture import History, Row, rows
-from fleet.observing.table import plain, rich_table, title
+from fleet.telemetry.live_table import plain, rich_table, title
+from fleet.telemetry.view import History, Row, rows
 
 #: When nobody has answered for so long the job is taken to be over; a server may be started again meanwhile.
 GONE_S = 10.0

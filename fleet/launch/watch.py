@@ -5,7 +5,7 @@ a grace period after the last worker are asked to end. Ending is SIGTERM to all,
 What ends the job decides the exit code; what the dying processes return says nothing.
 
 One failure brings others about, and whose exit is seen first is chance. So whoever has failed by itself has put that
-down (``fleet.observing.cause``): its exit code is the job's, even if it is still on its way when another one's comes.
+down (``fleet.telemetry.cause``): its exit code is the job's, even if it is still on its way when another one's comes.
 Without such a word it is the first one's.
 
 A process that was killed by a signal may be started again, so many times each. One that ended with an exit code has
@@ -20,9 +20,9 @@ from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM, Signals
 from typing import TypeAlias
 
-from fleet.cluster import Role
-from fleet.launch.job import LaunchPlan, ProcessSpec
-from fleet.observing.cause import LAUNCHER, Cause
+from fleet.base.cluster import Role
+from fleet.launch.process_plan import LaunchPlan, ProcessSpec
+from fleet.telemetry.cause import LAUNCHER, Cause
 
 #: How long a process that has failed may take to end after those whom it told.
 _ON_ITS_WAY_S = 10.0

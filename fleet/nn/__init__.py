@@ -1,6 +1,6 @@
 """Layers whose parameters are tables on the servers."""
 
 from fleet.nn.embedding import Embedding, EmbeddingBag
-from fleet.nn.group import EmbeddingGroup
+from fleet.nn.embedding_group import EmbeddingGroup
 
 __all__ = ["Embedding", "EmbeddingBag", "EmbeddingGroup"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, expand, pool
 from fleet.nn.handle import Asking, Found, TableHandle, handle_of, look_up, padding_index
-from fleet.transpiler.specs import Initializer
+from fleet.plan.specs import Initializer
 
 
 def _remote_weight(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._compile import _disable_dynamo
 
-from fleet.ps.kernels.rows import accumulate, accumulate_apart, accumulate_bags
+from fleet.numeric.ids import accumulate, accumulate_apart, accumulate_bags
 
 #: What compiled loops can add.
 _ADDED = (torch.float32, torch.float64)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from fleet.errors import UnsupportedError
 from fleet.nn.embedding import BAGS, EMBEDDINGS
-from fleet.nn.group import EmbeddingGroup
+from fleet.nn.embedding_group import EmbeddingGroup
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,10 +23,10 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from fleet.members import check_type
 from fleet.nn.gradient import Entry, RowGradient
-from fleet.ps.kernels.jit import Ids
-from fleet.transpiler.specs import Initializer
+from fleet.nn.trainables import check_type
+from fleet.numeric.jit import Ids
+from fleet.plan.specs import Initializer
 
 _ATTRIBUTE = "_fleet_handle"
 

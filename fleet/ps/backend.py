@@ -12,29 +12,31 @@ from typing import Any
 
 import torch
 
-from fleet import exit_guard
+from fleet.base import exit_guard
+from fleet.base.clock import Clock
+from fleet.base.cluster import Assignment, Endpoint
+from fleet.base.lifecycle import Lifecycle
+from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Place
+from fleet.checkpoint.resume_choice import Resumed
 from fleet.checkpoint.series import latest, root_at
 from fleet.checkpoint.state import Bytes, encoded
-from fleet.clock import Clock
-from fleet.cluster import Assignment, Endpoint
-from fleet.environ import Knobs
 from fleet.errors import FleetError, NotInitializedError, StateError
-from fleet.lifecycle import Lifecycle
 from fleet.optimizer import DistributedOptimizer
-from fleet.ps.choice import Resumed
-from fleet.ps.describe import Description, describe, go_remote
-from fleet.ps.resuming import resume
+from fleet.ps.resume_query import resume
+from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.job import Restore
-from fleet.ps.server.loading import restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker import collecting, loading, saving
+from fleet.ps.worker import checkpoint_save as saving
+from fleet.ps.worker import model_export as collecting
+from fleet.ps.worker import replacement as loading
+from fleet.ps.worker.checkpoint_save import CheckpointStates, Rest
+from fleet.ps.worker.describe import Description, describe, go_remote
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.runtime import WorkerRuntime
-from fleet.ps.worker.saving import CheckpointStates, Rest
-from fleet.strategy import Strategy, as_strategy
+from fleet.strategy.parameter_server import Strategy, as_strategy
 
 _log = logging.getLogger("fleet")
 

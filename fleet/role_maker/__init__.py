@@ -1,11 +1,11 @@
 """Who is who in a job: role makers, each a class with the one method ``assignment``."""
 
-from fleet.cluster import Role
+from fleet.base.cluster import Role
 from fleet.role_maker.base import RoleMakerBase
-from fleet.role_maker.environment import EnvRoleMaker, PaddleCloudRoleMaker
 from fleet.role_maker.mpi import MPISymetricRoleMaker, MPISymmetricRoleMaker
 from fleet.role_maker.slurm import SlurmRoleMaker
 from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
+from fleet.role_maker.variables_of_launchers import EnvRoleMaker, PaddleCloudRoleMaker
 
 __all__ = [
     "EnvRoleMaker",

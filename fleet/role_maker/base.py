@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from fleet.cluster import Assignment, Endpoint, Role
+from fleet.base.cluster import Assignment, Endpoint, Role
 
 
 class RoleMakerBase(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fleet.cluster import Endpoint, parse_address
+from fleet.base.cluster import Endpoint, parse_address
 from fleet.errors import ArgumentTypeError, ConfigurationError
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from fleet.clock import Clock, SystemClock
-from fleet.cluster import Assignment, Endpoint, Role
-from fleet.environ import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.clock import Clock, SystemClock
+from fleet.base.cluster import Assignment, Endpoint, Role
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.bootstrap.mpi_world import world
+from fleet.bootstrap.rendezvous import Offer, own_addresses, visit
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.mpi import world
-from fleet.rendezvous import Offer, own_addresses, visit
 from fleet.role_maker.base import RoleMakerBase, collective
 
 Cards = list[dict[str, Any]]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleet.cluster import Assignment
+from fleet.base.cluster import Assignment
+from fleet.bootstrap.mpi_world import launcher_of
 from fleet.errors import ArgumentTypeError, ConfigurationError
-from fleet.mpi import launcher_of
 from fleet.role_maker import slurm, torchrun
-from fleet.role_maker.environment import EnvRoleMaker, mentions_job, names_servers, names_workers
-from fleet.role_maker.local import LocalRoleMaker
+from fleet.role_maker.alone import LocalRoleMaker
 from fleet.role_maker.mpi import MPISymmetricRoleMaker
 from fleet.role_maker.variables import Variables
+from fleet.role_maker.variables_of_launchers import EnvRoleMaker, mentions_job, names_servers, names_workers
 
 _VARIABLES = (
     "PADDLE_TRAINING_ROLE, PADDLE_PSERVERS_IP_PORT_LIST, PADDLE_TRAINERS and PADDLE_TRAINER_ID or PADDLE_PSERVER_ID"

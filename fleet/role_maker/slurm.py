@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fleet.cluster import Assignment, Endpoint, Role
-from fleet.environ import PROCESS_ENVIRONMENT
+from fleet.base.cluster import Assignment, Endpoint, Role
+from fleet.base.settings import PROCESS_ENVIRONMENT
 from fleet.errors import ArgumentTypeError
 from fleet.role_maker.base import RoleMakerBase, collective
 from fleet.role_maker.hostlist import MOST, expand_counts, expand_hosts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fleet.cluster import Assignment, Endpoint, Role
-from fleet.environ import PROCESS_ENVIRONMENT
+from fleet.base.cluster import Assignment, Endpoint, Role
+from fleet.base.settings import PROCESS_ENVIRONMENT
 from fleet.role_maker import checks
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.variables import Variables, whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleet.cluster import Assignment, Role
+from fleet.base.cluster import Assignment, Role
 from fleet.errors import ArgumentTypeError
 from fleet.role_maker import checks
 from fleet.role_maker.base import RoleMakerBase, collective

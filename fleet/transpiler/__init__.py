@@ -1,24 +1,18 @@
-"""Planning: how parameters are cut, where the blocks go, and the configuration that decides it.
-
-The modules in here are pure. This one is also the source documents' import point, and gets what is made of the whole
-package (``DistributeTranspiler``, and ``fleet`` for parameter-server jobs) when somebody asks for it.
-"""
+"""The source documents' import point: their transpiler, its configuration, and ``fleet`` for parameter-server jobs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fleet.transpiler.config import DistributeTranspilerConfig
-from fleet.transpiler.dispatch import HashName, RoundRobin
-from fleet.transpiler.slicing import slice_variable
+from fleet.base.facade import parameter_server as fleet
+from fleet.base.pointers import missing
+from fleet.plan.config import DistributeTranspilerConfig
+from fleet.plan.dispatch import HashName, RoundRobin
+from fleet.plan.slicing import slice_variable
+from fleet.transpiler.program import DistributeTranspiler
 
-if TYPE_CHECKING:
-    from fleet.facade import parameter_server as fleet
-    from fleet.transpile import DistributeTranspiler
-
-    DistributedTranspiler = DistributeTranspiler
-
-#: As some of the source documents spell it.
+#: As some of the source documents spell them.
+DistributedTranspiler = DistributeTranspiler
 DistributedTranspilerConfig = DistributeTranspilerConfig
 
 __all__ = [
@@ -34,18 +28,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DistributeTranspiler", "DistributedTranspiler"):
-        from fleet.transpile import DistributeTranspiler
-
-        return DistributeTranspiler
-    if name == "fleet":
-        from fleet.facade import parameter_server
-
-        return parameter_server
-    from fleet.instead import missing
-
     raise missing(f"module {__name__!r}", name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -36,9 +36,9 @@ import torch._dynamo  # the first optimizer would import it
 import fleet
 import fleet.nn
 import fleet.ps.backend  # what every process needs, and a fork has already
-from fleet.ps.kernels import RULES
+from fleet.kernels import RULES
+from fleet.plan.specs import Initializer, TableSpec
 from fleet.ps.table.table import Table
-from fleet.transpiler.specs import Initializer, TableSpec
 
 #: Steps of a job, and what is waited between two: one that takes no time would be over before anybody is killed.
 STEPS, PAUSE_S = 150, 0.01

@@ -97,7 +97,7 @@ def job(fleet_: Fleet, strategy: str) -> dict[str, Any]:
 
 
 def with_a_server(strategy: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    from fleet.launch.network import free_ports
+    from fleet.launch.host_network import free_ports
 
     endpoints = [f"127.0.0.1:{port}" for port in free_ports(1)]
 
@@ -123,7 +123,7 @@ def alone() -> dict[str, Any]:
 
 
 def collective() -> dict[str, Any]:
-    from fleet.launch.network import free_ports
+    from fleet.launch.host_network import free_ports
 
     worker = Fleet(environ=QUICK)
     worker.init(UserDefinedCollectiveRoleMaker(0, [f"127.0.0.1:{port}" for port in free_ports(1)]))

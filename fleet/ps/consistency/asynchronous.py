@@ -6,7 +6,7 @@ Worker half: no version is needed. What is sent and fetched when is decided by `
 
 from __future__ import annotations
 
-from fleet.ps.consistency.arrival import ArrivalGate
-from fleet.ps.consistency.base import Mode
+from fleet.ps.consistency.arrival_gate import ArrivalGate
+from fleet.ps.consistency.gate import Mode
 
 MODE = Mode("async", ArrivalGate, version_needed=lambda _step, _staleness: 0, behind=True)

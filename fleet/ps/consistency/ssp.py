@@ -7,7 +7,7 @@ Worker half: after ``t`` steps a worker goes on once the slowest live worker has
 
 from __future__ import annotations
 
-from fleet.ps.consistency.arrival import ArrivalGate
-from fleet.ps.consistency.base import Mode
+from fleet.ps.consistency.arrival_gate import ArrivalGate
+from fleet.ps.consistency.gate import Mode
 
 MODE = Mode("ssp", ArrivalGate, version_needed=lambda step, staleness: max(0, step - staleness))

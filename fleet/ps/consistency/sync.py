@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fleet.ps.consistency.base import Apply, Effect, Mode
-from fleet.ps.consistency.clocks import ClockGate
+from fleet.ps.consistency.clock_gate import ClockGate
+from fleet.ps.consistency.gate import Apply, Effect, Mode
 
 
 class SyncGate(ClockGate):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fleet.errors import DeadlineError, FleetError, ProtocolError
-from fleet.ps.server.waiting import Outbox, Waiting
-from fleet.ps.wire.errors import error_reply
+from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
+from fleet.ps.wire.wire_errors import error_reply
 
 _LONGEST_NAME, _MOST_OPEN, _MOST_CLOSED = 8192, 64, 4096
 

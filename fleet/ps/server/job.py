@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 import torch
 
 from fleet.checkpoint.state import whose
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.layout import dense_layout
+from fleet.plan.plan import Plan, make_plan
+from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import MODES
-from fleet.ps.consistency.base import Gate, Mode
-from fleet.ps.layout import dense_layout
+from fleet.ps.consistency.gate import Gate, Mode
+from fleet.ps.server.checkpoint_share import Errand
 from fleet.ps.server.claims import Claims
-from fleet.ps.server.gathering import Hall
-from fleet.ps.server.parts import Parts
-from fleet.ps.server.shares import Errand
-from fleet.ps.server.states import Share, States
-from fleet.ps.server.waiting import Waiting
-from fleet.ps.table.before import Before
+from fleet.ps.server.early_gradients import Parts
+from fleet.ps.server.object_states import Share, States
+from fleet.ps.server.pending import Waiting
+from fleet.ps.server.reductions import Hall
+from fleet.ps.table.frozen_view import Standing
+from fleet.ps.table.previous_round import Before
 from fleet.ps.table.shard import Contribution, Shard
-from fleet.ps.table.standing import Standing
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.tensors import WireTensor
-from fleet.transpiler.plan import Plan, make_plan
-from fleet.transpiler.specs import JobSpec
 
 
 @dataclass(frozen=True)

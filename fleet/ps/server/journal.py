@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleet.checksum import crc32
+from fleet.base.checksum import crc32
 from fleet.errors import CheckpointError
 
 #: The length and the checksum of what follows, and the checksum of these twelve bytes.

@@ -11,18 +11,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from fleet.base.clock import Clock, Wait
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Place
-from fleet.clock import Clock, Wait
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
-from fleet.observing.observer import Observer
-from fleet.ps.choice import Choice
-from fleet.ps.server.durable import Durable
+from fleet.checkpoint.resume_choice import Choice
 from fleet.ps.server.job import Restore
 from fleet.ps.server.service import Service
+from fleet.ps.server.state_directory import Durable
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
+from fleet.telemetry.observer import Observer
 
 _log = logging.getLogger("fleet.server")
 

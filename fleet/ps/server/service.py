@@ -12,28 +12,28 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from fleet.base.clock import Clock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Place
-from fleet.clock import Clock
-from fleet.cluster import Endpoint
-from fleet.environ import Knobs
 from fleet.errors import FleetError, JobAbortedError, ProtocolError
-from fleet.ps.server.checkpointing import Checkpointing
-from fleet.ps.server.durable import Durable
-from fleet.ps.server.filling import Filling
-from fleet.ps.server.floor import Floor
+from fleet.ps.server.admission import Expected
+from fleet.ps.server.barrier import Meeting
+from fleet.ps.server.checkpoint_requests import Checkpointing
+from fleet.ps.server.context import Floor
+from fleet.ps.server.departure import Leaving
+from fleet.ps.server.durability import Keeping, resume
+from fleet.ps.server.durable_state import NOTED
+from fleet.ps.server.handshake import Joining
+from fleet.ps.server.initialization import Filling
 from fleet.ps.server.job import Restore
-from fleet.ps.server.joining import Joining
-from fleet.ps.server.keeping import Keeping, resume
-from fleet.ps.server.leaving import Leaving
-from fleet.ps.server.meeting import Meeting
-from fleet.ps.server.recalling import Recalling
-from fleet.ps.server.reception import Expected
-from fleet.ps.server.remembering import NOTED
-from fleet.ps.server.replacing import Replacing
-from fleet.ps.server.resuming import Resuming
-from fleet.ps.server.telling import Telling
-from fleet.ps.server.training import Training
-from fleet.ps.server.waiting import Arrival, Outbox, nobody
+from fleet.ps.server.pending import Arrival, Outbox, nobody
+from fleet.ps.server.replacement import Replacing
+from fleet.ps.server.resumption import Resuming
+from fleet.ps.server.state_directory import Durable
+from fleet.ps.server.state_requests import Recalling
+from fleet.ps.server.status import Telling
+from fleet.ps.server.step_requests import Training
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond

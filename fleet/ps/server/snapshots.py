@@ -12,9 +12,9 @@ import logging
 import threading
 from contextlib import AbstractContextManager
 
-from fleet.ps.server.floor import Floor
-from fleet.ps.server.remembering import Memory, Shot
-from fleet.ps.server.shares import write_pieces
+from fleet.ps.server.checkpoint_share import write_pieces
+from fleet.ps.server.context import Floor
+from fleet.ps.server.durable_state import Memory, Shot
 from fleet.ps.table.shard import Piece
 
 _log = logging.getLogger("fleet.server")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleet.errors import ProtocolError
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.plan import Plan
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.tensors import WireTensor
-from fleet.transpiler.plan import Plan
 
 
 def check_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import Ids
-from fleet.ps.table.memory import MemoryStore
+from fleet.numeric.jit import Ids
+from fleet.ps.table.memory_store import MemoryStore
 
 
 class _Held:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.ps.kernels.jit import Array, Ids
-from fleet.ps.kernels.rows import gather, scatter
-from fleet.ps.layout import DenseLayout
-from fleet.ps.table.memory import MemoryStore
+from fleet.numeric.ids import gather, scatter
+from fleet.numeric.jit import Array, Ids
+from fleet.plan.layout import DenseLayout
+from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.table import WEIGHT
 
 #: The adaptive variant's running mean keeps this share of itself, and adds this under the root: the paper's values.

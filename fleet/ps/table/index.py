@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fleet.ps.kernels.jit import Ids, Rows, compiled, prefetch, row
-from fleet.ps.kernels.rows import mix, touch_pages
+from fleet.numeric.ids import mix, touch_pages
+from fleet.numeric.jit import Ids, Rows, compiled, prefetch, row
 
 Entries = npt.NDArray[np.uint64]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fleet.errors import ConfigurationError
-from fleet.ps.kernels.jit import Array, Ids
-from fleet.ps.kernels.rows import CONSTANT, NORMAL, UNIFORM, initial_rows, table_key
-from fleet.transpiler.specs import TableSpec
+from fleet.numeric.ids import CONSTANT, NORMAL, UNIFORM, initial_rows, table_key
+from fleet.numeric.jit import Array, Ids
+from fleet.plan.specs import TableSpec
 
 _KINDS = {"zeros": CONSTANT, "constant": CONSTANT, "uniform": UNIFORM, "normal": NORMAL}
 

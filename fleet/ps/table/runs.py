@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fleet.ps.kernels import RULES
-from fleet.ps.layout import Slot
-from fleet.transpiler.plan import Plan
+from fleet.kernels import RULES
+from fleet.plan.layout import Slot
+from fleet.plan.plan import Plan
 
 #: No run is longer, in elements: beyond, the temporary tensors of an update no longer stay in the processor's caches,
 #: which costs more than the parameters saved.

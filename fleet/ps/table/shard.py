@@ -18,19 +18,19 @@ import torch
 from fleet.checkpoint.entries import VALUE, cut, names, split
 from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import ProtocolError
+from fleet.kernels import RULES
+from fleet.kernels.rule import Rule
+from fleet.numeric.merge import merge
+from fleet.plan.plan import Plan
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.staleness import DENSE, Staleness
-from fleet.ps.kernels import RULES
-from fleet.ps.kernels.rule import Rule
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
-from fleet.ps.table.dense import DenseShard, Gradient
+from fleet.ps.table.dense_blocks import DenseShard, Gradient
+from fleet.ps.table.frozen_view import HandOn, Standing, described
 from fleet.ps.table.history import History
-from fleet.ps.table.looked_up import LookedUp
-from fleet.ps.table.merge import merge
-from fleet.ps.table.standing import HandOn, Standing, described
+from fleet.ps.table.slot_cache import LookedUp
 from fleet.ps.table.table import Table
-from fleet.transpiler.plan import Plan
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy.typing as npt
 
-from fleet.ps.kernels.jit import Ids, Segments
+from fleet.numeric.jit import Ids, Segments
 
 
 class Store(Protocol):

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
-from fleet.ps.kernels.jit import Array, Ids
-from fleet.ps.kernels.rows import accumulate, gather, packed, packed_ids, scatter, stamp
-from fleet.ps.kernels.rule import RowKernel
+from fleet.kernels.rule import RowKernel
+from fleet.numeric.ids import accumulate, gather, packed, packed_ids, scatter, stamp
+from fleet.numeric.jit import Array, Ids
+from fleet.numeric.merge import merge
+from fleet.plan.specs import TableSpec
 from fleet.ps.table.initializers import InitialRows
-from fleet.ps.table.looked_up import LookedUp
-from fleet.ps.table.memory import MemoryStore
-from fleet.ps.table.merge import merge
+from fleet.ps.table.memory_store import MemoryStore
+from fleet.ps.table.slot_cache import LookedUp
 from fleet.ps.table.store import Store
-from fleet.transpiler.specs import TableSpec
 
 #: The column that is the table; the others are the optimizer's, but for this one.
 WEIGHT = "weight"

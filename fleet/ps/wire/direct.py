@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleet.cluster import Binding, Endpoint
+from fleet.base.cluster import Binding, Endpoint
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import DirectChannel
 from fleet.ps.wire.direct_server import DirectListener

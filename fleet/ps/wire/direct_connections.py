@@ -21,12 +21,12 @@ from functools import partial
 
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.crew import Crew, Work
 from fleet.ps.wire.direct_client import WELCOME
-from fleet.ps.wire.errors import error_reply, handle
 from fleet.ps.wire.frame import PREFIX_BYTES, Frame, announced_bytes
+from fleet.ps.wire.leader_pool import Crew, Work
 from fleet.ps.wire.stream import Outgoing, receive, tune
 from fleet.ps.wire.transport import Handler
+from fleet.ps.wire.wire_errors import error_reply, handle
 
 _log = logging.getLogger("fleet.wire")
 

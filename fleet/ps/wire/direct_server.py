@@ -13,9 +13,9 @@ import threading
 from collections.abc import Hashable
 from typing import Any
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
+from fleet.base.ports import holder_of, is_taken
 from fleet.errors import ConfigurationError, PortInUseError
-from fleet.ports import holder_of, is_taken
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_connections import Connections
 from fleet.ps.wire.security import Security

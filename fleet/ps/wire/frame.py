@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from fleet.environ import SecurityKnobs
+from fleet.base.settings import SecurityKnobs
 from fleet.errors import ProtocolError
-from fleet.ps import memory
+from fleet.numeric import buffers as memory
+from fleet.numeric.tensors import WireTensor, checked_size, padded, view
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.tensors import WireTensor, checked_size, padded, view
 
 _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"FLT1"

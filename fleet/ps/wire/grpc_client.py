@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.experimental
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import PIECE_BYTES, Frame, read_frame

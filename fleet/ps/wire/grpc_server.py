@@ -18,16 +18,16 @@ from typing import Any
 
 import grpc
 
-from fleet.clock import SystemClock
-from fleet.cluster import Binding, Endpoint
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Binding, Endpoint
+from fleet.base.exposure import warn_if_only_here
+from fleet.base.ports import holder_of, is_taken
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError
-from fleet.ports import holder_of, is_taken
-from fleet.ps.wire.errors import error_reply, serve
-from fleet.ps.wire.exposure import warn_if_only_here
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, TOKEN, UPLOAD, URGENT, GrpcChannel
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import Handler, TransportError
+from fleet.ps.wire.wire_errors import error_reply, serve
 
 _log = logging.getLogger("fleet.wire")
 

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from fleet.cluster import Binding, Endpoint
+from fleet.base.cluster import Binding, Endpoint
+from fleet.base.ports import holder_of, is_taken
 from fleet.errors import ConfigurationError, PortInUseError, UnsupportedError
-from fleet.ports import holder_of, is_taken
 from fleet.ps.wire.transport import Channel, Handler, Listener, Network
 
 _OPTIONS = [

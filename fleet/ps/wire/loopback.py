@@ -10,12 +10,12 @@ import threading
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.errors import PortInUseError
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.errors import serve
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.transport import BrokenCall, Call, Handler, TransportError
+from fleet.ps.wire.wire_errors import serve
 
 
 class LoopbackNetwork:

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fleet.cluster import Endpoint
-from fleet.environ import SecurityKnobs
+from fleet.base.cluster import Endpoint
+from fleet.base.exposure import public_addresses, refuse_public
+from fleet.base.settings import SecurityKnobs
 from fleet.errors import AuthenticationError
-from fleet.ps.wire.exposure import public_addresses, refuse_public
 from fleet.ps.wire.tls import Tls
 
 _log = logging.getLogger("fleet.wire")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import create_connection
 
-from fleet.cluster import Endpoint
-from fleet.environ import SecurityKnobs
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import SecurityKnobs
 from fleet.errors import AuthenticationError, ConfigurationError
 
 #: A handshake to find out why gRPC's failed may take so long.

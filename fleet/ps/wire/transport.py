@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from fleet.cluster import Endpoint
+from fleet.base.cluster import Endpoint
 from fleet.ps.wire.frame import Frame
 
 Respond = Callable[[Frame], None]

@@ -15,10 +15,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet.environ import CommunicatorKnobs
+from fleet.base.settings import CommunicatorKnobs
 from fleet.errors import FleetError
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.merging import GradientMerge, Gradients
+from fleet.ps.worker.gradient_merge import GradientMerge, Gradients
 
 #: The unit of ``send_wait_times``.
 SEND_WAIT_S = 0.01

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from fleet.errors import NonFiniteGradientError, UnsupportedError
-from fleet.ps.table.merge import merge
-from fleet.ps.worker.floor import Floor
-from fleet.ps.worker.merging import Rows
+from fleet.numeric.merge import merge
+from fleet.ps.worker.context import Floor
+from fleet.ps.worker.gradient_merge import Rows
 
 
 class UserGradients:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from fleet.ps.choice import Resumed
-from fleet.ps.consistency.base import Mode
+from fleet.checkpoint.resume_choice import Resumed
+from fleet.ps.consistency.gate import Mode
 from fleet.ps.wire.frame import Frame
 
 

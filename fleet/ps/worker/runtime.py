@@ -13,45 +13,45 @@ from typing import Any
 
 import torch
 
-from fleet.callers import Callers
-from fleet.clock import Clock
-from fleet.cluster import Assignment
-from fleet.environ import Knobs
+from fleet.base.clock import Clock
+from fleet.base.cluster import Assignment
+from fleet.base.settings import Knobs
+from fleet.base.turns import Callers
+from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, Wanted
-from fleet.observing.cause import claim
-from fleet.observing.observer import Observer
-from fleet.observing.worker import WorkerFigures
-from fleet.ps.choice import Resumed
+from fleet.numeric.reduction import BARRIER
+from fleet.numeric.tensors import WireTensor
+from fleet.numeric.values import UserValue, reduce_over_workers
+from fleet.plan.plan import make_plan
 from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gathering import BARRIER
-from fleet.ps.describe import Description
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.tensors import WireTensor
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker.agreeing import Agreeing
-from fleet.ps.worker.client import ServerClient
-from fleet.ps.worker.delivering import Delivering
-from fleet.ps.worker.fetching import Fetching
-from fleet.ps.worker.floor import Floor
-from fleet.ps.worker.foresight import Foresight
-from fleet.ps.worker.forked import ForkedReader
-from fleet.ps.worker.geo import Replica
+from fleet.ps.worker.barrier import Meeting
+from fleet.ps.worker.connection import ServerClient
+from fleet.ps.worker.connections import Lines
+from fleet.ps.worker.context import Floor
+from fleet.ps.worker.delivery import Delivering
+from fleet.ps.worker.describe import Description
+from fleet.ps.worker.fetch import Fetching
+from fleet.ps.worker.forked_lookup import ForkedReader
+from fleet.ps.worker.geo_exchange import Agreeing
+from fleet.ps.worker.geo_training import Replica
 from fleet.ps.worker.gradients import UserGradients
-from fleet.ps.worker.joining import check_loads, join
-from fleet.ps.worker.lines import Lines
-from fleet.ps.worker.meeting import Meeting
+from fleet.ps.worker.handshake import check_loads, join
+from fleet.ps.worker.lookup_prediction import Foresight
+from fleet.ps.worker.lookups import Ahead, RowReader
+from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
-from fleet.ps.worker.pushing import Pushing
-from fleet.ps.worker.rows import Ahead, RowReader
-from fleet.ps.worker.states import OwnStates
-from fleet.ps.worker.stepping import Stepping
+from fleet.ps.worker.push import Pushing
+from fleet.ps.worker.step import Stepping
 from fleet.ps.worker.summary import summary
-from fleet.ps.worker.trained import Trained
-from fleet.ps.worker.uploading import initialize
-from fleet.strategy import Strategy
-from fleet.transpiler.plan import make_plan
-from fleet.values import UserValue, reduce_over_workers
+from fleet.ps.worker.trained_model import Trained
+from fleet.ps.worker.upload import initialize
+from fleet.strategy.parameter_server import Strategy
+from fleet.telemetry.cause import claim
+from fleet.telemetry.observer import Observer
+from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class WorkerRuntime:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fleet.observing.names import Figures
 from fleet.ps.consistency.staleness import total
+from fleet.telemetry.figures import Figures
 
 
 def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures: Figures) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""Who holds a port: for the error a user meets when starting a second job on the first one's ports."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from fleet.base.cluster import Endpoint
+
+
+def is_taken(endpoint: Endpoint) -> bool:
+    """Whether somebody listens where we want to. An address that is not ours is no port in use."""
+    host = endpoint.host.strip("[]")
+    try:
+        infos = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, proto, _, address in infos:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                # As servers do: connections of a job that just ended (TIME_WAIT) do not hold its port.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+        except OSError as error:  # an address or a family this machine does not have is no port in use
+            if error.errno == errno.EADDRINUSE:
+                return True
+    return False
+
+
+def holder_of(port: int) -> str:
+    """The process that listens on ``port``, as far as /proc tells."""
+    inodes = _listening_inodes(port)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            for descriptor in (process / "fd").iterdir():
+                if _target(descriptor) in inodes:
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    return f"held by process {process.name} ({command[:120]})"
+        except OSError:
+            continue
+    return "held by another process"
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:  # closed since it was listed, as the listing's own is
+        return ""
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            listening = fields[3] == "0A"
+            if listening and int(fields[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    return inodes

@@ -1,0 +1,334 @@
+"""Checkpoints from time to time: when one is due, of which kind it is, and which older ones may go.
+
+The first worker decides and saves, in every kind of job, so nobody has to agree on a time. With servers it trains on as
+soon as they let it: they write their shares beside the training, and a thread here waits for them and adds the
+manifest. In a collective job the others wait in their next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fleet.api import Fleet
+from fleet.base.clock import Clock, SystemClock
+from fleet.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    MissedError,
+    StateError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from fleet.checkpoint.places import Place
+    from fleet.ps.worker.checkpoint_save import Rest
+
+_log = logging.getLogger("fleet.checkpoint")
+
+#: What a thread is called, before the place it writes to.
+_THREAD = "fleet-checkpoint "
+
+
+@dataclass
+class Schedule:
+    """When a checkpoint is due, and of which kind it is. Pure but for what it is told."""
+
+    every_steps: int | None
+    every_s: float | None
+    full_every: int
+    #: of the last one, or of the beginning
+    step: int
+    at: float
+    #: how many were written from the last full one on; 0: there is none
+    written: int = 0
+    #: one has to be made up for: it was missed, or became due while another was being written
+    missed: bool = False
+
+    def is_due(self, step: int, now: float) -> bool:
+        """At multiples of ``every_steps``, or at the first step after one that was missed; ``every_s`` after the last
+        one was begun."""
+        self.step = min(self.step, step)  # a job that has loaded another state has gone back
+        by_steps = self.every_steps is not None and step // self.every_steps > self.step // self.every_steps
+        by_time = self.every_s is not None and now - self.at >= self.every_s
+        return step > self.step and (by_steps or by_time or self.missed)
+
+    def following(self, step: int, now: float) -> int | None:
+        """The next step after which one will be due, as far as that is known."""
+        if self.is_due(step + 1, now):
+            return step + 1
+        return None if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps
+
+    @property
+    def mode(self) -> str:
+        return "delta" if 0 < self.written < self.full_every else "full"
+
+    def begin(self, step: int, now: float) -> None:
+        self.step, self.at, self.missed = step, now, False
+
+    def end(self, mode: str) -> None:
+        """One has been written."""
+        self.written = self.written + 1 if mode == "delta" else 1
+
+
+class Checkpoints:
+    """Saves a job into ``root/step-00000120`` and so on. Used as a context, it waits at the end for the last one.
+
+    Every worker has one and calls ``after_step()`` after every step of its optimizer.
+
+    Examples:
+        >>> with fleet.Checkpoints("ckpt/run", every_steps=2, keep_last=3, background=False) as checkpoints:
+        ...     for _ in range(5):
+        ...         optimizer.minimize(loss())
+        ...         checkpoints.after_step()
+        >>> fleet.Checkpoints.latest("ckpt/run")[-13:]
+        'step-00000004'
+    """
+
+    #: The job that is meant where none is given: that of the functions of ``import fleet``.
+    default: ClassVar[Fleet]
+
+    def __init__(
+        self,
+        root: str | PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep_last: int | None = None,
+        full_every: int = 1,
+        background: bool | None = None,
+        state: dict[str, Any] | None = None,
+        fleet: Fleet | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``root`` is a directory, or a URL that fsspec knows. A checkpoint is due every so many steps of the first
+        worker, or every so many seconds, whichever comes first. Of ``full_every`` that follow each other the first is
+        full and the others are deltas. ``keep_last`` removes older ones, but for what those that stay go on from.
+
+        ``background=None`` trains on while a checkpoint is written wherever the mode allows that, False never does;
+        True asks for it. ``state`` is what else belongs to the job, as ``load_state`` takes it: every worker hands over
+        its own, and calls ``after_step()`` when that is as it should be. Called after ``init_worker()``; ``clock``
+        stands in for the machine's (tests, simulations).
+        """
+        job = Checkpoints.default if fleet is None else fleet
+        if not isinstance(job, Fleet):
+            raise ArgumentTypeError("fleet must be a fleet.Fleet or None", got=type(job).__name__)
+        if background not in (None, True, False):
+            raise ArgumentTypeError("background must be True, False or None", got=repr(background))
+        for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("full_every", full_every)):
+            if value is not None:
+                _check_count(name, value)
+        if every_s is not None:
+            _check_seconds("every_s", every_s)
+        if every_steps is None and every_s is None:
+            raise ConfigurationError(
+                "it is not said when checkpoints are due", todo="Give every_steps, every_s, or both."
+            )
+        if state is not None:
+            from fleet.checkpoint.state import check_state
+
+            check_state(state)
+        self._job = job._backend("Checkpoints")
+        self._clock = SystemClock() if clock is None else clock
+        self._schedule = Schedule(every_steps, every_s, full_every, self._job.steps_taken, self._clock.now())
+        if full_every > 1 and not self._job.saves_deltas:
+            raise UnsupportedError(
+                "a collective job has no rows of which only the changed ones could be saved",
+                expected="full_every=1",
+                got=full_every,
+            )
+        if background and not self._job.saves_behind:
+            raise UnsupportedError(
+                "this job cannot train on while it is saved: its state stands still for a checkpoint",
+                expected="background=None or False, or a job with servers",
+                got="background=True",
+            )
+        self._background = self._job.saves_behind if background is None else background
+        from fleet.checkpoint.places import place_at
+
+        self._root: Place = place_at(root)
+        self._keep_last = keep_last
+        self._saves = job.is_first_worker()
+        self._state = state
+        self._states = self._job.checkpoint_states(gives=state is not None)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._give_notice()
+
+    @staticmethod
+    def latest(root: str | PathLike[str]) -> str | None:
+        """Where the newest complete checkpoint is, for ``init_server`` or ``load_persistables``; None if there is none.
+        What is half-written or somebody else's is passed by."""
+        from fleet.checkpoint.places import place_at
+        from fleet.checkpoint.series import latest
+
+        found = latest(place_at(root))
+        return None if found is None else found.where
+
+    def after_step(self) -> None:
+        """Save if it is time. One that is still being written is not waited for: the next begins after it. What made
+        an earlier one fail behind the training is raised here."""
+        self._refuse_closed("after_step()")
+        if not self._saves:
+            wanted = None if self._state is None else self._states.wanted
+            if wanted is not None:
+                self._states.give(wanted, self._own())
+            return
+        is_due = self._schedule.is_due(self._job.steps_taken, self._clock.now())
+        if not self._is_writing():
+            self._raise_failure()
+            if is_due and (self._states.asked or not self._states.needs_notice):
+                self._save(self._states.asked or self._states.name_of_call("Checkpoints"))
+        elif is_due:
+            self._schedule.missed = True
+        self._give_notice()
+
+    def _give_notice(self) -> None:
+        """Where all workers' states after a step belong into its checkpoint, they hear of it with the step."""
+        if self._saves and self._states.needs_notice:
+            following = self._schedule.following(self._job.steps_taken, self._clock.now())
+            if following is not None:
+                self._states.ask(following)
+
+    def _own(self) -> Any:
+        """The state of this worker's own objects as it is now, if it has any."""
+        if self._state is None:
+            return None
+        from fleet.checkpoint.state import encoded
+
+        return encoded(self._state)
+
+    def save(self, within_s: float = 600.0) -> None:
+        """Save now, whether it is time or not, as at the end of the training; one that is still being written has to
+        be done within so many seconds."""
+        self._refuse_closed("save()")
+        wanted = self._states.name_of_call("Checkpoints.save()")
+        if self._saves:
+            self._finish(within_s)
+            self._save(wanted)
+        elif self._state is not None:
+            self._states.give(wanted, self._own())
+
+    def close(self, within_s: float = 600.0) -> None:
+        """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
+        has to be done within so many seconds. A second time does nothing."""
+        if self._closed:
+            return
+        wanted = self._states.name_of_call("Checkpoints.close()")
+        if not self._saves and self._state is not None:
+            self._states.give(wanted, self._own(), last=True)
+        self._finish(within_s)
+        if self._schedule.missed:
+            self._save(wanted)
+            self._finish(within_s)
+        self._states.end()
+        self._closed = True
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        self._closed = True  # after an error the others wait to hear of it
+
+    # ---------------------------------------------------------------- one checkpoint
+
+    def _save(self, wanted: str) -> None:
+        """``wanted`` is the name under which other workers give their states; empty where they do not."""
+        from fleet.checkpoint.series import name_of
+
+        with self._job.undisturbed("Checkpoints"):
+            step, mode = self._job.steps_taken, self._schedule.mode
+            where = self._root.within(name_of(step)).url
+            self._schedule.begin(step, self._clock.now())
+            rest = self._job.begin_saving(where, mode, self._own(), wanted)
+            if not self._background:
+                self._write(partial(rest, None), step, mode)
+                return
+            may_go_on = threading.Event()
+            self._thread = threading.Thread(
+                target=self._write_behind, args=(rest, step, mode, may_go_on), name=f"{_THREAD}{where}", daemon=True
+            )
+            self._thread.start()
+            may_go_on.wait()
+
+    def _write(self, rest: Callable[[], None], step: int, mode: str) -> None:
+        from fleet.checkpoint.series import remove_old
+
+        rest()
+        self._schedule.end(mode)
+        if self._keep_last is not None:
+            try:
+                remove_old(self._root, self._keep_last, step)
+            except (CheckpointError, OSError) as error:
+                _log.warning("older checkpoints in %s stay: %s", self._root.url, error)
+
+    def _write_behind(self, rest: Rest, step: int, mode: str, may_go_on: threading.Event) -> None:
+        try:
+            self._write(partial(rest, may_go_on.set), step, mode)
+        except MissedError as error:
+            _log.warning("the checkpoint of step %d is made up for by the next step's: %s", step, error)
+            self._schedule.missed = True
+        except BaseException as error:
+            _log.warning("the checkpoint of step %d was not written: %s", step, error)
+            self._failure = error
+        finally:
+            may_go_on.set()
+
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _finish(self, within_s: float) -> None:
+        _check_seconds("within_s", within_s)
+        if self._thread is not None:
+            self._thread.join(within_s)
+            if self._thread.is_alive():
+                raise DeadlineError(
+                    "a checkpoint is still being written",
+                    where=self._thread.name.removeprefix(_THREAD),
+                    expected=f"its end within {within_s:g} s",
+                    todo="Give it more time, close(within_s=…), or look whether the place takes what is written.",
+                )
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if isinstance(failure, FleetError):
+            raise failure.again() from failure
+        if failure is not None:
+            raise CheckpointError(
+                "a checkpoint could not be written", where=self._root.url, got=repr(failure)
+            ) from failure
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closed:
+            raise StateError(f"{call} came after close()", where=self._root.url)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+    if value < 1:
+        raise ConfigurationError(f"{name} is out of range", expected="at least 1", got=value)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name} must be a number of seconds", got=repr(value))
+    if not 0 < value < math.inf:
+        raise ConfigurationError(f"{name} is out of range", expected="more than 0 seconds", got=f"{value:g}")

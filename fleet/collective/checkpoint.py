@@ -1,0 +1,196 @@
+"""The state of a collective job as one checkpoint, and back.
+
+The same format as that of a parameter-server job, and servers can start from it: every parameter is one block, with its
+optimizer state; the model's buffers come in a piece of their own. One worker writes, one reads and hands it to the
+others, so that only its machine needs the files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fleet.checkpoint.assembly import Assembly
+from fleet.checkpoint.entries import VALUE, entries_of, names, set_state, split
+from fleet.checkpoint.manifest import BUFFERS, DENSE, Checkpoint
+from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
+from fleet.checkpoint.places import place_at
+from fleet.checkpoint.state import Bytes, write_states
+from fleet.checkpoint.writer import CheckpointWriter
+from fleet.collective import object_states as states
+from fleet.collective.lease import write_once
+from fleet.collective.worker import CollectiveWorker
+from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
+from fleet.plan.specs import DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings
+
+_log = logging.getLogger("fleet.checkpoint")
+
+
+def save(worker: CollectiveWorker, dirname: object, mode: object, own: Bytes | None, wanted: str) -> None:
+    """Written by the first worker that calls it after this step; the others wait until it has been. ``own`` is the
+    state of this worker's own objects, ``wanted`` the name under which others give theirs; empty: that of this call."""
+    if mode != "full":
+        raise UnsupportedError(
+            "a collective job has no rows of which only the changed ones could be saved",
+            expected="mode='full'",
+            got=repr(mode),
+        )
+    spec, where = _spec(worker), place_at(dirname).url
+
+    def write() -> None:
+        with CheckpointWriter(dirname) as files:
+            with files.pieces("worker") as pieces:
+                _write(worker, pieces)
+            files.add(pieces.files)
+            if own is not None or wanted:
+                with files.pieces("workers") as pieces:
+                    write_states(pieces, states.collect(worker, name, everyone=not wanted))
+                files.add(pieces.files)
+            files.commit(worker.steps, 0, spec)
+
+    name = wanted or f"{where} after step {worker.steps}"
+    if own is not None:
+        states.give(worker, name, own)
+    write_once(worker, f"checkpoint {where}", write)
+
+
+def _spec(worker: CollectiveWorker) -> JobSpec:
+    params = []
+    for member in worker.members:
+        dtype = str(member.param.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"{member.name!r} is {dtype}, which no checkpoint holds", expected=", ".join(DTYPES))
+        params.append(ParamSpec(member.name, tuple(member.param.shape), dtype, member.group))
+    groups = [
+        GroupSpec(type(optimizer).__name__, position, tuple(sorted(optimizer.defaults)), False)
+        for position, optimizer in enumerate(worker.optimizers)
+        for _ in optimizer.param_groups
+    ]
+    settings = PlanSettings(server_num=1, worker_num=worker.assignment.worker_num)
+    return JobSpec(tuple(params), (), tuple(groups), settings)
+
+
+def _write(worker: CollectiveWorker, pieces: PieceWriter) -> None:
+    told: list[dict[str, Any]] = []
+    tensors: list[torch.Tensor] = []
+    for member in worker.members:
+        entries, copies = split(entries_of(member.name, 0, member.param, member.optimizer.state.get(member.param, {})))
+        told += entries
+        tensors += copies
+        if sum(tensor.nbytes for tensor in tensors) >= PIECE_BYTES:
+            pieces.add({DENSE: told}, dict(zip(names(told), tensors, strict=True)))
+            told, tensors = [], []
+    pieces.add({DENSE: told}, dict(zip(names(told), tensors, strict=True)))
+    buffers = {} if worker.model is None else dict(worker.model.named_buffers())
+    pieces.add({BUFFERS: list(buffers)}, {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()})
+
+
+def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
+    """Every worker calls it; the values are those that worker 0 was given."""
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:  # it names each parameter, with both shapes, and has copied what fits
+        model.load_state_dict(before)
+        raise CheckpointError(
+            "the state does not fit the model",
+            got=str(error),
+            todo="Build the model as it was when the state was taken.",
+        ) from None
+    worker.group.broadcast(list(model.state_dict().values()), 0)
+
+
+def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> None:
+    """Every worker calls it; worker 0 reads. Unless it is ``strict``, what does not fit is logged and left out."""
+    group, clerk = worker.group, worker.group.clerk
+    found: dict[str, Any] = {}
+    values: list[torch.Tensor] = []
+    key = f"load/{worker.loads}"
+    worker.loads += 1
+    if clerk.rank == 0:
+        try:
+            checkpoint = Checkpoint.open(dirname)
+            found, values = _read(worker, checkpoint, strict)
+            found["states"] = states.bring(worker, checkpoint)
+        except Exception as error:
+            failure = json.dumps({"failure": str(error)})
+            clerk.ask(lambda store: store.set(key, failure))
+            raise
+        clerk.ask(lambda store: store.set(key, json.dumps(found)))
+    else:
+        clerk.until(lambda store: store.check([key]) or None)
+        found = json.loads(clerk.ask(lambda store: store.get(key)))
+        if "failure" in found:
+            raise CheckpointError("worker 0 could not load the checkpoint", where=str(dirname), got=found["failure"])
+        values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found["tensors"]]
+    values = [value.to(worker.device) for value in values]
+    group.broadcast(values, 0)
+    _fill(worker, found, values)
+
+
+def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """What there is, and the tensors of it in that order."""
+    spec = _spec(worker)
+    if strict:
+        checkpoint.check_fits(spec)
+    fit = checkpoint.fit(spec)
+    if fit.problems:
+        _log.warning("%s is loaded as far as it fits: %s", checkpoint.where, "; ".join(fit.problems))
+    there = [each for each in worker.members if each.name not in fit.lacking]
+    assembly = Assembly({each.name: each.param.numel() for each in there}, checkpoint.where)
+    for about, tensors in checkpoint.pieces(DENSE):
+        assembly.add(about[DENSE], tensors)
+    params: list[dict[str, Any]] = []
+    values: list[torch.Tensor] = []
+    for member in there:
+        pieces, flat = assembly.whole(member.name)
+        if member.name in fit.values:
+            pieces, flat = {VALUE: pieces[VALUE]}, set()
+        plain = {key: piece for key, piece in pieces.items() if not isinstance(piece, torch.Tensor)}
+        keys = [key for key in pieces if key not in plain]
+        params.append({"name": member.name, "tensors": keys, "flat": sorted(flat), "plain": plain})
+        values += [pieces[key] for key in keys]
+    buffers: list[str] = []
+    present = {} if worker.model is None else {name: each.shape for name, each in worker.model.named_buffers()}
+    for about, tensors in checkpoint.pieces(BUFFERS):
+        for name, tensor in zip(about[BUFFERS], tensors, strict=True):
+            if present.get(name) == tensor.shape:
+                buffers.append(name)
+                values.append(tensor)
+                continue
+            error = CheckpointError(
+                "the checkpoint does not fit the model's buffers",
+                where=checkpoint.where,
+                expected=f"{name!r}: {tuple(tensor.shape)}",
+                got=tuple(present[name]) if name in present else "none",
+            )
+            if strict:
+                raise error
+            _log.warning("%s", error)
+    kinds = [(list(value.shape), str(value.dtype).removeprefix("torch.")) for value in values]
+    return {"step": checkpoint.manifest.version, "params": params, "buffers": buffers, "tensors": kinds}, values
+
+
+@torch.no_grad()
+def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Tensor]) -> None:
+    """``values`` are used up one by one: a device may have no room for all of them twice."""
+    values.reverse()
+    members = {member.name: member for member in worker.members}
+    for told in found["params"]:
+        member = members[told["name"]]
+        pieces = {**told["plain"], **{key: values.pop() for key in told["tensors"]}}
+        member.param.copy_(pieces[VALUE].view(member.param.shape))
+        set_state(member.optimizer, member.param, pieces, set(told["flat"]))
+    buffers = {} if worker.model is None else dict(worker.model.named_buffers())
+    for name in found["buffers"]:
+        buffers[name].copy_(values.pop())
+    worker.steps = found["step"]
+    worker.brought = found["states"]

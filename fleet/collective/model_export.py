@@ -1,0 +1,39 @@
+"""The whole model as plain tensors on the CPU: every worker of a collective job has all of it."""
+
+from __future__ import annotations
+
+import torch
+
+from fleet import serving
+from fleet.collective.batch_norm import Meeting
+from fleet.collective.lease import write_once
+from fleet.collective.worker import CollectiveWorker
+
+
+def state_dict(model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
+    """A copy of ``model.state_dict()``. Remote tables have no rows in such a job: they are left out or refused."""
+    if tables:
+        return _copied(serving.state_in_job(model, ()))
+    state = serving.own_state(model)
+    remote = serving.remote_tables(state)
+    return _copied({key: value for key, value in state.items() if key not in remote})
+
+
+def save_inference_model(
+    worker: CollectiveWorker, dirname: str, model: torch.nn.Module, example_inputs: object, meeting: Meeting
+) -> None:
+    """Written by the first worker that calls it after this step; the others wait until it has been."""
+    state = serving.state_to_save(model, (), example_inputs)
+    alone = {id(meeting): Meeting()}  # batch norms of a copy to serve meet nobody
+
+    def write() -> None:
+        serving.save(dirname, model, lambda: _copied(state), {}, example_inputs, alone)
+
+    write_once(worker, f"model {dirname}", write)
+
+
+def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }

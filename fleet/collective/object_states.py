@@ -1,0 +1,145 @@
+"""The states of the workers' own objects on their way through the job's store: into a checkpoint, and back.
+
+Every worker puts its own there when a checkpoint wants it. Whoever writes takes them out, and waits for those that give
+theirs as long as they can still come to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+from torch._C._distributed_c10d import Store
+
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.state import Bytes, check_state, restore, states_in, warn_of_none, whose
+from fleet.collective.reductions import drop, get, put
+from fleet.collective.worker import CollectiveWorker
+from fleet.numeric.tensors import WireTensor
+
+_log = logging.getLogger("fleet.worker")
+
+
+def give(worker: CollectiveWorker, name: str, state: Bytes) -> None:
+    clerk, told = worker.group.clerk, {"steps": worker.steps}
+    clerk.ask(lambda store: put(store, f"state/{name}/{clerk.rank}", told, WireTensor.of(state)))
+
+
+def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[tuple[int, int, Bytes]]:
+    """What has been given under a name, by everyone who makes this call or by those who have said that they give
+    theirs: worker, steps, state."""
+    clerk = worker.group.clerk
+
+    def absent(store: Store) -> list[int]:
+        return [other for other in range(clerk.size) if _may_come(worker, store, name, other, everyone)]
+
+    clerk.until(lambda store: not absent(store) or None, clerk.deadline_s)
+    for other in range(clerk.size):
+        key = f"state/{name}/{other}"
+        if clerk.ask(lambda store, key=key: store.check([key])):  # type: ignore[misc]
+            told, tensor = clerk.ask(partial(get, key=key))
+            assert tensor is not None
+            yield other, told["steps"], tensor.numpy()
+            clerk.ask(partial(drop, key=key))
+        elif clerk.ask(partial(_gives, worker=other)):
+            _log.warning("the state of worker %d is not in the checkpoint: it gave none in time", other)
+
+
+def _may_come(worker: CollectiveWorker, store: Store, name: str, other: int, everyone: bool) -> bool:
+    """Whether to wait for a worker: not if it waits for this one itself, in a round or a gathering."""
+    clerk = worker.group.clerk
+    if other == clerk.rank or store.check([f"state/{name}/{other}"]) or store.check([f"left/{other}"]):
+        return False
+    if not (everyone or _gives(store, other)) or worker.gatherings.is_ahead(store, other):
+        return False
+    return not (store.check([f"waits/{other}"]) and int(store.get(f"waits/{other}")) == clerk.rounds + 1)
+
+
+def _gives(store: Store, worker: int) -> bool:
+    return store.check([f"gives/{worker}"]) and store.get(f"gives/{worker}") == b"1"
+
+
+# ---------------------------------------------------------------------------------------------- back
+
+
+def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]:
+    """Lay out what a checkpoint has for each worker; who that is, and how many workers there were."""
+    clerk, found = worker.group.clerk, []
+    for of, _, state in states_in(checkpoint):
+        key, tensor = f"brought/{worker.loads}/{of}", WireTensor.of(state)
+        clerk.ask(lambda store, key=key, tensor=tensor: put(store, key, {}, tensor))  # type: ignore[misc]
+        clerk.ask(partial(drop, key=f"brought/{worker.loads - 1}/{of}"))
+        found.append(of)
+    return {"of": found, "workers": checkpoint.manifest.spec.settings.worker_num}
+
+
+def load(worker: CollectiveWorker, state: object) -> bool:
+    """Give this worker's own objects what the checkpoint has of them that was loaded; whether it has anything."""
+    check_state(state)
+    rank, of = worker.group.clerk.rank, worker.brought["of"]
+    given = whose(rank, worker.brought["workers"], of)
+    if given not in of:
+        if worker.loads and worker.steps:
+            warn_of_none(rank, worker.steps)
+        return False
+    _, tensor = worker.group.clerk.ask(partial(get, key=f"brought/{worker.loads}/{given}"))
+    assert tensor is not None
+    restore(state, tensor.numpy(), str(worker.assignment))
+    return True
+
+
+class CheckpointStates:
+    """How the states of all workers come into the checkpoints that worker 0 saves from time to time."""
+
+    def __init__(self, worker: CollectiveWorker, *, gives: bool) -> None:
+        self._worker = worker
+        self._gives = gives
+        self._asked_at = -1
+        self._say(gives)
+
+    def _say(self, gives: bool) -> None:
+        clerk = self._worker.group.clerk
+        if gives or self._gives:
+            clerk.ask(lambda store: store.set(f"gives/{clerk.rank}", str(int(gives))))
+
+    @property
+    def needs_notice(self) -> bool:
+        """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
+        return self._gives and self._worker.group.size > 1
+
+    def ask(self, step: int) -> None:
+        """Let all know that a checkpoint is to follow a step."""
+        if step != self._asked_at:
+            self._asked_at = step
+            self._worker.group.clerk.ask(lambda store: store.set("asked", str(step)))
+
+    @property
+    def asked(self) -> str:
+        """The name under which all have been asked after this step; empty if they have not."""
+        return self._after(self._asked_at) if self._asked_at == self._worker.steps else ""
+
+    @property
+    def wanted(self) -> str | None:
+        """The name under which this worker's state is wanted now; None if it is not."""
+        step = self._worker.group.clerk.ask(lambda store: int(store.get("asked")) if store.check(["asked"]) else -1)
+        return self._after(step) if step == self._worker.steps else None
+
+    @staticmethod
+    def _after(step: int) -> str:
+        return f"checkpoint after step {step}"
+
+    def name_of_call(self, call: str) -> str:
+        """The name of what is wanted in a call that every worker makes; empty where this one gives none."""
+        return f"{call} after step {self._worker.steps}" if self._gives else ""
+
+    def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
+        """Hand this worker's over; after the ``last`` one no other is to be waited for."""
+        if not self._worker.stopped:
+            give(self._worker, name, state)
+            if last:
+                self._say(False)
+
+    def end(self) -> None:
+        if not self._worker.stopped:
+            self._say(False)

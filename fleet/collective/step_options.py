@@ -1,0 +1,60 @@
+"""Parameters averaged over the workers, and gradients collected over several steps: what options do in ``step``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fleet.collective.process_group import Group
+from fleet.collective.reducer import Round
+
+
+@torch.no_grad()
+def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contribute: bool) -> Round:
+    """The mean of the parameters of all workers that contribute, on every worker."""
+    marks = torch.zeros(group.size)
+    marks[group.rank] = float(contribute)
+    counting = dist.all_reduce(marks, group=group.control, async_op=True)
+    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+    for param in params:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    sums = []
+    for some in by_dtype.values():
+        flat = torch.cat([param.detach().reshape(-1) for param in some])
+        if not contribute:
+            flat.zero_()
+        sums.append((some, flat, dist.all_reduce(flat, async_op=True)))
+    group.finish(counting, marks.device)
+    workers = tuple(rank for rank, mark in enumerate(marks.tolist()) if mark)
+    for some, flat, work in sums:
+        group.finish(work, flat.device)
+        if workers:
+            mean = flat.div_(len(workers))
+            for param, values in zip(some, mean.split_with_sizes([param.numel() for param in some]), strict=True):
+                param.detach().copy_(values.view(param.shape))
+    group.clerk.rounds += 1
+    return Round(workers)
+
+
+class MergedGradients:
+    """The sum of the gradients of several steps."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self._params = params
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add(self) -> None:
+        """Add what ``.grad`` holds now, whatever becomes of it."""
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                present = self._sums.get(index)
+                self._sums[index] = param.grad.detach().clone() if present is None else present.add_(param.grad)
+
+    def put_back(self, divisor: int) -> None:
+        """Leave the sum, divided, in ``.grad``, and begin anew."""
+        for index, param in enumerate(self._params):
+            merged = self._sums.get(index)
+            param.grad = None if merged is None else merged.div_(divisor)
+        self._sums = {}

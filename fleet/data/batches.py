@@ -1,0 +1,168 @@
+"""Rows, and batches made of them.
+
+All whole numbers of a batch share one piece of memory and all its floats another. So a ``DataLoader``'s worker process
+hands over two pieces and not one for every column, which would cost more than reading them did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fleet.data.columns import FLOATS, Batch, Layout, Ragged, Words
+from fleet.numeric.jit import compiled
+
+Indices = npt.NDArray[np.int64]
+
+
+class Rows(NamedTuple):
+    """Samples one after the other: row ``i`` is the words from ``bounds[i]`` to ``bounds[i + 1]``."""
+
+    words: Words
+    bounds: Indices
+
+    @property
+    def number(self) -> int:
+        return len(self.bounds) - 1
+
+    def part(self, begin: int, end: int | None = None) -> Rows:
+        """Some of them, without a copy."""
+        return Rows(self.words, self.bounds[begin : None if end is None else end + 1])
+
+
+@compiled
+def _measure(words: Any, bounds: Any, picks: Any, widths: Any, totals: Any) -> None:
+    """How many values of each column the picked rows have."""
+    totals[:] = 0
+    for pick in picks:
+        at = bounds[pick]
+        for column in range(len(widths)):
+            width = widths[column]
+            if width == 0:
+                width = words[at]
+                at += 1
+            totals[column] += width
+            at += width
+
+
+@compiled
+def _spread(
+    words: Any,
+    reals: Any,
+    bounds: Any,
+    picks: Any,
+    kinds: Any,
+    widths: Any,
+    starts: Any,
+    offsets: Any,
+    ids: Any,
+    floats: Any,
+) -> None:
+    """Copy the picked rows into columns: that of number c begins at ``starts[c]`` of ``ids`` or ``floats``, and its
+    offsets, where it has some, at ``offsets[c]`` of ``ids``."""
+    filled = starts.copy()
+    for index in range(len(picks)):
+        at = bounds[picks[index]]
+        for column in range(len(widths)):
+            to = filled[column]
+            width = widths[column]
+            if width == 0:
+                width = words[at]
+                at += 1
+                ids[offsets[column] + index] = to - starts[column]
+            if kinds[column] == FLOATS:
+                for number in range(width):
+                    floats[to + number] = reals[2 * (at + number)]
+            else:
+                for number in range(width):
+                    ids[to + number] = words[at + number]
+            filled[column] = to + width
+            at += width
+
+
+def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
+    """The picked rows as tensors, in this order."""
+    size = len(picks)
+    real, ragged = layout.kinds == FLOATS, layout.widths == 0
+    totals = size * layout.widths
+    if ragged.any():
+        _measure(rows.words, rows.bounds, picks, layout.widths, totals)
+    of_floats, of_ids, of_offsets = np.where(real, totals, 0), np.where(real, 0, totals), np.where(ragged, size, 0)
+    starts = np.where(real, np.cumsum(of_floats) - of_floats, np.cumsum(of_ids) - of_ids)
+    offsets = of_ids.sum() + np.cumsum(of_offsets) - of_offsets
+    ids = np.empty(of_ids.sum() + of_offsets.sum(), np.int64)
+    floats = np.empty(of_floats.sum(), np.float32)
+    reals = rows.words.view(np.float32)
+    _spread(rows.words, reals, rows.bounds, picks, layout.kinds, layout.widths, starts, offsets, ids, floats)
+
+    all_ids, all_floats = torch.from_numpy(ids), torch.from_numpy(floats)
+    batch: Batch = {}
+    described = zip(
+        layout.names, *(each.tolist() for each in (real, layout.widths, starts, totals, offsets)), strict=True
+    )
+    for name, is_real, width, start, total, offset in described:
+        values = (all_floats if is_real else all_ids)[start : start + total]
+        batch[name] = values.view(size, width) if width else Ragged(values, all_ids[offset : offset + size])
+    return batch
+
+
+def samples_of(batch: Batch) -> Iterator[Batch]:
+    """The samples of a batch one by one: a vector for each column."""
+    taken = [_single(column) for column in batch.values()]
+    for values in zip(*taken, strict=True):
+        yield dict(zip(batch, values, strict=True))
+
+
+def _single(column: torch.Tensor | Ragged) -> Sequence[torch.Tensor]:
+    if isinstance(column, torch.Tensor):
+        return column.unbind()
+    return column.values.tensor_split(column.offsets[1:])
+
+
+def collated(samples: Sequence[Batch], layout: Layout) -> Batch:
+    """The batch that these samples are."""
+    batch: Batch = {}
+    for name, width in zip(layout.names, layout.widths.tolist(), strict=True):
+        values: list[Any] = [sample[name] for sample in samples]
+        if width:
+            batch[name] = torch.stack(values)
+        else:
+            sizes = torch.tensor([0, *map(len, values)])
+            batch[name] = Ragged(torch.cat(values), sizes.cumsum(0)[:-1])
+    return batch
+
+
+@compiled
+def _place(words: Any, at: Any, values: Any, offsets: Any, counted: bool) -> None:
+    """Write one column into all rows: row i goes on at ``at[i]``, which moves behind what was written."""
+    for row in range(len(at)):
+        to = at[row]
+        begin, end = offsets[row], offsets[row + 1]
+        if counted:
+            words[to] = end - begin
+            to += 1
+        for number in range(begin, end):
+            words[to] = values[number]
+            to += 1
+        at[row] = to
+
+
+def interleaved(columns: Sequence[tuple[npt.NDArray[Any], Indices]], layout: Layout) -> Rows:
+    """Rows made of columns, each its values and, one more than rows, where each row's begin; int64 or float32."""
+    counted = layout.widths == 0
+    sizes = sum(np.diff(offsets) for _, offsets in columns) + counted.sum()
+    bounds = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=bounds[1:])
+    words = np.empty(bounds[-1], np.int64)
+    at = bounds[:-1].copy()
+    for (values, offsets), count in zip(columns, counted.tolist(), strict=True):
+        if values.dtype == np.float32:
+            wide = np.zeros(len(values), np.int64)
+            wide.view(np.float32)[::2] = values
+            values = wide
+        _place(words, at, values, offsets, count)
+    return Rows(words, bounds)

@@ -1,0 +1,99 @@
+"""Adam and SparseAdam. Rows follow the formula of ``torch.optim.SparseAdam`` for both names.
+
+It differs from dense Adam in where ``eps`` stands: beside the square root of the uncorrected second moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.kernels.rule import Column, Rule, column, scalars
+from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
+
+
+class SparseAdamRows:
+    options: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False}
+
+    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
+        moments = {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
+        return {**moments, "max_exp_avg_sq": Column(dim)} if options.get("amsgrad") else moments
+
+    def step(
+        self,
+        weights: Rows,
+        state: Mapping[str, Rows],
+        slots: Ids,
+        grads: Array,
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        o = {**AdamRows.options, **self.options, **options}
+        beta1, beta2 = o["betas"]
+        rate = o["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        decoupled = bool(o["decoupled_weight_decay"])
+        shrink = 1 - o["lr"] * o["weight_decay"] if decoupled else 1.0
+        decay = 0.0 if decoupled else o["weight_decay"]
+        numbers = scalars(weights.dtype, rate, 1 - beta1, 1 - beta2, o["eps"], decay, shrink)
+        maxima = column(state, "max_exp_avg_sq", weights)
+        flags = bool(o["amsgrad"]), bool(o["maximize"])
+        _step(weights, state["exp_avg"], state["exp_avg_sq"], maxima, slots, grads, *flags, *numbers)
+
+
+class AdamRows(SparseAdamRows):
+    options: Mapping[str, Any] = {
+        **SparseAdamRows.options,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "decoupled_weight_decay": False,
+    }
+
+
+@compiled
+def _step(
+    weights: Rows,
+    firsts: Rows,
+    seconds: Rows,
+    maxima: Rows,
+    slots: Ids,
+    grads: Array,
+    amsgrad: bool,
+    maximize: bool,
+    rate: np.floating[Any],
+    share1: np.floating[Any],
+    share2: np.floating[Any],
+    eps: np.floating[Any],
+    decay: np.floating[Any],
+    shrink: np.floating[Any],
+) -> None:
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(weights, slots[k + AHEAD])
+            prefetch(firsts, slots[k + AHEAD])
+            prefetch(seconds, slots[k + AHEAD])
+        slot = slots[k]
+        w, m, v, largest = row(weights, slot), row(firsts, slot), row(seconds, slot), row(maxima, slot)
+        for j in range(w.size):
+            g = -grads[k, j] if maximize else grads[k, j]
+            if decay != 0:
+                g += decay * w[j]
+            if shrink != 1:
+                w[j] *= shrink
+            m[j] += (g - m[j]) * share1
+            v[j] += (g * g - v[j]) * share2
+            second = v[j]
+            if amsgrad:
+                if not second <= largest[j]:  # written so that NaN wins, as in torch
+                    largest[j] = second
+                second = largest[j]
+            w[j] -= rate * (m[j] / (np.sqrt(second) + eps))
+
+
+RULES = (
+    Rule(torch.optim.Adam, rows=AdamRows()),
+    Rule(torch.optim.SparseAdam, dense=False, rows=SparseAdamRows()),
+)

@@ -1,0 +1,106 @@
+"""RAdam: Adam that leaves the second moment aside as long as too few steps went into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.kernels.rule import Column, Rule, scalars
+from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
+
+
+class RAdamRows:
+    options: Mapping[str, Any] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled_weight_decay": False,
+        "maximize": False,
+    }
+
+    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
+        return {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
+
+    def step(
+        self,
+        weights: Rows,
+        state: Mapping[str, Rows],
+        slots: Ids,
+        grads: Array,
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        o = {**self.options, **options}
+        lr, (beta1, beta2) = o["lr"], o["betas"]
+        decoupled = bool(o["decoupled_weight_decay"])
+        shrink = 1 - lr * o["weight_decay"] if decoupled else 1.0
+        decay = 0.0 if decoupled else o["weight_decay"]
+        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+        rect = _rectification(beta2, step)
+        numbers = scalars(
+            weights.dtype,
+            *(lr, beta1, 1 - beta1, beta2, 1 - beta2, correction1, math.sqrt(correction2)),
+            *(rect, o["eps"], decay, shrink),
+        )
+        flags = bool(o["maximize"]), rect > 0
+        _step(weights, state["exp_avg"], state["exp_avg_sq"], slots, grads, *flags, *numbers)
+
+
+def _rectification(beta2: float, step: int) -> float:
+    """What the adaptive rate is multiplied by; 0 where its variance is not tractable and torch does without it."""
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * beta2**step / (1 - beta2**step)  # of the average, as if it were a simple one
+    if length <= 5:
+        return 0.0
+    return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
+
+
+@compiled
+def _step(
+    weights: Rows,
+    firsts: Rows,
+    seconds: Rows,
+    slots: Ids,
+    grads: Array,
+    maximize: bool,
+    rectified: bool,
+    lr: np.floating[Any],
+    beta1: np.floating[Any],
+    share1: np.floating[Any],
+    beta2: np.floating[Any],
+    share2: np.floating[Any],
+    correction1: np.floating[Any],
+    root2: np.floating[Any],
+    rect: np.floating[Any],
+    eps: np.floating[Any],
+    decay: np.floating[Any],
+    shrink: np.floating[Any],
+) -> None:
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(weights, slots[k + AHEAD])
+            prefetch(firsts, slots[k + AHEAD])
+            prefetch(seconds, slots[k + AHEAD])
+        slot = slots[k]
+        w, m, v = row(weights, slot), row(firsts, slot), row(seconds, slot)
+        for j in range(w.size):
+            g = -grads[k, j] if maximize else grads[k, j]
+            if decay != 0:
+                g += decay * w[j]
+            if shrink != 1:
+                w[j] *= shrink
+            # torch's lerp: each end is met exactly by the form that starts from it
+            m[j] = m[j] + share1 * (g - m[j]) if share1 < 0.5 else g - (g - m[j]) * beta1
+            v[j] = v[j] * beta2 + share2 * g * g
+            change = m[j] / correction1 * lr
+            if rectified:
+                change = change * (root2 / (np.sqrt(v[j]) + eps)) * rect
+            w[j] -= change
+
+
+RULE = Rule(torch.optim.RAdam, rows=RAdamRows())

@@ -1,0 +1,90 @@
+"""What an optimizer is to a server: how it updates dense blocks, rows of a table, and what it cannot honour.
+
+Dense blocks are updated by ``torch.optim`` itself. Rows have their own kernels: lazily, that is by the optimizer's
+dense formula on the rows touched in a step and nothing on the others, in torch's order of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fleet.numeric.jit import Array, Ids, Rows
+
+#: Options that choose among torch's implementations of one formula; rows have a single one, so they mean nothing there.
+HINTS = frozenset({"foreach", "fused"})
+
+#: Options no server can honour. Refused when they are on.
+REFUSED_OPTIONS: Mapping[str, str] = {
+    "differentiable": "updates happen on servers, where no autograd graph reaches",
+    "capturable": "updates happen on servers, outside of any CUDA graph",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """State of a row: so many numbers, and what they are before the row is first touched."""
+
+    width: int
+    fill: float = 0.0
+
+
+class RowKernel(Protocol):
+    """The update of rows. Has no state of its own, so one object serves every table."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Every option the formula honours, with torch's default."""
+
+    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
+        """The state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
+
+    def step(
+        self,
+        weights: Rows,
+        state: Mapping[str, Rows],
+        slots: Ids,
+        grads: Array,
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """Update the rows at ``slots``, which are distinct, in place. ``step`` counts from one."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer: the class that users name, which also updates dense blocks, and what updates rows."""
+
+    optimizer: type[torch.optim.Optimizer]
+    dense: bool = True  #: False: it cannot update dense parameters
+    sliceable: bool = True  #: the update is elementwise, so a parameter may be cut into flat blocks
+    seamless: bool = True  #: if sliceable: where a tensor ends shows in no bit of the update, in float32 and float64
+    rows: RowKernel | None = None  #: None: it cannot update rows of a table
+    constructor_only: frozenset[str] = frozenset()  #: options read in the constructor, whatever a group says
+    refused: Mapping[str, str] = field(default_factory=lambda: REFUSED_OPTIONS)
+
+    @property
+    def joinable(self) -> bool:
+        """Whether several parameters may be updated as one."""
+        return self.sliceable and self.seamless
+
+    @property
+    def name(self) -> str:
+        return self.optimizer.__name__
+
+
+def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
+    """A state column. Where the options need none, the weights stand for it, which the update must then leave alone: an
+    argument of the same type lets all options share one compilation."""
+    return state.get(name, weights)
+
+
+def scalars(dtype: npt.DTypeLike, *numbers: float) -> list[Any]:
+    """Numbers in the element type of the table: torch, too, computes them in double and rounds them once."""
+    kind: Any = np.dtype(dtype).type
+    return [kind(number) for number in numbers]

@@ -1,0 +1,21 @@
+"""``fleet server``: one parameter server with no user script; it learns everything from the first worker."""
+
+from __future__ import annotations
+
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, remark
+from fleet.ps.backend import real_network
+from fleet.ps.server.checkpoint_reader import restore_from
+from fleet.ps.server.lean import be_lean
+from fleet.ps.server.runtime import ServerRuntime
+
+
+def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
+    """Serve until the job is over; the exit code."""
+    knobs = Knobs.read(PROCESS_ENVIRONMENT)
+    remark(PROCESS_ENVIRONMENT)
+    be_lean()
+    restore = None if model_dir is None else restore_from(model_dir)
+    ServerRuntime(endpoint, real_network(knobs), knobs, SystemClock(), restore=restore).run()
+    return 0

@@ -1,0 +1,273 @@
+"""What is done to ids and rows whatever the optimizer: count them, send them to their server, sum, move, invent them.
+
+Arrays from outside go through ``packed`` before they reach a compiled function: one memory layout means one
+compilation, so that nothing is left to compile once a server has said that it is ready. Compiled functions check no
+bounds; their callers do.
+
+``mix`` and what is made of it (``owner``, ``initial_rows``) are fixed for ever: processes of one job, and a job and its
+checkpoints, must agree on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row, touch
+
+#: Step of the splitmix64 sequence: 2^64 divided by the golden ratio, made odd.
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+#: Codes of the initializers in ``initial_rows``.
+CONSTANT, UNIFORM, NORMAL = 0, 1, 2
+
+
+def packed(array: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
+    """Contiguous, aligned and writable, copied only when it is not: read-only is another type to the compiler."""
+    if isinstance(array, np.ndarray) and array.flags.carray and array.dtype == dtype:
+        return array
+    return np.require(array, np.dtype(dtype), ["C", "A", "W"])
+
+
+def packed_ids(ids: npt.ArrayLike) -> Ids:
+    return packed(ids, np.int64)
+
+
+@compiled
+def mix(x: np.uint64) -> np.uint64:
+    """The finalizer of splitmix64: a bijection of 64 bits in which every output bit depends on every input bit."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# ---------------------------------------------------------------------------------------------- de-duplication
+
+
+def unique(ids: npt.ArrayLike) -> tuple[Ids, Ids]:
+    """The distinct ids in the order they first appear, and for every id its place among them."""
+    return _unique(packed_ids(ids))
+
+
+@compiled
+def _unique(ids: Ids) -> tuple[Ids, Ids]:
+    bits = 4
+    while (1 << bits) < 2 * ids.size:
+        bits += 1
+    shift, mask = np.uint64(64 - bits), (1 << bits) - 1
+    index = np.zeros(1 << bits, np.uint32)  # place + 1, so that no id has to stand for "empty"
+    distinct = np.empty(ids.size, np.int64)
+    inverse = np.empty(ids.size, np.int64)
+    for k in range(ids.size):  # by itself, as the processor computes several at once
+        inverse[k] = np.int64(mix(np.uint64(ids[k])) >> shift)
+    count = 0
+    for k in range(ids.size):
+        key, at = ids[k], inverse[k]
+        place = np.int64(index[at])
+        while place != 0 and distinct[place - 1] != key:
+            at = (at + 1) & mask
+            place = np.int64(index[at])
+        if place == 0:
+            distinct[count] = key
+            count += 1
+            place = np.int64(count)
+            index[at] = place
+        inverse[k] = place - 1
+    return distinct[:count], inverse
+
+
+@compiled
+def accumulate(places: Ids, grads: Array, total: Rows) -> None:
+    """Add every row of ``grads`` to the row of ``total`` at its place, in the order they come: it decides the bits."""
+    for k in range(places.size):
+        if k + AHEAD < places.size:
+            prefetch(total, places[k + AHEAD])
+        into = row(total, places[k])
+        for j in range(into.size):
+            into[j] += grads[k, j]
+
+
+@compiled
+def accumulate_apart(places: Ids, grads: Array, together: int, apart: int, total: Rows) -> None:
+    """The same for rows of which so many lie ``together``, and those that follow so many numbers ``apart`` from where
+    these begin; ``grads`` is all of that memory. Where all lie together the other loop is a sixth faster."""
+    begin = np.uint64(0)  # compiled code asks of every signed index whether it counts from the end
+    for first in range(0, places.size, together):
+        start = begin
+        for k in range(first, first + together):
+            if k + AHEAD < places.size:
+                prefetch(total, places[k + AHEAD])
+            into = row(total, places[k])
+            for j in range(into.size):
+                into[j] += grads[start + np.uint64(j)]
+            start += np.uint64(into.size)
+        begin += np.uint64(apart)
+
+
+@compiled
+def accumulate_bags(places: Ids, bags: Ids, scales: Array, grads: Array, total: Rows) -> None:
+    """Add to the row of ``total`` at each place its bag's row of ``grads``, scaled, in the order they come."""
+    for k in range(places.size):
+        if k + AHEAD < places.size:
+            prefetch(total, places[k + AHEAD])
+        into, grad = row(total, places[k]), grads[bags[k]]
+        for j in range(into.size):
+            into[j] += scales[k] * grad[j]
+
+
+# ---------------------------------------------------------------------------------------------- placement
+
+
+def owner(ids: npt.ArrayLike, servers: int) -> Ids:
+    """The server each id lives on."""
+    return _owner(packed_ids(ids), servers)
+
+
+@compiled
+def _owner(ids: Ids, servers: int) -> Ids:
+    out = np.empty(ids.size, np.int64)
+    for k in range(ids.size):
+        out[k] = np.int64(mix(np.uint64(ids[k])) % np.uint64(servers))
+    return out
+
+
+def partition(ids: npt.ArrayLike, servers: int) -> list[Ids]:
+    """For every server, the places of its ids, in their order."""
+    if servers == 1:
+        return [np.arange(np.size(ids))]
+    order, ends = _partition(packed_ids(ids), servers)
+    return [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@compiled
+def _partition(ids: Ids, servers: int) -> tuple[Ids, Ids]:
+    owners = _owner(ids, servers)
+    ends = np.zeros(servers, np.int64)  # begins as counts, becomes starts, and each advances to its end
+    for k in range(owners.size):
+        ends[owners[k]] += 1
+    start = 0
+    for s in range(servers):
+        start, ends[s] = start + ends[s], start
+    order = np.empty(owners.size, np.int64)
+    for k in range(owners.size):
+        order[ends[owners[k]]] = k
+        ends[owners[k]] += 1
+    return order, ends
+
+
+# ---------------------------------------------------------------------------------------------- moving rows
+
+
+@compiled
+def gather(rows: Rows, slots: Ids, out: Array) -> None:
+    """Copy rows out; a negative slot leaves its row of ``out`` as it is."""
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(rows, slots[k + AHEAD])
+        if slots[k] >= 0:
+            here = row(rows, slots[k])
+            for j in range(here.size):
+                out[k, j] = here[j]
+
+
+@compiled
+def scatter(rows: Rows, slots: Ids, values: Array) -> None:
+    """Copy rows in."""
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(rows, slots[k + AHEAD])
+        here = row(rows, slots[k])
+        for j in range(here.size):
+            here[j] = values[k, j]
+
+
+@compiled
+def stamp(rows: Rows, slots: Ids, number: int) -> None:
+    """Set the rows at slots, which are of one element, to a number."""
+    for k in range(slots.size):
+        if k + AHEAD < slots.size:
+            prefetch(rows, slots[k + AHEAD])
+        row(rows, slots[k])[0] = number
+
+
+#: Systems hand out memory by no less than this.
+_PAGE_BYTES = 4096
+
+
+def touch_pages(array: Array) -> None:
+    """Have the memory of an array that is in one piece from the system, whoever writes to it meanwhile."""
+    if array.size:
+        _touch_pages(array.reshape(-1).view(np.uint8).reshape(-1, 1), _PAGE_BYTES)
+
+
+@compiled
+def _touch_pages(memory: Array, apart: int) -> None:
+    for k in range(0, len(memory), apart):
+        touch(memory, k)
+    touch(memory, len(memory) - 1)
+
+
+# ---------------------------------------------------------------------------------------------- initial values
+
+
+def table_key(name: str) -> np.uint64:
+    """A table's name as 64 bits, the same in every process."""
+    return np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+
+
+@compiled
+def initial_rows(kind: int, a: float, b: float, seed: np.uint64, key: np.uint64, ids: Ids, out: Array) -> None:
+    """Fill ``out`` with values that depend on the seed, the table, the id and the column, and on nothing else.
+
+    Each row is a splitmix64 sequence of its own. Uniform values use as many bits as the mantissa holds; normal ones
+    are made two at a time (Box and Muller) in double precision.
+    """
+    table = mix(mix(seed + GAMMA) ^ key)
+    single = out.itemsize == 4
+    drop = np.uint64(40) if single else np.uint64(11)
+    unit = 2.0**-24 if single else 2.0**-53
+    low, high = np.empty(1, out.dtype), np.empty(1, out.dtype)
+    low[0], high[0] = a, b
+    for k in range(ids.size):
+        state = mix(table ^ mix(np.uint64(ids[k]) + GAMMA))
+        row = out[k]
+        if kind == UNIFORM:
+            for j in range(row.size):
+                state += GAMMA
+                row[j] = a + (b - a) * (np.float64(mix(state) >> drop) * unit)
+                if row[j] >= high[0]:  # rounding may reach the end of the half-open interval
+                    row[j] = low[0]
+        elif kind == NORMAL:
+            for j in range(0, row.size, 2):
+                state += GAMMA
+                radius = np.float64((mix(state) >> np.uint64(11)) + np.uint64(1)) * 2.0**-53  # never zero
+                state += GAMMA
+                angle = np.float64(mix(state) >> np.uint64(11)) * 2.0**-53
+                scale = b * math.sqrt(-2.0 * math.log(radius))
+                row[j] = a + scale * math.cos(2.0 * math.pi * angle)
+                if j + 1 < row.size:
+                    row[j + 1] = a + scale * math.sin(2.0 * math.pi * angle)
+        else:
+            for j in range(row.size):
+                row[j] = a
+
+
+# ---------------------------------------------------------------------------------------------- rounding by chance
+
+
+@compiled
+def noise(ids: Ids, width: int, worker: int, step: int) -> Array:
+    """Numbers on [0, 1), a row an id, that depend on id, column, worker and step, and on nothing else."""
+    out = np.empty((ids.size, width), np.float32)
+    key = mix(mix(np.uint64(worker) + GAMMA) ^ np.uint64(step))
+    for k in range(ids.size):
+        state = mix(key ^ mix(np.uint64(ids[k]) + GAMMA))
+        for j in range(width):
+            state += GAMMA
+            out[k, j] = np.float64(mix(state) >> np.uint64(40)) * 2.0**-24
+    return out

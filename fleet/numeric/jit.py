@@ -1,0 +1,254 @@
+"""Plain Python loops over numpy arrays, compiled by numba when they are first called; the only file that imports it.
+
+Importing numba takes half a second and compiling a function a few tenths, so neither happens before a function is
+called: a process without sparse tables and hundreds of dense parameters pays for nothing. Compiled code runs without
+the GIL and is kept on disk; numba picks the user's cache directory when the package's own is read-only.
+
+The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
+file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``,
+``touch``).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import FunctionType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fleet.base.turns import apart
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int64]
+
+
+class Segments(NamedTuple):
+    """Rows that lie in segments of 2 to the power of ``bits``; whoever made it keeps the segments alive."""
+
+    addresses: npt.NDArray[np.uint64]  #: where each segment begins
+    like: Array  #: one of them, for its type and width
+    bits: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.like.dtype
+
+
+#: What compiled functions take rows from with ``row``: a matrix, or segments.
+Rows: TypeAlias = Array | Segments
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: One lock for all: builds are rare and nest, and numba compiles one function at a time anyway.
+_building = threading.RLock()
+
+
+def _numba() -> Any:
+    """The module, whole: an import that failed half-way is not gone on with, but begun anew by the next call."""
+    try:
+        import numba
+    except BaseException:
+        for name in [name for name in sys.modules if name.split(".")[0] == "numba"]:
+            del sys.modules[name]
+        raise
+    return numba
+
+
+def _undisturbed(work: Callable[[], R]) -> R:
+    """What ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
+    return apart(work, "fleet-compiling").result()
+
+
+class Compiled(Generic[P, R]):
+    """A function that turns into machine code on its first call with each combination of argument types."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        assert isinstance(function, FunctionType)
+        self._function = function
+        self._dispatcher: Callable[P, R] | None = None
+        update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (self._dispatcher or _undisturbed(self.native))(*args, **kwargs)
+
+    def native(self) -> Callable[P, R]:
+        with _building:
+            if self._dispatcher is None:
+                self._dispatcher = self._build()
+            return self._dispatcher
+
+    def _build(self) -> Callable[P, R]:
+        numba = _numba()
+        source = self._function
+        named = {name: source.__globals__.get(name) for name in source.__code__.co_names}
+        called = {name: value.native() for name, value in named.items() if isinstance(value, Compiled | Intrinsic)}
+        function = update_wrapper(FunctionType(source.__code__, {**source.__globals__, **called}), source)
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
+        dispatcher: Any
+        try:
+            dispatcher = numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # "cannot cache function": no directory on this machine can be written
+            dispatcher = numba.njit(**options)(function)
+        # What numba calls for argument types that it has not compiled yet.
+        dispatcher._compile_for_args = _compiling(dispatcher._compile_for_args)
+        return cast(Callable[P, R], dispatcher)
+
+
+def _compiling(compile_for: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _undisturbed(partial(compile_for, *args, **kwargs))
+
+
+def compiled(function: Callable[P, R]) -> Compiled[P, R]:
+    """Decorate a function over numpy arrays and numbers; see the module's text for what it may call."""
+    return Compiled(function)
+
+
+class Intrinsic(Generic[P, R]):
+    """Machine code under a name, for what Python cannot say. It exists inside compiled functions only."""
+
+    def __init__(self, signed: Callable[..., Any], meaning: Callable[P, R]) -> None:
+        self._signed = signed
+        self._intrinsic: Any = None
+        update_wrapper(self, meaning)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        raise NotImplementedError("only compiled functions can call this")
+
+    def native(self) -> Any:
+        with _building:
+            if self._intrinsic is None:
+                from numba.extending import intrinsic
+
+                self._intrinsic = intrinsic(self._signed)
+            return self._intrinsic
+
+
+def _code(signed: Callable[..., Any]) -> Callable[[Callable[P, R]], Intrinsic[P, R]]:
+    """Decorate a stub: ``signed`` gives numba its signature for the types of a call, and what emits its code."""
+    return lambda meaning: Intrinsic(signed, meaning)
+
+
+def _matrix(rows: Any) -> Any:
+    """The type of ``rows``, or of the segment in it."""
+    from numba import types
+
+    return rows if isinstance(rows, types.Array) else rows.types[1]
+
+
+def _located(context: Any, builder: Any, kind: Any, rows: Any, number: Any) -> tuple[Any, Any]:
+    """A pointer to the first byte of a row, and the matrix or segment whose rows are like it."""
+    from llvmlite import ir
+    from numba import types
+
+    word = ir.IntType(64)
+    if isinstance(kind, types.Array):
+        like = context.make_array(kind)(context, builder, rows)
+        start, within = builder.ptrtoint(like.data, word), number
+    else:
+        addresses, like, bits = (builder.extract_value(rows, position) for position in range(3))
+        starts = context.make_array(kind.types[0])(context, builder, addresses).data
+        like = context.make_array(kind.types[1])(context, builder, like)
+        segment = builder.lshr(number, bits)
+        start, within = builder.load(builder.gep(starts, [segment])), builder.sub(number, builder.shl(segment, bits))
+    offset = builder.mul(within, builder.extract_value(like.strides, 0))
+    return builder.inttoptr(builder.add(start, offset), ir.IntType(8).as_pointer()), like
+
+
+def _row(_context: Any, rows: Any, _number: Any) -> Any:
+    from numba import types
+    from numba.np import arrayobj
+
+    filled: Any = arrayobj.populate_array
+    row = types.Array(_matrix(rows).dtype, 1, "C")
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, like = _located(context, builder, rows, *args)
+        made = context.make_array(row)(context, builder)
+        shape, strides = (builder.extract_value(each, 1) for each in (like.shape, like.strides))
+        filled(made, builder.bitcast(address, made.data.type), [shape], [strides], like.itemsize, None)
+        return made._getvalue()
+
+    return row(rows, types.int64), emit
+
+
+def _prefetch(_context: Any, rows: Any, _number: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        none = args[1].type(0)
+        number = builder.select(builder.icmp_signed("<", args[1], none), none, args[1])
+        (address, _), flag = _located(context, builder, rows, args[0], number), ir.IntType(32)
+        shape = ir.FunctionType(ir.VoidType(), [address.type, flag, flag, flag])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [address.type], shape)
+        builder.call(hint, [address, flag(0), flag(3), flag(1)])  # for reading, into the nearest cache, data
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64), emit
+
+
+def _copy_bytes(_context: Any, rows: Any, _number: Any, source: Any, _start: Any, _size: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    copied: Any = cgutils.raw_memcpy
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number, given, start, size = args[1:]
+        address, _ = _located(context, builder, rows, args[0], number)
+        data = context.make_array(source)(context, builder, given).data
+        copied(builder, address, builder.gep(data, [start]), size, ir.IntType(64)(1))
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64, source, types.int64, types.int64), emit
+
+
+def _touch(_context: Any, rows: Any, _number: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, _ = _located(context, builder, rows, *args)
+        nothing = ir.IntType(8)(0)
+        builder.cmpxchg(address, nothing, nothing, "monotonic", "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(rows, types.int64), emit
+
+
+@_code(_row)
+def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
+    """One row, to read and to write in place. Nobody checks whether there is one."""
+
+
+@_code(_copy_bytes)
+def copy_bytes(rows: Rows, number: Any, source: Array, start: Any, size: Any) -> None:
+    """So many bytes of ``source``, which is of bytes, into the beginning of a row. Nobody checks whether they fit."""
+
+
+@_code(_prefetch)
+def prefetch(rows: Rows, number: Any) -> None:
+    """Ask for the first cache line of a row some iterations before it is needed.
+
+    Rows of a large table lie anywhere in memory, and waiting for them is most of the time of every row loop. Only a
+    hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
+    """
+
+
+@_code(_touch)
+def touch(rows: Rows, number: Any) -> None:
+    """Write to a row's first byte what is there already, whoever else writes to the row meanwhile.
+
+    A system hands out memory when it is written first, and takes its time: so it can be had before it is needed.
+    """
+
+
+#: Rows between the one a loop works on and the one it asks for.
+AHEAD = 16

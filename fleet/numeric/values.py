@@ -1,0 +1,133 @@
+"""Values that users have reduced over all workers: how they travel, and how the result comes back in their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.numeric.reduction import CARRIED, MAX_BYTES, OPS, result_dtype
+from fleet.numeric.tensors import WireTensor, checked_size
+
+_COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
+
+
+class UserValue:
+    """A numpy array, tensor or number of the user's that is to be reduced: what travels, and how it comes back."""
+
+    def __init__(self, call: str, value: object) -> None:
+        self._value: Any = value
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                raise ArgumentTypeError(f"{call}: a sparse tensor cannot be reduced", todo="Call to_dense() on it.")
+            self.dtype, self.shape = _dtype_and_shape(value)
+        elif isinstance(value, np.ma.MaskedArray):
+            raise ArgumentTypeError(f"{call}: a masked array cannot be reduced", todo="Call filled(value) on it.")
+        elif isinstance(value, np.ndarray | np.generic):
+            self.dtype, self.shape = _dtype_and_shape(value)
+        elif isinstance(value, bool | int | float):
+            try:
+                self._value = np.asarray(value, np.int64 if type(value) is int else type(value))
+            except OverflowError:
+                raise ConfigurationError(f"{call}: an int does not fit in 64 bits", got=value) from None
+            self.dtype, self.shape = _dtype_and_shape(self._value)
+        else:
+            raise ArgumentTypeError(
+                f"{call}: this cannot be reduced",
+                expected="a numpy array, a torch tensor or a number",
+                got=type(value).__name__,
+            )
+        self._is_number = self._value is not value
+        if self.dtype not in CARRIED:
+            raise ArgumentTypeError(
+                f"{call}: this element type cannot be reduced", expected=", ".join(CARRIED), got=self.dtype
+            )
+        nbytes = checked_size(CARRIED[self.dtype], self.shape)
+        if nbytes > MAX_BYTES:
+            raise ConfigurationError(
+                f"{call}: the value is too large",
+                expected=f"at most {MAX_BYTES} bytes, as {CARRIED[self.dtype]}",
+                got=f"{nbytes} bytes",
+                todo="Reduce it in parts.",
+            )
+
+    def wire(self) -> WireTensor:
+        """A copy: what is sent again must be what was sent before, whatever the user does to it meanwhile."""
+        name = CARRIED[self.dtype]
+        if isinstance(self._value, torch.Tensor):
+            return WireTensor.of(torch.empty(self.shape, dtype=getattr(torch, name)).copy_(self._value.detach()))
+        return WireTensor.of(np.array(self._value, dtype=name, order="C"))
+
+    def back(self, result: WireTensor, dtype: str) -> Any:
+        """The result as a value of the same kind, with elements of ``dtype``."""
+        if isinstance(self._value, torch.Tensor):
+            return result.torch().to(self._value.device, getattr(torch, dtype))
+        array = result.numpy().astype(dtype, copy=False)
+        if self._is_number:
+            return array.item()
+        return array if isinstance(self._value, np.ndarray) else array[()]
+
+
+def reduce_over_workers(
+    call: str, value: object, output: object, op: object, meet: Callable[[str, UserValue], WireTensor]
+) -> Any:
+    """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given. ``meet``
+    brings a worker's own to the others, and back what came of it."""
+    if op not in OPS:
+        raise ConfigurationError(f"{call}: op is unknown", expected=", ".join(OPS), got=repr(op))
+    mine = UserValue(call, value)
+    dtype = result_dtype(str(op), mine.dtype)
+    if output is not None:
+        _check_output(call, output, dtype, mine.shape)
+    result = meet(str(op), mine)
+    return mine.back(result, dtype) if output is None else _write_output(output, result)
+
+
+def _check_output(call: str, output: object, dtype: str, shape: tuple[int, ...]) -> None:
+    """Refuse an ``output`` that a result of this element type and shape cannot be written into."""
+    if not isinstance(output, torch.Tensor | np.ndarray):
+        raise ArgumentTypeError(
+            f"{call}: output is of the wrong type",
+            expected="a numpy array or a torch tensor",
+            got=type(output).__name__,
+        )
+    if _dtype_and_shape(output) != (dtype, shape):
+        got_dtype, got_shape = _dtype_and_shape(output)
+        raise ConfigurationError(
+            f"{call}: output does not fit the result", expected=f"{dtype} {shape}", got=f"{got_dtype} {got_shape}"
+        )
+    if isinstance(output, np.ndarray) and not output.flags.writeable:
+        raise ConfigurationError(f"{call}: output is read-only")
+
+
+def _write_output(output: Any, result: WireTensor) -> Any:
+    if isinstance(output, torch.Tensor):
+        output.detach().copy_(result.torch())
+    else:
+        output[...] = result.numpy()
+    return output
+
+
+def _dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
+    name = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else value.dtype.name
+    return name, tuple(value.shape)
+
+
+def reduced(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
+    """All of one element type and shape, made one in the order given: float16 and bfloat16 in float32, integers in
+    int64, everything else as it is."""
+    first = tensors[0]
+    narrow = first.dtype in ("float16", "bfloat16")
+    # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.
+    flat = [(t.torch().float().numpy() if narrow else t.numpy()).reshape(-1) for t in tensors]
+    total = flat[0].copy()
+    with np.errstate(all="ignore"):
+        for each in flat[1:]:
+            _COMBINE[op](total, each, out=total)
+        if op == "mean":
+            total = total / total.dtype.type(len(tensors)) if total.dtype.kind == "f" else total / len(tensors)
+    total = total.reshape(first.shape)
+    return WireTensor.of(torch.from_numpy(total).to(getattr(torch, first.dtype)) if narrow else total)

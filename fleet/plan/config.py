@@ -1,0 +1,128 @@
+"""``DistributeTranspilerConfig``: the source documents' switches, each checked when it is set."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fleet.base.spelling import unknown_setting
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.plan.dispatch import DISPATCHERS
+from fleet.plan.specs import WIRE_DTYPES
+
+_MODES = ("pserver", "nccl2", "collective")
+_COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
+
+
+class DistributeTranspilerConfig:
+    """Settings of a distributed job, with the source system's names and defaults.
+
+    Examples:
+        >>> from fleet.transpiler import DistributeTranspilerConfig
+        >>> config = DistributeTranspilerConfig()
+        >>> config.sync_mode, config.min_block_size, config.split_method
+        (True, 8192, 'RoundRobin')
+    """
+
+    _DEFAULTS: ClassVar[dict[str, Any]] = {
+        "slice_var_up": True,
+        "split_method": "RoundRobin",
+        "min_block_size": 8192,
+        "enable_dc_asgd": False,
+        "mode": "pserver",
+        "print_log": False,
+        "wait_port": True,
+        "sync_mode": True,
+        "runtime_split_send_recv": False,
+        "half_async": False,
+        "geo_sgd_mode": False,
+        "geo_sgd_need_push_nums": 100,
+        "nccl_comm_num": 1,
+        "use_hierarchical_allreduce": False,
+        "hierarchical_allreduce_inter_nranks": 0,
+        "collective_mode": None,
+        "check_finite": False,
+        "elastic": False,
+        "wire_dtype": None,
+    }
+
+    slice_var_up: bool
+    split_method: str
+    min_block_size: int
+    enable_dc_asgd: bool
+    mode: str
+    print_log: bool
+    wait_port: bool
+    sync_mode: bool
+    runtime_split_send_recv: bool
+    half_async: bool
+    geo_sgd_mode: bool
+    geo_sgd_need_push_nums: int
+    nccl_comm_num: int
+    use_hierarchical_allreduce: bool
+    hierarchical_allreduce_inter_nranks: int
+    collective_mode: str | None
+    #: Ours: name the parameter whose gradient holds NaN or infinity, instead of training on as torch does.
+    check_finite: bool
+    #: Ours: workers may join the running job beyond those that it began with, and leave.
+    elastic: bool
+    #: Ours: what gradients travel in: "bf16", "fp16" or "int8"; None is the element type of their parameter.
+    wire_dtype: str | None
+
+    def __init__(self) -> None:
+        self.__dict__.update(self._DEFAULTS)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in self._DEFAULTS:
+            raise unknown_setting("DistributeTranspilerConfig", name, self._DEFAULTS)
+        self.__dict__[name] = self._checked(name, value)
+
+    def _checked(self, name: str, value: object) -> object:
+        default = self._DEFAULTS[name]
+        if name in ("sync_mode", "runtime_split_send_recv") and value is None:
+            raise ConfigurationError(f"{name} must be True or False", got="None")
+        if name == "split_method":
+            return self._split_method(value)
+        if name == "collective_mode":
+            return _one_of(name, value, (None, *_COLLECTIVE_MODES))
+        if name == "wire_dtype":
+            return _one_of(name, value, (None, *WIRE_DTYPES))
+        if name == "mode":
+            return _one_of(name, value, _MODES)
+        if isinstance(default, bool):
+            if not isinstance(value, bool):
+                raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
+            self._check_split_send(name, value)
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+        least = 0 if name == "hierarchical_allreduce_inter_nranks" else 1
+        if value < least:
+            raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)
+        return value
+
+    @staticmethod
+    def _split_method(value: object) -> str:
+        name = value.__name__ if isinstance(value, type) else value
+        if not isinstance(name, str):
+            raise ArgumentTypeError("split_method must be RoundRobin or HashName, or its name", got=repr(value))
+        known = name in DISPATCHERS and (isinstance(value, str) or value is DISPATCHERS[name])
+        return name if known else str(_one_of("split_method", value, tuple(DISPATCHERS)))
+
+    def _check_split_send(self, name: str, value: bool) -> None:
+        """Sending apart from receiving only means something without rounds; both orders of setting are covered."""
+        both = {"sync_mode": "runtime_split_send_recv", "runtime_split_send_recv": "sync_mode"}
+        if name in both and value and getattr(self, both[name]):
+            raise ConfigurationError(
+                "runtime_split_send_recv and sync_mode cannot both be True",
+                todo="Set sync_mode = False before runtime_split_send_recv = True.",
+            )
+
+    def __repr__(self) -> str:
+        changed = {k: v for k, v in self.__dict__.items() if v != self._DEFAULTS[k]}
+        return f"DistributeTranspilerConfig({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
+
+def _one_of(name: str, value: object, known: tuple[object, ...]) -> object:
+    if value not in known:
+        raise ConfigurationError(f"{name} is unknown", expected=" or ".join(map(repr, known)), got=repr(value))
+    return value

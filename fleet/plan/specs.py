@@ -1,0 +1,313 @@
+"""What is trained, as values: parameters, tables, and the optimizer groups they belong to.
+
+A ``JobSpec`` is everything that every process of a job must agree on. It is made from the user's model and
+optimizer by the worker, travels as JSON in the first hello, and is all a server ever learns about the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fleet.errors import ConfigurationError, ProtocolError
+from fleet.plan.dispatch import DISPATCHERS
+
+#: Element types that travel, with their size in bytes.
+DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+
+#: Element types a sparse table may have: those the row kernels compute in.
+TABLE_DTYPES = ("float32", "float64")
+
+#: What gradients may travel in, if not in the element type of their parameter.
+WIRE_DTYPES = ("bf16", "fp16", "int8")
+
+#: Initializers, with how many numbers each takes.
+INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
+
+#: Beyond these a description is a mistake or an attack, and memory for it is not even tried.
+_MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 16, 1 << 16, 1 << 48
+_MOST_VALUES, _MOST_TABLES, _MOST_BLOCKS, _MOST_DIMENSIONS = 1 << 20, 1 << 14, 1 << 20, 64
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One dense parameter. ``group`` indexes ``JobSpec.groups``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """How the first value of a row comes about: ``kind`` and its two numbers.
+
+    zeros; constant(a); uniform(a, b) on [a, b); normal(a = mean, b = standard deviation).
+    """
+
+    kind: str
+    a: float = 0.0
+    b: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """What an id that was never trained reads in evaluation."""
+        return (self.a + self.b) / 2 if self.kind == "uniform" else self.a
+
+    @classmethod
+    def parse(cls, text: str | None) -> Initializer:
+        """Read ``"zeros"``, ``"constant(1.0)"``, ``"uniform(-0.01, 0.01)"``, ``"normal(0, 0.01)"``; None is torch's."""
+        if text is None:
+            return cls("normal", 0.0, 1.0)
+        kind, paren, rest = str(text).strip().partition("(")
+        kind = kind.strip()
+        try:
+            if paren and not rest.rstrip().endswith(")"):
+                raise ValueError
+            inside = rest.rstrip()[:-1].strip()
+            numbers = [float(part) for part in inside.split(",")] if inside else []
+            if INITIALIZERS[kind] != len(numbers) or not all(math.isfinite(x) for x in numbers):
+                raise ValueError
+            if kind == "uniform" and numbers[0] > numbers[1]:
+                raise ValueError
+            if kind == "normal" and numbers[1] < 0:
+                raise ValueError
+        except (KeyError, ValueError):
+            raise ConfigurationError(
+                "initializer is not usable",
+                expected='"zeros", "constant(c)", "uniform(low, high)", "normal(mean, std)" or None',
+                got=repr(text),
+            ) from None
+        return cls(kind, *numbers)
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One sparse table. ``num_embeddings=None`` takes any int64 id; ``uploaded`` rows start from worker 0's values."""
+
+    name: str
+    dim: int
+    dtype: str
+    group: int
+    num_embeddings: int | None
+    initializer: Initializer
+    uploaded: bool = False
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One param group: the rule that updates it and the names of the options that travel with every push."""
+
+    rule: str
+    optimizer: int
+    options: tuple[str, ...]
+    sliceable: bool = True
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What decides the placement of blocks, how many processes there are, and what they say to each other."""
+
+    server_num: int
+    worker_num: int
+    mode: str = "sync"
+    slice_var_up: bool = True
+    split_method: str = "RoundRobin"
+    min_block_size: int = 8192
+    staleness: int = 0
+    dc_lambda: float = 0.0
+    dc_adaptive: bool = False
+    elastic: bool = False
+    wire_dtype: str | None = None
+    needs_all_workers: bool = False
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Everything the processes of one job agree on."""
+
+    params: tuple[ParamSpec, ...]
+    tables: tuple[TableSpec, ...]
+    groups: tuple[GroupSpec, ...]
+    settings: PlanSettings
+
+    @property
+    def common(self) -> JobSpec:
+        """What all processes say alike: those of an elastic job may have been told of different numbers of workers."""
+        return self.among(0) if self.settings.elastic else self
+
+    def among(self, worker_num: int) -> JobSpec:
+        """The same job with another number of workers."""
+        return replace(self, settings=replace(self.settings, worker_num=worker_num))
+
+    def continues(self, earlier: JobSpec) -> bool:
+        """Whether this is ``earlier`` with further parameters, tables or groups at the end."""
+        return (
+            self.settings == earlier.settings
+            and self.params[: len(earlier.params)] == earlier.params
+            and self.tables[: len(earlier.tables)] == earlier.tables
+            and self.groups[: len(earlier.groups)] == earlier.groups
+        )
+
+    def to_json(self) -> str:
+        """Canonical text: equal specs give equal text."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """Read what a peer sent; anything that is not exactly a spec is a ``ProtocolError``."""
+        # Every value is followed by one of these, but the last: what they would take is known before they are read.
+        if sum(text.count(mark) for mark in ",[{") > _MOST_VALUES:
+            raise ProtocolError("a job description is impossible", got="more than 2^20 values")
+        try:
+            raw = json.loads(text)
+            spec: JobSpec = _build(
+                cls,
+                raw,
+                params=tuple(_build(ParamSpec, item, shape=_tuple(item["shape"])) for item in _tuple(raw["params"])),
+                tables=tuple(
+                    _build(TableSpec, item, initializer=_build(Initializer, item["initializer"]))
+                    for item in _tuple(raw["tables"])
+                ),
+                groups=tuple(
+                    _build(GroupSpec, item, options=_tuple(item["options"])) for item in _tuple(raw["groups"])
+                ),
+                settings=_build(PlanSettings, raw["settings"]),
+            )
+            spec.check()
+        except ProtocolError:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError("a peer sent a job description that cannot be read", got=repr(error)) from None
+        return spec
+
+    def check(self) -> None:
+        """Refuse impossible numbers before any memory is taken for them."""
+        if any(len(p.shape) > _MOST_DIMENSIONS or max(p.shape, default=0) > _MOST_ELEMENTS for p in self.params):
+            # Not even to be multiplied with each other.
+            raise ProtocolError("a job description is impossible", got="a parameter is larger than 2^48 elements")
+        settings, groups = self.settings, len(self.groups)
+        names = [p.name for p in self.params] + [t.name for t in self.tables]
+        whole = [p.group for p in self.params] + [t.group for t in self.tables] + [t.dim for t in self.tables]
+        whole += [n for p in self.params for n in p.shape] + [g.optimizer for g in self.groups]
+        whole += [settings.staleness]
+        whole += [t.num_embeddings for t in self.tables if t.num_embeddings is not None]
+        processes = (settings.server_num, settings.worker_num)
+        starts = [t.initializer for t in self.tables]
+        problems = {
+            "a name is not text": not all(_is_text(name) for name in names),
+            "two parameters share a name": len(set(names)) != len(names),
+            "a number is negative": any(n < 0 for n in whole),
+            "a group is out of range": max((p.group for p in self.params), default=-1) >= groups
+            or max((t.group for t in self.tables), default=-1) >= groups,
+            "an element type is unknown": any(p.dtype not in DTYPES for p in self.params),
+            "a table's element type is unknown": any(t.dtype not in TABLE_DTYPES for t in self.tables),
+            "a table has no columns": any(t.dim < 1 for t in self.tables),
+            "there are more than 2^14 tables": len(self.tables) > _MOST_TABLES,
+            "a table has more than 2^16 columns": any(t.dim > _MOST_COLUMNS for t in self.tables),
+            "an initializer is unknown or not finite": any(
+                i.kind not in INITIALIZERS or not math.isfinite(i.a) or not math.isfinite(i.b) for i in starts
+            ),
+            "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
+            "there are more than 2^16 processes": max(processes) > _MOST_PROCESSES,
+            "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
+            "wire_dtype is unknown": settings.wire_dtype not in (None, *WIRE_DTYPES),
+            "split_method is unknown": settings.split_method not in DISPATCHERS,
+            "a parameter is larger than 2^48 elements": any(p.numel > _MOST_ELEMENTS for p in self.params),
+        }
+        found = [problem for problem, is_there in problems.items() if is_there]
+        if not found and self._most_blocks() > _MOST_BLOCKS:
+            found = ["there are more than 2^20 blocks"]
+        if found:
+            raise ProtocolError("a job description is impossible", got=", ".join(found))
+
+    def _most_blocks(self) -> int:
+        """No plan of this has more."""
+        servers, least = self.settings.server_num, self.settings.min_block_size
+        return sum(min(servers, 1 + param.numel // least) for param in self.params)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8; JSON can smuggle in half a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _tuple(value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ProtocolError("a list is missing in a job description", got=repr(value)[:80])
+    return tuple(value)
+
+
+def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
+    """One that was written before there was a field that has a default, in a checkpoint perhaps, has its default."""
+    hints = _hints(kind)
+    if not _required(kind) <= set(item) <= set(hints):
+        raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
+    values = {**item, **replaced}
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise ProtocolError(f"{name} of a {kind.__name__} has the wrong type", got=repr(value)[:80])
+    return kind(**values)
+
+
+@cache
+def _required(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind) if field.default is MISSING}
+
+
+@cache
+def _hints(kind: Any) -> Mapping[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is exactly of an annotated type: no bool for an int, no int for a float."""
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    return type(value) in (get_args(hint) or (hint,))
+
+
+def differences(ours: JobSpec, theirs: JobSpec) -> list[str]:
+    """Say in words where two specs differ; empty when they are equal."""
+    found: list[str] = []
+    for title, mine, other in (("parameter", ours.params, theirs.params), ("table", ours.tables, theirs.tables)):
+        left = {item.name: item for item in mine}
+        right = {item.name: item for item in other}
+        found += [f"{title} {n!r} is only in the job's model" for n in left if n not in right]
+        found += [f"{title} {n!r} is only in the newcomer's model" for n in right if n not in left]
+        for name in left:
+            if name in right and left[name] != right[name]:
+                found += [f"{title} {name!r}: " + _field_differences(left[name], right[name])]
+        if not found and [i.name for i in mine] != [i.name for i in other]:
+            found.append(f"{title}s come in another order")
+    for index, (group, other_group) in enumerate(zip(ours.groups, theirs.groups, strict=False)):
+        if group != other_group:
+            found.append(f"param group {index}: " + _field_differences(group, other_group))
+    if len(ours.groups) != len(theirs.groups):
+        found.append(f"{len(ours.groups)} param groups in the job, {len(theirs.groups)} in the newcomer's")
+    if ours.settings != theirs.settings:
+        found.append("settings: " + _field_differences(ours.settings, theirs.settings))
+    return found
+
+
+def _field_differences(ours: object, theirs: object) -> str:
+    left, right = asdict(ours), asdict(theirs)  # type: ignore[call-overload]
+    return ", ".join(
+        f"{key} {tuple(left[key]) if isinstance(left[key], tuple | list) else left[key]!r} in the job, "
+        f"{tuple(right[key]) if isinstance(right[key], tuple | list) else right[key]!r} in the newcomer's"
+        for key in left
+        if left[key] != right[key]
+    )

@@ -1,0 +1,78 @@
+"""What the gates of all modes have in common: a clock for each live worker, and requests that wait for a version."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping
+
+from fleet.errors import ProtocolError
+from fleet.ps.consistency.gate import Answer, Effect
+
+
+class ClockGate(ABC):
+    def __init__(self, workers: Iterable[int], version: int = 0) -> None:
+        self._clock = dict.fromkeys(workers, version)
+        self._applied = version
+        self._gone: dict[int, int] = {}
+        self._waiting: dict[Hashable, tuple[int, int]] = {}
+
+    @property
+    def version(self) -> int:
+        return self._applied
+
+    def push(self, worker: int, step: int) -> list[Effect]:
+        clock = self._clock[worker]
+        if step <= clock:
+            return []
+        if step != clock + 1:
+            raise ProtocolError(f"worker {worker} skipped a step", expected=f"step {clock + 1}", got=f"step {step}")
+        self._clock[worker] = step
+        return [*self._deliver(worker, step), *self._settle()]
+
+    def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
+        self._waiting[ticket] = (worker, version)
+        return self._settle()
+
+    def leave(self, worker: int) -> list[Effect]:
+        self._gone[worker] = self._clock.pop(worker, 0)
+        self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
+        return self._settle()
+
+    @property
+    def clocks(self) -> dict[int, int]:
+        return dict(self._clock)
+
+    @property
+    def gone(self) -> dict[int, int]:
+        return dict(self._gone)
+
+    def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
+        self._clock, self._gone, self._applied = dict(clocks), dict(gone), version
+
+    def delivered(self, worker: int) -> int:
+        return self._clock[worker]
+
+    def make_up(self, worker: int, step: int) -> list[Effect]:
+        self._clock[worker] = step
+        return self._settle()
+
+    @abstractmethod
+    def join(self, worker: int) -> None: ...
+
+    @abstractmethod
+    def lacking(self) -> tuple[int, tuple[int, ...]]: ...
+
+    @abstractmethod
+    def _deliver(self, worker: int, step: int) -> list[Effect]:
+        """What a step that is new brings about at once."""
+
+    @abstractmethod
+    def _settle(self) -> list[Effect]:
+        """What can be applied and answered now."""
+
+    def _answer(self, reached: int) -> list[Effect]:
+        """Whatever waited for this version or an earlier one."""
+        ready = [ticket for ticket, (_, version) in self._waiting.items() if version <= reached]
+        for ticket in ready:
+            del self._waiting[ticket]
+        return [Answer(ticket, self._applied) for ticket in ready]

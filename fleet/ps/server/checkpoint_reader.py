@@ -1,0 +1,165 @@
+"""Filling a server's shard from a checkpoint that was written by any number of servers, sliced in any way."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+from fleet.checkpoint.assembly import Assembly
+from fleet.checkpoint.entries import VALUE
+from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint, Fit
+from fleet.checkpoint.state import states_in, steps_in
+from fleet.errors import CheckpointError
+from fleet.numeric.ids import partition
+from fleet.ps.consistency import MODES
+from fleet.ps.server.job import Restore
+from fleet.ps.server.object_states import Share
+from fleet.ps.server.row_memory import room_taken
+from fleet.ps.table.runs import BlockState
+from fleet.ps.table.shard import Shard
+from fleet.ps.table.table import WEIGHT, Table
+
+_log = logging.getLogger("fleet.server")
+
+
+def restore_from(dirname: object, *, strict: bool = True) -> Restore:
+    """How to start from a checkpoint; its manifest is read now, its pieces when the job is known. Unless it is
+    ``strict``, what does not fit is logged and left out."""
+    checkpoint = Checkpoint.open(dirname)
+
+    def fill(shard: Shard, server: int) -> None:
+        if strict:
+            checkpoint.check_fits(shard.plan.spec)
+        fit = checkpoint.fit(shard.plan.spec)
+        if fit.problems:
+            _log.warning("%s is loaded as far as it fits: %s", checkpoint.where, "; ".join(fit.problems))
+        try:
+            _restore_dense(checkpoint, shard, fit)
+            _restore_rows(checkpoint, shard, server, fit)
+            shard.history.begin(checkpoint.manifest.id, "")
+            shard.history.exists(checkpoint.manifest.id)
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, ArithmeticError, MemoryError, RuntimeError, StopIteration) as error:
+            raise CheckpointError(
+                "the checkpoint's contents do not fit the job", where=checkpoint.where, got=repr(error)
+            ) from error
+
+    manifest = checkpoint.manifest
+    has_rounds = manifest.spec.settings.mode not in [each.name for each in MODES.values() if not each.lockstep]
+    # After a round all are at the job's step, however many of its own a worker has taken that joined late.
+    steps = {worker: manifest.version if has_rounds else taken for worker, taken in steps_in(checkpoint).items()}
+
+    def states() -> dict[int, Share]:
+        return {worker: Share(data, steps[worker]) for worker, _, data in states_in(checkpoint)}
+
+    return Restore(
+        manifest.id,
+        checkpoint.where,
+        manifest.seed,
+        manifest.version,
+        fill,
+        lambda spec: frozenset() if strict else checkpoint.fit(spec).lacking,
+        strict,
+        states,
+        steps,
+        manifest.spec.settings.worker_num,
+    )
+
+
+def _restore_dense(checkpoint: Checkpoint, shard: Shard, fit: Fit) -> None:
+    """Assemble every parameter that has a block here from the blocks it was saved in, then cut our blocks."""
+    plan, slots = shard.plan, shard.dense.layout.slots
+    here = {plan.param_of(slot.block).name: plan.param_of(slot.block).numel for slot in slots}
+    wanted = {name: numel for name, numel in here.items() if name not in fit.lacking}
+    assembly = Assembly(wanted, checkpoint.where)
+    for about, tensors in checkpoint.pieces(DENSE):
+        assembly.add(about["dense"], tensors)
+    states: list[BlockState] = []
+    for slot in slots:
+        block, name = slot.block, plan.param_of(slot.block).name
+        if name in fit.lacking:
+            states.append(({}, set()))
+            continue
+        whole, flat = assembly.whole(name)
+        mine = {
+            key: value[block.offset : block.offset + block.numel] if key in flat else value
+            for key, value in whole.items()
+        }
+        shard.dense.write(slot.position, mine.pop(VALUE))
+        states.append((mine, flat) if name in fit.whole else ({}, set()))
+    shard.dense.restore(states)
+
+
+def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -> None:
+    tables = {table.spec.name: table for table in shard.tables if table.spec.name not in fit.lacking}
+    servers = shard.plan.spec.settings.server_num
+    shard.prepare()
+    for name, table in tables.items():
+        table.expect(_rows_saved(checkpoint, name) // servers)
+    with room_taken(shard.tables):
+        for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
+            # A table may have joined the job while a worker saved that did not know of it yet.
+            if about["table"] in tables:
+                table, arrays = tables[about["table"]], [tensor.numpy() for tensor in tensors]
+                _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
+
+
+def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
+    """As many as were saved at first: deltas mostly have the same ones again."""
+    pieces = [piece for piece in checkpoint.lineage()[0].manifest.pieces if piece.about.get(TABLE) == table]
+    # Every save has a folder of its own. A row has at least its id in the file.
+    first = [piece for piece in pieces if PurePosixPath(piece.file).parent == PurePosixPath(pieces[0].file).parent]
+    return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
+
+
+def _restore_piece(
+    table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int, *, keeps_state: bool
+) -> None:
+    if keeps_state:
+        table.step = max(table.step, int(about["step"]))
+    servers = shard.plan.spec.settings.server_num
+    # All are mine where there is no other server, and nothing need be copied.
+    mine = partition(arrays[0], servers)[server] if servers > 1 else slice(None)
+    if len(arrays[0][mine]):
+        columns = dict(zip(about["columns"], (array[mine] for array in arrays[1:]), strict=True))
+        # Where workers push changes, they keep the rows' optimizer state, and it starts afresh.
+        is_whole = keeps_state and shard.changes is None
+        table.load(arrays[0][mine], columns if is_whole else {WEIGHT: columns[WEIGHT]})
+
+
+def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+    """Fill a shard with the pieces that one of the same plan has exported."""
+    tables = {table.spec.name: table for table in shard.tables}
+    slots = {(shard.plan.param_of(slot.block).name, slot.block.offset): slot for slot in shard.dense.layout.slots}
+    starts: dict[str, list[int]] = {}
+    for name, offset in sorted(slots):
+        starts.setdefault(name, []).append(offset)
+    assembly = Assembly({_of_block(*key): slot.block.numel for key, slot in slots.items()}, "its own snapshot")
+    shard.prepare()
+    for about, tensors in pieces:
+        if DENSE in about:
+            told = []
+            for entry in about[DENSE]:
+                offsets = starts[entry["param"]]
+                start = offsets[bisect_right(offsets, entry["offset"]) - 1]
+                told.append({**entry, "param": _of_block(entry["param"], start), "offset": entry["offset"] - start})
+            assembly.add(told, tensors)
+        else:
+            ids, *columns = [tensor.numpy() for tensor in tensors]
+            tables[about[TABLE]].load(ids, dict(zip(about["columns"], columns, strict=True)))
+    states: list[BlockState] = []
+    for slot in shard.dense.layout.slots:
+        whole, flat = assembly.whole(_of_block(shard.plan.param_of(slot.block).name, slot.block.offset))
+        shard.dense.write(slot.position, whole.pop(VALUE))
+        states.append((whole, flat))
+    shard.dense.restore(states)
+
+
+def _of_block(name: str, offset: int) -> str:
+    return f"{name}[{offset}]"

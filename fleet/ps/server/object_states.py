@@ -1,0 +1,225 @@
+"""The states of the workers' own objects that server 0 has, as bytes: it looks into none of them.
+
+Three kinds, each by worker. *Brought* are those of the checkpoint that the job went on from. *Kept* is what came with a
+push and belongs to that step: of the last two, since a worker that starts again may go on before its last one. *Given*
+are those for a checkpoint, under the name by which they are wanted, and whoever saves *collects* them: it waits for
+those who give theirs as long as they can still come to it.
+
+In lockstep worker 0 says with its push that a checkpoint follows the step, and every worker hears so with the answer to
+its own. In the other modes workers give theirs after every step, and what they gave last is what there is.
+
+Not thread-safe: the caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet.checkpoint.state import whose
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.server.pending import Outbox, Waiting
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+
+#: Without rounds, a worker that has sent more pushes than these since a collection began has gone past it. These may
+#: have been on their way.
+_PUSHES_ON_THEIR_WAY = 4
+#: A worker may give its state for so many checkpoints more at one step.
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker gave, when it had taken so many of its steps; ``name`` says what for."""
+
+    data: np.ndarray[Any, Any]
+    steps: int
+    name: str = ""
+
+
+@dataclass
+class _Collection:
+    """Somebody waits for the shares of this name; ``clocks`` had delivered that when it began."""
+
+    name: str
+    everyone: bool
+    waiting: Waiting
+    step: int
+    clocks: Mapping[int, int]
+
+
+@dataclass
+class Collected:
+    """What came of a collection, for the worker that asked for it."""
+
+    name: str = ""
+    worker: int = -1
+    shares: dict[int, Share] = field(default_factory=dict)
+    #: who gives its state, and did not this time
+    missing: list[int] = field(default_factory=list)
+
+
+class States:
+    def __init__(self, *, lockstep: bool) -> None:
+        self._lockstep = lockstep
+        self._brought: Mapping[int, Share] = {}
+        #: how many workers there were in the checkpoint they are from
+        self._workers_then = 0
+        #: worker -> its last two, each with the step that it came with
+        self._kept: dict[int, list[tuple[int, Share]]] = {}
+        #: worker -> what it gave at its last step, by name, and in that order
+        self._given: dict[int, dict[str, Share]] = {}
+        #: the workers that give theirs for checkpoints
+        self._giving: set[int] = set()
+        #: the step that a checkpoint follows, and the name of that
+        self._asked: tuple[int, str] = (0, "")
+        self._collection: _Collection | None = None
+        self.collected = Collected()
+
+    # ---------------------------------------------------------------- what workers get back
+
+    def bring(self, shares: Mapping[int, Share], workers_then: int) -> None:
+        """The job goes on from a checkpoint with these; what was kept belongs to steps that are no more."""
+        self._brought, self._workers_then = shares, workers_then
+        self._kept.clear()
+        self._given.clear()
+
+    def keep(self, worker: int, step: int, share: Share) -> None:
+        kept = self._kept.get(worker, [])
+        if not kept or kept[-1][0] <= step:  # else it is a late repetition
+            self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, share)]
+
+    def of(self, worker: int, step: int) -> Share | None:
+        """What a worker gets back that goes on after ``step``."""
+        kept = [share for at, share in self._kept.get(worker, ()) if at <= step]
+        if kept:
+            return kept[-1]
+        return self._brought.get(whose(worker, self._workers_then, self._brought))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def pushed(self, worker: int, step: int, keeping: Any) -> None:
+        """What a push says of its worker's state."""
+        (self._giving.add if keeping.gives else self._giving.discard)(worker)
+        if keeping.asks and worker == 0:
+            self._asked = step, keeping.asks
+
+    def others_give(self, worker: int) -> bool:
+        return bool(self._giving - {worker})
+
+    def wanted(self, step: int) -> str:
+        """The name under which states are wanted after a step; empty if they are not."""
+        return self._asked[1] if self._asked[0] == step else ""
+
+    def give(self, worker: int, share: Share, *, last: bool) -> None:
+        earlier = [each for each in self._given.get(worker, {}).values() if each.steps == share.steps]
+        kept = [each for each in earlier if each.name != share.name][-_MOST_NAMES:]
+        self._given[worker] = {each.name: each for each in (*kept, share)}
+        (self._giving.discard if last else self._giving.add)(worker)
+
+    def collect(self, name: str, everyone: bool, step: int, waiting: Waiting, clocks: Mapping[int, int]) -> None:
+        """Have a worker wait for all shares of a name; asked again, it goes on waiting."""
+        before = self._collection
+        if before is not None and (before.name, before.waiting.worker) == (name, waiting.worker):
+            before.waiting = waiting
+        elif (self.collected.name, self.collected.worker) == (name, waiting.worker):
+            self._collection = _Collection(name, everyone, waiting, step, {})
+        else:
+            self._collection, self.collected = _Collection(name, everyone, waiting, step, dict(clocks)), Collected()
+
+    def answer_ready(
+        self,
+        live: Collection[int],
+        clocks: Mapping[int, int],
+        occupied: Callable[[], set[int]],
+        outbox: Outbox,
+        *,
+        too_late: Callable[[float], bool],
+    ) -> None:
+        """Answer who collects, once nobody will come who has not. ``occupied`` workers wait for something themselves:
+        they have gone past it."""
+        collection = self._collection
+        if collection is None:
+            return
+        if self.collected.name != collection.name:
+            absent = {worker for worker in live if self._may_come(worker, collection, clocks)}
+            if absent and absent - occupied() and not too_late(collection.waiting.since):
+                return
+            self.collected = self._outcome(collection, live)
+        self._collection, collected = None, self.collected
+        told = {
+            "workers": list(collected.shares),
+            "steps": [share.steps for share in collected.shares.values()],
+            "missing": collected.missing,
+        }
+        outbox.append((collection.waiting.respond, Frame(pb.Reply(about=json.dumps(told)))))
+
+    def _may_come(self, worker: int, collection: _Collection, clocks: Mapping[int, int]) -> bool:
+        if self._has_given(worker, collection.name) or not (collection.everyone or worker in self._giving):
+            return False
+        clock, begun = clocks.get(worker, 0), collection.clocks.get(worker, 0)
+        if self._lockstep:
+            return clock <= collection.step
+        return collection.everyone and clock <= begun + _PUSHES_ON_THEIR_WAY
+
+    def _has_given(self, worker: int, name: str) -> bool:
+        return name in self._given.get(worker, ())
+
+    def _outcome(self, collection: _Collection, live: Collection[int]) -> Collected:
+        shares = {}
+        for worker, given in sorted(self._given.items()):
+            if collection.name in given:  # whoever gave it may have left since
+                shares[worker] = given[collection.name]
+            elif given and worker in live and not (self._lockstep or collection.everyone):
+                shares[worker] = list(given.values())[-1]
+        missing = sorted(worker for worker in self._giving - shares.keys() if worker in live)
+        return Collected(collection.name, collection.waiting.worker, shares, missing)
+
+    def waiting(self) -> list[Waiting]:
+        return [] if self._collection is None else [self._collection.waiting]
+
+    def left(self, worker: int) -> None:
+        """A process has gone. What it has given stays, to who takes its place too."""
+        self._giving.discard(worker)
+        if self._collection is not None and self._collection.waiting.worker == worker:
+            self._collection = None
+        if self.collected.worker == worker:
+            self.collected = Collected()
+
+    def clear(self) -> None:
+        self._collection = None
+
+    # ---------------------------------------------------------------- a snapshot
+
+    def told(self) -> Iterator[Frame]:
+        """All of it but who waits, who will ask again."""
+        outline = {"giving": sorted(self._giving), "asked": self._asked, "workers_then": self._workers_then}
+        yield Frame(pb.Reply(about=json.dumps(outline)))
+        shares = [
+            *(("brought", worker, 0, share) for worker, share in self._brought.items()),
+            *(("kept", worker, step, share) for worker, kept in self._kept.items() for step, share in kept),
+            *(("given", worker, 0, share) for worker, given in self._given.items() for share in given.values()),
+        ]
+        for kind, worker, step, share in shares:
+            about = {"kind": kind, "worker": worker, "step": step, "steps": share.steps, "name": share.name}
+            yield Frame(pb.Reply(about=json.dumps(about)), [WireTensor.of(share.data)])
+
+    def recall(self, frame: Frame) -> None:
+        """Be what another one was that told this, one frame after the other."""
+        about = json.loads(frame.message.about)
+        if "kind" not in about:
+            self._giving, self._asked = set(about["giving"]), (about["asked"][0], about["asked"][1])
+            self._workers_then = about["workers_then"]
+            return
+        worker, share = about["worker"], Share(frame.tensors[0].numpy(), about["steps"], about["name"])
+        if about["kind"] == "brought":
+            self._brought = {**self._brought, worker: share}
+        elif about["kind"] == "kept":
+            self.keep(worker, about["step"], share)
+        else:
+            self._given.setdefault(worker, {})[share.name] = share

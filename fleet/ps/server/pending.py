@@ -1,0 +1,62 @@
+"""Requests that are being handled or wait to be answered, and replies that leave once the server's lock is released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Respond
+
+#: Replies to send once the lock is released.
+Outbox = list[tuple[Respond, Frame]]
+
+
+def nobody(_: Frame) -> None:
+    """Takes the answer to a request that is done over: who asked has not heard of this process yet, and asks again."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that is being handled; ``outbox`` is where its reply goes, and others' that it makes possible."""
+
+    frame: Frame
+    respond: Respond
+    outbox: Outbox
+
+    @property
+    def request(self) -> Any:
+        return self.frame.message
+
+    @property
+    def worker(self) -> int:
+        worker: int = self.frame.message.worker
+        return worker
+
+    @property
+    def tensors(self) -> Sequence[WireTensor]:
+        return self.frame.tensors
+
+    def answer(self, reply: pb.Reply, tensors: Sequence[WireTensor] = ()) -> None:
+        self.outbox.append((self.respond, Frame(reply, [*tensors])))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that cannot be answered yet: who asked, for what and when, and how to make the answer when its time has
+    come."""
+
+    worker: int
+    what: str
+    since: float
+    respond: Respond
+    answer: Callable[[], Frame]
+    gathering: bool = False
+    beside: bool = False  #: another thread of the worker trains on meanwhile
+    ahead: bool = False  #: the worker does not wait for it yet
+    has_rows: bool = False  #: the answer
+    nbytes: int = 0  #: what it keeps in memory until then
+    handing_out: Frame | None = None  #: what says what the answer gives, where that is remembered

@@ -1,0 +1,89 @@
+"""The tables of a shard as they were at one moment, for a checkpoint or a snapshot that is written while they change.
+
+The moment is the beginning of an epoch (history.py), and rows remember the one they were changed in last. So those that
+have not changed since are read as they are, in their order, and the others were set aside before they changed first.
+No more than a little of that is kept in memory: whoever changes more rows waits until it has been handed on. Several
+moments may be standing at once.
+
+Not thread-safe: the caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fleet.numeric.jit import Array, Ids
+from fleet.ps.table.table import Table
+
+#: Rows that are set aside are handed on in pieces of about this size.
+_HELD_BYTES = 4 << 20
+
+#: Takes what rows are, and the tensors with them.
+HandOn = Callable[[dict[str, Any], Mapping[str, Array]], None]
+
+
+#: Rows that are exported: what they are, and the tensors.
+Described = tuple[dict[str, Any], dict[str, Array]]
+
+
+def described(table: Table, step: int, ids: Ids, columns: Mapping[str, Array]) -> Described:
+    about = {"table": table.spec.name, "step": step, "rows": len(ids), "columns": list(columns)}
+    return about, {"ids": ids, **columns}
+
+
+class Standing:
+    def __init__(self, tables: Sequence[Table], since: int, until: int, hand_on: HandOn) -> None:
+        """Of rows that were changed last in the epoch ``since`` or later and are changed now, in the epoch ``until`` or
+        later, ``hand_on`` gets what they were before."""
+        self.since, self.until = since, until
+        self.steps = [table.step for table in tables]
+        self._failure: Exception | None = None
+        self._tables = tuple(tables)
+        #: others that an optimizer asks for later are in every row as in untouched ones
+        self._columns = [table.columns for table in tables]
+        self._hand_on = hand_on
+        self._aside: list[list[tuple[Ids, dict[str, Array]]]] = [[] for _ in tables]
+        self._held = 0
+        self._told = [partial(self._set_aside, index) for index in range(len(tables))]
+        for table, told in zip(tables, self._told, strict=True):
+            table.tell_before_changes(told)
+
+    def end(self) -> None:
+        """All rows have been read or set aside: hand on what is left."""
+        self.leave()
+        self._hand_all_on()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what kept rows from being handed on."""
+        if self._failure is not None:
+            raise self._failure
+
+    def leave(self) -> None:
+        """Keep nothing any more."""
+        for table, told in zip(self._tables, self._told, strict=True):
+            table.tell_no_more(told)
+
+    def _set_aside(self, index: int, slots: Ids) -> None:
+        table = self._tables[index]
+        ids, columns = table.rows_at(table.of_epochs(slots, self.since, self.until))
+        self._aside[index].append((ids, columns))
+        self._held += ids.nbytes + sum(values.nbytes for values in columns.values())
+        if self._held >= _HELD_BYTES:
+            self._hand_all_on()
+
+    def _hand_all_on(self) -> None:
+        aside, self._aside, self._held = self._aside, [[] for _ in self._tables], 0
+        try:
+            for table, step, names, parts in zip(self._tables, self.steps, self._columns, aside, strict=True):
+                if parts:
+                    ids = np.concatenate([ids for ids, _ in parts])
+                    columns = {name: np.concatenate([part[name] for _, part in parts]) for name in names}
+                    self._hand_on(*described(table, step, ids, columns))
+        except Exception as error:  # whoever changes rows has nothing to do with it
+            self._failure = error
+            self.leave()

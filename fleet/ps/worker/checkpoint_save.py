@@ -1,0 +1,201 @@
+"""``save_persistables``: one worker claims a folder, every server writes its share into it, the worker adds the
+manifest.
+
+Called by one worker or by all, it is done once (once.py). In GEO the first worker does it, since its optimizer's state
+is the job's. In a synchronous job no round closes without the worker that waits; it may go on when the servers have
+written the parameters, and keep the rows as they are for what is left. In the other modes workers go on, and each block
+and row is saved as it is when its turn comes. A server that does not see the folder sends its share instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fleet.checkpoint.entries import names, split
+from fleet.checkpoint.manifest import Saved
+from fleet.checkpoint.pieces import PieceFile, PieceWriter
+from fleet.checkpoint.places import place_at
+from fleet.checkpoint.state import Bytes, write_states
+from fleet.checkpoint.writer import CheckpointWriter
+from fleet.errors import ConfigurationError
+from fleet.plan.specs import JobSpec
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.lease import given_up_if_it_fails, once
+from fleet.ps.worker.object_states import Shares
+from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.ps.worker.state_reader import exported
+
+#: Everything, or what has changed since the last checkpoint.
+FULL, DELTA = "full", "delta"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a worker is at the step that is saved, taken on the user's thread: it may go on while the rest is done."""
+
+    steps: int
+    version: int
+    spec: JobSpec
+    #: in GEO the state of the dense parameters, as entries and tensors, on the worker whose state is the job's
+    state: tuple[list[dict[str, Any]], list[torch.Tensor]] | None
+
+
+#: Does the rest of a save, on any thread. It calls what it is given as soon as the worker may train on; None: it waits.
+Rest = Callable[[Callable[[], None] | None], None]
+
+
+def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | None, wanted: str) -> Rest:
+    """Have everything applied that this worker has computed, and give the state of its ``own`` objects. What is
+    returned does the rest. ``wanted`` is the name under which others give theirs; empty: that of this call."""
+    if mode not in (FULL, DELTA):
+        raise ConfigurationError(
+            "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
+        )
+    where = place_at(dirname).url
+    worker.settle("save_persistables()")
+    worker.flush()
+    progress = worker.floor.progress
+    replica = worker.replica if worker.floor.assignment.index == 0 else None
+    state = None if replica is None else split(replica.state())
+    moment = Moment(progress.steps, progress.completed, worker.floor.trained.plan.spec, state)
+    name = progress.name_of_call(f"save_persistables({where!r})")
+    shares = Shares(wanted or name, everyone=not wanted) if own is not None or wanted else None
+    if own is not None:
+        worker.floor.own.give(wanted or name, own)
+
+    def rest(go_on: Callable[[], None] | None) -> None:
+        if go_on is not None and not worker.floor.mode.lockstep:
+            go_on()
+        once(worker, name, lambda last: _write(worker, dirname, mode, moment, shares, last, go_on), by_anyone=False)
+
+    return rest
+
+
+def _write(
+    worker: WorkerRuntime,
+    dirname: object,
+    mode: object,
+    moment: Moment,
+    shares: Shares | None,
+    last: dict[str, Any],
+    go_on: Callable[[], None] | None,
+) -> None:
+    # Without one before it, a delta has everything.
+    after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
+    own, lockstep = worker.floor.own, worker.floor.mode.lockstep
+    with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
+        told = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
+        files: dict[int, list[PieceFile]] = {}
+        if go_on is not None:
+            _ask(worker, writer, after, moment, files, begin=True)
+            go_on()
+        _ask(worker, writer, after, moment, files, begin=False)
+        for server in sorted(files):
+            writer.add(files[server])
+        seed = files[0][0].about["seed"]
+        if moment.state is not None:
+            entries, state = moment.state
+            with writer.pieces("worker-0") as pieces:
+                pieces.add({"dense": entries}, dict(zip(names(entries), state, strict=True)))
+            writer.add(pieces.files)
+        if shares is not None:
+            told = told or own.collect(shares)
+            with writer.pieces("workers") as pieces:
+                write_states(pieces, own.collected(shares, told))
+            writer.add(pieces.files)
+        saved = writer.commit(moment.steps, seed, moment.spec)
+    settle = pb.Settle(id=saved.id, url=saved.url)
+    worker.floor.lines.ask("end of a checkpoint", settle=settle)
+
+
+def _ask(
+    worker: WorkerRuntime,
+    writer: CheckpointWriter,
+    after: Saved | None,
+    moment: Moment,
+    files: dict[int, list[PieceFile]],
+    *,
+    begin: bool,
+) -> None:
+    """Have every server begin to write its share, or finish it: then ``files`` has what it wrote. What a server cannot
+    write is there already when it should begin, as nobody else keeps it as it is."""
+    save = pb.Save(
+        id=writer.id,
+        after="" if after is None else after.id,
+        folder=writer.folder.url,
+        proof=writer.proof,
+        version=moment.version,
+        begin=begin,
+    )
+    replies = worker.floor.lines.ask_all(
+        lambda _, client: Frame(client.request(moment.version, save=save)), f"a checkpoint at {save.folder}"
+    )
+    for server, reply in enumerate(replies):
+        if not reply.message.granted and server not in files:
+            with writer.pieces(f"server-{server}") as pieces:
+                _fetch(worker, moment.version, server, writer.id, pieces)
+            files[server] = pieces.files
+        elif reply.message.granted and not begin:
+            files[server] = [PieceFile.told(each) for each in json.loads(reply.message.about)]
+
+
+def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pieces: PieceWriter) -> None:
+    for piece in exported(worker.floor.lines.clients[server], version, checkpoint):
+        pieces.add(piece.about, piece.tensors)
+
+
+class CheckpointStates:
+    """How the states of all workers come into the checkpoints that worker 0 saves from time to time."""
+
+    def __init__(self, worker: WorkerRuntime, *, gives: bool) -> None:
+        self._worker = worker
+        self._floor = worker.floor
+        self._floor.own.gives = gives
+
+    @property
+    def needs_notice(self) -> bool:
+        """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
+        floor = self._floor
+        gives = floor.own.gives or floor.progress.others_give
+        return gives and floor.mode.lockstep and floor.assignment.worker_num > 1
+
+    def ask(self, step: int) -> None:
+        """Let all know that a checkpoint is to follow a step."""
+        # Steps of a job in lockstep may have other numbers than those of the user, who goes on from a checkpoint.
+        self._floor.own.ask(step - self._floor.progress.taken + self._floor.progress.completed)
+
+    @property
+    def asked(self) -> str:
+        """The name under which all have been asked after this step; empty if they have not."""
+        return self._floor.own.asked
+
+    @property
+    def wanted(self) -> str | None:
+        """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know
+        when one is, and it is after every step."""
+        return (self._floor.progress.wanted or None) if self._floor.mode.lockstep else ""
+
+    def name_of_call(self, call: str) -> str:
+        """The name of what is wanted in a call that every worker makes; empty where nobody gives any."""
+        is_any = self._floor.own.gives or self._floor.progress.others_give
+        return self._floor.progress.name_of_call(call) if is_any else ""
+
+    def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
+        """Hand this worker's over; after the ``last`` one no other is to be waited for."""
+        if self._worker.stopped:
+            return
+        with self._worker.callers:
+            self._worker.settle("Checkpoints")
+            if name:
+                self._floor.own.give(name, state, last=last)
+            else:
+                self._floor.own.pass_on(state)
+
+    def end(self) -> None:
+        self._floor.own.gives = False

@@ -1,0 +1,345 @@
+"""A worker's line to one server: requests that are repeated until they are answered, and a pulse beside them.
+
+The pulse is a thread of its own that sends a heartbeat every second, however long the user's step takes. It measures
+the server's silence; when that exceeds the deadline, or the server says that the job is over, it cancels whatever
+waits on this line, and the waiting thread raises what the pulse found. A request itself has no time limit: one that
+is parked waits as long as its server is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from fleet.base.clock import Clock, Wait, notice_every_s
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import Knobs
+from fleet.errors import (
+    ConfigurationError,
+    DeadlineError,
+    FleetError,
+    IdentityError,
+    JobAbortedError,
+    PlaceTakenError,
+    ServerLostError,
+    StillBusyError,
+)
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Call, Channel, Network, TransportError
+from fleet.ps.wire.wire_errors import raise_if_error
+
+_log = logging.getLogger("fleet.worker")
+
+RETRY_PAUSE_S = 0.2
+#: For so many heartbeats a worker asks again for a place that another process has: it may have just died.
+TAKEN_BEATS = 4
+FAREWELL_S = 2.0
+#: After so many heartbeats without an answer a server is away, and not just slow with one.
+MISSED_BEATS = 2
+
+#: After one of these there is nothing to ask the server any more.
+FATAL = (JobAbortedError, ServerLostError, IdentityError)
+
+
+class ServerClient:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        network: Network,
+        knobs: Knobs,
+        clock: Clock,
+        worker: int,
+        incarnation: int,
+        figures: Callable[[], Mapping[str, float]] = dict,
+        speaks: bool = True,
+    ) -> None:
+        """``figures`` are what the worker tells of itself with its heartbeats. Of several lines one ``speaks`` of those
+        whom all wait for."""
+        self.endpoint = endpoint
+        self.sent_bytes = self.received_bytes = 0
+        self._figures = figures
+        self._channel = network.connect(endpoint)
+        self._knobs = knobs
+        self._clock = clock
+        self._worker = worker
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+        self._under_way: set[Call] = set()
+        self._failure: FleetError | None = None
+        self._last_heard = clock.now()
+        self._speaks = speaks
+        #: for workers that have not come yet
+        self._wait: Wait | None = None
+        self._closing = threading.Event()
+        self._pulse: threading.Thread | None = None
+        #: whether the user has been told what ended this line
+        self.reported = False
+
+    def request(self, step: int, **kind: object) -> pb.Request:
+        """A request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
+        return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
+
+    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> Pending:
+        """Send a request; ``what`` names it in errors ("push of step 7"). Nobody waits yet for the reply to one that is
+        ``ahead``."""
+        return Pending(self, frame, what, ahead)
+
+    def call(self, frame: Frame, what: str) -> Frame:
+        return self.start(frame, what).result()
+
+    def hello(self, frame: Frame, *, wait: bool) -> Frame:
+        """Say hello, waiting for a server that is not up yet until the start-up deadline (or not, if not told to)."""
+        began, taken_at = self._clock.now(), 0.0
+        waits = Wait(self._clock, self._knobs.startup_deadline_s)
+        while True:
+            rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
+            try:
+                reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
+            except PlaceTakenError:
+                taken_at = taken_at or self._clock.now()
+                if self._clock.now() - taken_at > TAKEN_BEATS * self._knobs.beat_s:
+                    raise
+                self._clock.sleep(RETRY_PAUSE_S)
+            except (TransportError, StillBusyError) as error:
+                taken_at = 0.0  # a server that starts again has not heard of anybody's death
+                now = self._clock.now()
+                if not wait or now - began >= self._knobs.startup_deadline_s:
+                    if isinstance(error, StillBusyError):
+                        raise
+                    raise DeadlineError(
+                        f"the server at {self.endpoint} did not come up",
+                        where=f"worker {self._worker}, hello",
+                        expected=f"an answer within {self._knobs.startup_deadline_s if wait else 0:g} s",
+                        got=f"none in {now - began:.1f} s ({error})",
+                        todo="Start the server, check its address and port, and look at its log.",
+                    ) from None
+                if waits.is_due():
+                    _log.warning("waiting for the server at %s, %.0f s so far (%s)", self.endpoint, now - began, error)
+                self._clock.sleep(RETRY_PAUSE_S)
+            else:
+                self._heard()
+                return reply
+
+    def farewell(self, frame: Frame) -> None:
+        """Send a last word; whether it arrives is not this worker's concern any more."""
+        with contextlib.suppress(TransportError, FleetError):
+            self._channel.start(frame, FAREWELL_S).result()
+
+    def forked_channel(self) -> Channel:
+        """For a forked child of this process, which may not use this line."""
+        return self._channel.forked()
+
+    @property
+    def deadline_s(self) -> float:
+        return self._knobs.rpc_deadline_s
+
+    def start_pulse(self) -> None:
+        if self._pulse is None:
+            name = f"fleet-pulse-{self._worker}-{self.endpoint}"
+            self._pulse = threading.Thread(target=self._beat_until_closed, name=name, daemon=True)
+            self._pulse.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._fail(FleetError("the line is closed", where=str(self.endpoint)))
+        self._channel.close()
+        if self._pulse is not None and self._pulse is not threading.current_thread():
+            self._pulse.join()
+
+    # ---------------------------------------------------------------- the pulse
+
+    def _beat_until_closed(self) -> None:
+        noticed, every_s = self._clock.now(), notice_every_s(self._knobs.rpc_deadline_s)
+        while not self._closing.wait(self._knobs.beat_s):
+            try:
+                beat = Frame(self.request(0, beat=pb.Beat(figures=self._figures())))
+                call = self._channel.start(beat, self._knobs.beat_s * 2, urgent=True)
+                reply = raise_if_error(call.result())
+                self._heard()
+                self._tell_of(reply.message.about)
+            except TransportError:
+                pass
+            except FleetError as error:
+                self._fail(error)
+                return
+            except Exception as error:  # without a pulse a wait could have no end
+                self._fail(FleetError(f"the pulse to {self.endpoint} failed", got=repr(error)))
+                raise
+            now = self._clock.now()
+            silent_s = now - self._last_heard
+            if silent_s > self._knobs.rpc_deadline_s:
+                self._fail(self._silence(silent_s))
+                return
+            if min(silent_s, now - noticed) > every_s:
+                noticed = now
+                told = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
+                _log.warning(told, self.endpoint, silent_s, self._knobs.rpc_deadline_s)
+
+    def _tell_of(self, absent: str) -> None:
+        """Say from time to time for whom a request of this worker waits, while the job is not complete."""
+        with self._lock:
+            waiting = bool(absent and self._under_way) and self._speaks
+        if not waiting:
+            self._wait = None
+            return
+        self._wait = self._wait or Wait(self._clock, self._knobs.startup_deadline_s)
+        if self._wait.is_due():
+            _log.warning("worker %d waits for %s, %.0f s so far", self._worker, absent, self._wait.so_far_s)
+
+    def _heard(self) -> None:
+        self._last_heard = self._clock.now()
+
+    def _silence(self, silent_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"the server at {self.endpoint} is silent",
+            where=f"worker {self._worker}",
+            expected=f"a sign of life within {self._knobs.rpc_deadline_s:g} s (FLAGS_rpc_deadline)",
+            got=f"none for {silent_s:.1f} s",
+            todo="Look at the server's log and at the network between the two.",
+        )
+
+    def _fail(self, error: FleetError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            under_way = list(self._under_way)
+        for call in under_way:
+            call.cancel()
+
+    # ---------------------------------------------------------------- for Pending
+
+    def launch(self, frame: Frame, what: str, ahead: bool) -> Call:
+        nbytes = self._checked_size(frame, what)
+        if self.failure is None:
+            call = self._channel.start(frame, ahead=ahead)
+            with self._lock:
+                if self._failure is None:
+                    self._under_way.add(call)
+                    self.sent_bytes += nbytes
+                    return call
+            _give_up(call)
+        raise self.report()
+
+    def _checked_size(self, frame: Frame, what: str) -> int:
+        """What a frame weighs. A server would hang up in the midst of a request that is too large for it."""
+        most, nbytes = self._knobs.security.max_message_bytes, frame.nbytes
+        if nbytes > most:
+            raise ConfigurationError(
+                "a request is larger than a message may be",
+                where=f"worker {self._worker}, {what}",
+                expected=f"at most {most >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+                got=f"{nbytes / (1 << 20):.1f} MiB",
+                todo="Raise FLEET_MAX_MESSAGE_MB for every process, or use more servers.",
+            )
+        return nbytes
+
+    def settle(self, call: Call) -> None:
+        with self._lock:
+            self._under_way.discard(call)
+
+    @property
+    def failure(self) -> FleetError | None:
+        with self._lock:
+            return self._failure
+
+    def report(self) -> FleetError:
+        """What ended this line, to be raised to the user."""
+        assert self._failure is not None
+        self.reported = True
+        return self._failure.again()
+
+    def answered(self, reply: Frame) -> Frame:
+        """A reply to the user's request; one that says that the job is over ends the line."""
+        self._heard()
+        with self._lock:
+            self.received_bytes += reply.nbytes
+        try:
+            return raise_if_error(reply)
+        except FATAL as error:
+            self.reported = True
+            self._fail(error)
+            raise
+
+    @property
+    def let_in(self) -> bool:
+        return self._pulse is not None
+
+    def heard_since(self, instant: float) -> bool:
+        return self._last_heard >= instant
+
+    @property
+    def misses_heartbeats(self) -> bool:
+        return self._clock.now() - self._last_heard > MISSED_BEATS * self._knobs.beat_s
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def retry_times(self) -> int:
+        return self._knobs.rpc_retry_times
+
+    def broken(self, what: str, attempts: int, error: TransportError) -> FleetError:
+        return DeadlineError(
+            f"the server at {self.endpoint} keeps dropping a request",
+            where=f"worker {self._worker}, {what}",
+            expected="an answer",
+            got=f"{error}, {attempts} times (FLAGS_rpc_retry_times={self._knobs.rpc_retry_times})",
+            todo="Look at the server's log.",
+        )
+
+
+def _give_up(call: Call) -> None:
+    """Nobody wants the reply any more."""
+    call.cancel()
+    with contextlib.suppress(TransportError, FleetError):
+        call.result()  # what the network keeps for the call goes with its end
+
+
+class Pending:
+    """A request under way. Repeating it is safe: a server answers a step it already knows without applying it again.
+
+    While the server is silent it is repeated until the pulse gives the server up; if it keeps breaking although the
+    server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
+    """
+
+    def __init__(self, client: ServerClient, frame: Frame, what: str, ahead: bool) -> None:
+        self._client = client
+        self._frame = frame
+        self._what = what
+        self._call = client.launch(frame, what, ahead)
+
+    def abandon(self) -> None:
+        _give_up(self._call)
+        self._client.settle(self._call)
+
+    def send(self) -> None:
+        """Let the request leave; ``result`` does it as well, but with several under way all should leave first."""
+        self._call.send()
+
+    def result(self) -> Frame:
+        """The reply. Errors the server sent are raised, as is whatever ended the line."""
+        client = self._client
+        retries = 0
+        broken_at = client.clock.now()
+        while True:
+            call = self._call
+            try:
+                reply = call.result()
+            except TransportError as error:
+                if client.failure is not None:
+                    raise client.report() from None
+                # Counted from one break to the next: many breaks fit between two heartbeats. Once heartbeats are missed
+                # the server has been away, and one that has come back may be away again.
+                retries = 0 if client.misses_heartbeats else retries + client.heard_since(broken_at)
+                broken_at = client.clock.now()
+                if retries > client.retry_times:
+                    raise client.broken(self._what, retries, error) from None
+                client.clock.sleep(RETRY_PAUSE_S)
+                self._call = client.launch(self._frame, self._what, False)
+            else:
+                return client.answered(reply)
+            finally:
+                client.settle(call)

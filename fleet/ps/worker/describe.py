@@ -1,0 +1,263 @@
+"""From torch to values: the user's optimizers and model as a ``JobSpec``, and what in it cannot be honoured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fleet.errors import ArgumentTypeError, UnsupportedError
+from fleet.kernels import HINTS, REFUSED, RULES, Rule
+from fleet.nn.embedding import check_remote, make_remote
+from fleet.nn.handle import TableHandle, handle_of
+from fleet.nn.trainables import ElementTypes, groups, members, refuse_overlap
+from fleet.plan.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
+from fleet.strategy.parameter_server import Strategy
+
+_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A spec and the torch objects it describes, in the same order."""
+
+    spec: JobSpec
+    params: tuple[torch.nn.Parameter, ...]
+    handles: tuple[TableHandle, ...]
+    groups: tuple[dict[str, Any], ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+    def has_newcomers(self) -> bool:
+        """Whether a parameter joined an optimizer after this was made; one that left it is an error."""
+        present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups, things = self._known
+        if not groups <= {id(group) for group in present}:
+            raise UnsupportedError(
+                "a param group was taken away from a running job",
+                todo="Leave it, with lr=0 or requires_grad=False for its parameters.",
+            )
+        return not all(things.issuperset(map(id, group["params"])) for group in present)
+
+    @cached_property
+    def _known(self) -> tuple[set[int], set[int]]:
+        """The identities of all groups and of all parameters: looked at in every step, so made once."""
+        weights = (handle.weight for handle in self.handles)
+        return {id(group) for group in self.groups}, {id(param) for param in (*self.params, *weights)}
+
+    def check_types(self) -> None:
+        """Refuse parameters that were converted since this was made."""
+        self._types.check()
+
+    @cached_property
+    def _types(self) -> ElementTypes:
+        specs = self.spec.params
+        return ElementTypes(self.params, [spec.name for spec in specs], [getattr(torch, spec.dtype) for spec in specs])
+
+    def continued_by(self, fresh: Description) -> Description:
+        """``fresh``, which describes the same optimizers later, in an order that begins with this one."""
+        groups, specs = list(self.groups), list(self.spec.groups)
+        places = {id(group): index for index, group in enumerate(groups)}
+        for group, group_spec in zip(fresh.groups, fresh.spec.groups, strict=True):
+            if id(group) not in places:
+                places[id(group)] = len(groups)
+                groups.append(group)
+                specs.append(group_spec)
+        moved = [places[id(group)] for group in fresh.groups]
+        known = {id(thing) for thing in (*self.params, *self.handles)}
+        params = [
+            (replace(spec, group=moved[spec.group]), param)
+            for spec, param in zip(fresh.spec.params, fresh.params, strict=True)
+            if id(param) not in known
+        ]
+        tables = [
+            (replace(spec, group=moved[spec.group]), handle)
+            for spec, handle in zip(fresh.spec.tables, fresh.handles, strict=True)
+            if id(handle) not in known
+        ]
+        spec = JobSpec(
+            (*self.spec.params, *(spec for spec, _ in params)),
+            (*self.spec.tables, *(spec for spec, _ in tables)),
+            tuple(specs),
+            self.spec.settings,
+        )
+        return Description(
+            spec,
+            (*self.params, *(param for _, param in params)),
+            (*self.handles, *(handle for _, handle in tables)),
+            tuple(groups),
+            self.optimizers,
+        )
+
+    def options(self) -> tuple[str, ...]:
+        """The options of every group as they are now, as JSON: they travel with each push."""
+        return tuple(json.dumps(self.option_values(index)) for index in range(len(self.groups)))
+
+    def option_values(self, index: int) -> dict[str, Any]:
+        """The options of one group as they are now, in plain values."""
+        spec, group = self.spec.groups[index], self.groups[index]
+        defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
+        return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
+
+
+def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
+    """Turn the model's ``sparse=True`` embeddings that are trained into remote ones, in place."""
+    if model is None:
+        return
+    found: list[torch.nn.Module] = []
+    trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if _is_sparse(module) and id(weight) in trained and "_handle" not in module.__dict__:
+            _refuse_shared(model, name, weight)
+            check_remote(module, name or type(model).__name__)
+            found.append(module)
+    for module in found:  # all or none: a refusal leaves the model as it was
+        make_remote(module)
+
+
+def _is_sparse(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+
+
+def _refuse_shared(model: torch.nn.Module, name: str, weight: object) -> None:
+    """A layer that multiplies with an embedding's weight needs all of it, and no worker will have that."""
+    for other, module in model.named_modules():
+        if not _is_sparse(module) and any(param is weight for param in module.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{other!r} uses the weight of the embedding {name!r}, whose rows live on the servers",
+                todo="Untie the two, or use sparse=False for the embedding.",
+            )
+
+
+def describe(
+    optimizers: Sequence[torch.optim.Optimizer],
+    model: torch.nn.Module | None,
+    strategy: Strategy,
+    server_num: int,
+    worker_num: int,
+) -> Description:
+    """Read the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
+    params: list[ParamSpec] = []
+    tables: list[TableSpec] = []
+    specs: list[GroupSpec] = []
+    objects: list[torch.nn.Parameter] = []
+    handles: list[TableHandle] = []
+    in_order = tuple(group for *_, group in groups(optimizers))
+    everything = members(optimizers, model)
+    refuse_overlap(everything)
+    rules = []
+    for position, _, optimizer, group in groups(optimizers):
+        rules.append(_rule(optimizer))
+        specs.append(_group_spec(rules[-1], position, optimizer, group))
+    for member in everything:
+        rule, handle = rules[member.group], handle_of(member.param)
+        if handle is None:
+            params.append(_param_spec(member.name, member.param, member.group, rule))
+            objects.append(member.param)
+        else:
+            handle.name = member.name
+            options = {option: member.options[option] for option in member.optimizer.defaults}
+            tables.append(_table_spec(member.name, handle, member.group, rule, options))
+            handles.append(handle)
+    settings = PlanSettings(
+        server_num=server_num,
+        worker_num=worker_num,
+        mode=strategy.mode,
+        slice_var_up=strategy.slice_var_up,
+        split_method=strategy.split_method,
+        min_block_size=strategy.min_block_size,
+        staleness=strategy.staleness,
+        dc_lambda=strategy.dc_lambda,
+        dc_adaptive=strategy.dc_adaptive,
+        elastic=strategy.elastic,
+        wire_dtype=strategy.wire_dtype,
+        needs_all_workers=strategy.needs_all_workers,
+    )
+    spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
+    described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
+    described.options()  # refuses what cannot travel, while the user's line is still on the stack
+    return described
+
+
+def _rule(optimizer: torch.optim.Optimizer) -> Rule:
+    name = type(optimizer).__name__
+    if name in REFUSED:
+        raise UnsupportedError(
+            f"{name} cannot be honoured by parameter servers: {REFUSED[name]}",
+            todo="Take one that steps once for a gradient, such as torch.optim.Adam, or train without Fleet.",
+        )
+    rule = RULES.get(name)
+    if rule is None or type(optimizer) is not rule.optimizer:
+        raise UnsupportedError(
+            f"the optimizer {type(optimizer).__module__}.{name} is not known to the servers",
+            expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
+            todo="A new one is a file in fleet/ps/kernels; CONTRIBUTING.md has the recipe.",
+        )
+    if _has_stepped(optimizer):
+        raise UnsupportedError(
+            f"{name} already has state, which would be lost: state lives on the servers",
+            todo="Wrap the optimizer before its first step; to go on from a checkpoint use init_server(model_dir).",
+        )
+    return rule
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is state that came from steps; Adagrad's constructor makes some that did not."""
+    for state in optimizer.state.values():
+        steps = state.get("step")
+        if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
+            return True
+    return False
+
+
+def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
+    for option, reason in rule.refused.items():
+        if group.get(option):
+            raise UnsupportedError(f"{option}={group[option]!r} of {rule.name} cannot be honoured: {reason}")
+    return GroupSpec(rule.name, position, tuple(sorted(optimizer.defaults)), rule.sliceable)
+
+
+def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) -> ParamSpec:
+    if not rule.dense:
+        raise UnsupportedError(
+            f"{rule.name} updates rows of sparse tables only, and {name!r} is a dense parameter",
+            todo="Give it to another optimizer; distributed_optimizer takes a list.",
+        )
+    if param.dtype not in _DTYPE_NAMES:
+        raise UnsupportedError(f"{name!r} is {param.dtype}", expected="one of " + ", ".join(DTYPES))
+    return ParamSpec(name, tuple(param.shape), _DTYPE_NAMES[param.dtype], group)
+
+
+def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule, options: dict[str, Any]) -> TableSpec:
+    if rule.rows is None:
+        usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
+        raise UnsupportedError(
+            f"{rule.name} cannot update rows of the sparse table {name!r}",
+            expected=f"one of {usable}",
+            todo="Give the table's weight to another optimizer; distributed_optimizer takes a list.",
+        )
+    unknown = set(options) - set(rule.rows.options) - set(rule.refused) - HINTS
+    for option in sorted(unknown):
+        if options[option]:
+            raise UnsupportedError(
+                f"{option}={options[option]!r} of {rule.name} cannot be honoured for rows of the table {name!r}"
+            )
+    dtype = _DTYPE_NAMES.get(handle.weight.dtype, str(handle.weight.dtype))
+    if dtype not in TABLE_DTYPES:
+        raise UnsupportedError(f"the table {name!r} is {dtype}", expected="one of " + ", ".join(TABLE_DTYPES))
+    return TableSpec(name, handle.dim, dtype, group, handle.num_embeddings, handle.initializer, handle.uploaded)
+
+
+def _plain(value: Any, name: str) -> Any:
+    """An option as JSON can carry it without loss."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(item, name) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ArgumentTypeError(f"the option {name} of an optimizer cannot travel", got=f"{type(value).__name__} {value!r}")

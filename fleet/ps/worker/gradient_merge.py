@@ -1,0 +1,115 @@
+"""Gradients of several steps become one push: dense ones added up, rows by id; then averaged, or not for plain SGD.
+
+Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the
+usual size. Which of the two is decided for each param group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from fleet.numeric.merge import merge
+from fleet.ps.worker.describe import Description
+
+Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """By server: how many updates the dense values, and each table, had had when they were read there."""
+
+    dense: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
+
+    def or_earlier(self, other: Clocks) -> Clocks:
+        """Of both the earlier, for gradients that become one."""
+        return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
+
+
+def _earlier(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+    return {**other, **{key: min(value, other.get(key, value)) for key, value in one.items()}}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one step, or several, left behind: the flat gradient of every parameter, and ids with gradients of the
+    tables used; and when the values were read that they were computed on."""
+
+    dense: Sequence[torch.Tensor | None]
+    rows: Mapping[int, Rows]
+    read: Clocks
+    options: Sequence[str]  #: of every group, as they were set for the last of the steps
+    steps: int = 1
+    ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
+    state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
+
+    @torch.no_grad()  # .grad may have a graph of its own
+    def copied(self) -> Gradients:
+        """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""
+        return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
+
+
+class GradientMerge:
+    """``add`` gives back every ``steps`` steps; ``is_sgd`` says whether to sum, None finds it out from each group."""
+
+    def __init__(self, described: Description, steps: int, is_sgd: bool | None) -> None:
+        self.steps = steps
+        self._described = described
+        self._is_sgd = is_sgd
+        self._count = 0
+        self._dense: list[torch.Tensor | None] = []
+        self._dense_counts: list[int] = []
+        self._rows: dict[int, list[Rows]] = {}
+        self._read = Clocks()
+        self._options: Sequence[str] = ()
+        self._state: np.ndarray[Any, Any] | None = None
+
+    @torch.no_grad()
+    def add(self, gradients: Gradients) -> Gradients | None:
+        """Take one step's gradients; they come back, merged with those before, when it is time to send."""
+        if self.steps == 1:
+            return gradients
+        self._count += 1
+        missing = len(gradients.dense) - len(self._dense)
+        self._dense += [None] * missing
+        self._dense_counts += [0] * missing
+        for place, grad in enumerate(gradients.dense):
+            if grad is not None:
+                total = self._dense[place]
+                # The first is copied: it is still the parameter's .grad, which the user goes on to clear or fill.
+                self._dense[place] = grad.clone() if total is None else total.add_(grad)
+                self._dense_counts[place] += 1
+        for table, pair in gradients.rows.items():
+            self._rows.setdefault(table, []).append(pair)
+        self._read, self._options = self._read.or_earlier(gradients.read), gradients.options
+        self._state = self._state if gradients.state is None else gradients.state
+        return self.rest() if self._count == self.steps else None
+
+    def rest(self) -> Gradients | None:
+        """What has not been sent yet, if there is anything."""
+        if self._count == 0:
+            return None
+        spec = self._described.spec
+        for param, total, count in zip(spec.params, self._dense, self._dense_counts, strict=True):
+            if total is not None and count > 1 and not self._sums(param.group):
+                total.div_(count)
+        rows = {}
+        for table, pairs in self._rows.items():
+            divisor = 1 if self._sums(spec.tables[table].group) else len(pairs)
+            rows[table] = merge(pairs, divisor)
+        merged = Gradients(self._dense, rows, self._read, self._options, self._count, state=self._state)
+        self._count, self._dense, self._dense_counts, self._rows, self._read = 0, [], [], {}, Clocks()
+        self._state = None
+        return merged
+
+    def _sums(self, group: int) -> bool:
+        if self._is_sgd is not None:
+            return self._is_sgd
+        return self._described.spec.groups[group].rule == "SGD" and not json.loads(self._options[group])["momentum"]

@@ -1,0 +1,357 @@
+"""Rows of the tables for a worker's forwards: asked for when they are needed, or fetched ahead.
+
+However many tables a forward asks for at once, every server gets one request. What was fetched ahead is used where that
+makes no difference to what the mode promises: if it is as new as rows asked for now would have to be, and no newer than
+this worker's own steps allow without waiting for itself. Everything here runs on the user's threads, one at a time, and
+what is foreseen is for the thread whose forward it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fleet.base.turns import OfThread
+from fleet.errors import IdOutOfRangeError
+from fleet.nn.handle import Lookup, TableHandle, Wanted
+from fleet.numeric.ids import partition, unique
+from fleet.numeric.jit import Array, Ids
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.specs import TableSpec
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.geo_training import Replica
+from fleet.telemetry.worker_figures import ProfilerRange
+
+
+class UnderWay(Protocol):
+    """A request on a line."""
+
+    def send(self) -> None: ...
+
+    def result(self) -> Frame: ...
+
+    def abandon(self) -> None: ...
+
+
+class Line(Protocol):
+    """To one server."""
+
+    def request(self, step: int, **kind: object) -> Any: ...
+
+    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> UnderWay: ...
+
+
+@dataclass(frozen=True)
+class Query:
+    """Distinct ids of one table, and whether unknown ones read their initial value (training) or its mean."""
+
+    table: int
+    ids: Ids
+    training: bool
+
+
+class Fetch:
+    """Rows under way: one request to every server that has any of them."""
+
+    def __init__(self, queries: Sequence[Query], specs: Sequence[TableSpec], asked: Sequence[Asked]) -> None:
+        self._queries = queries
+        self._specs = specs
+        self._asked = asked
+        self._rows: list[Array] = []
+        self._clocks: list[list[tuple[int, int]]] = [[] for _ in queries]  #: (server, clock) of each query
+        self._arrived = False
+        self.failed = False
+
+    def rows(self, place: int, read_at: dict[tuple[int, int], int]) -> Array:
+        """The rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
+        if not self._arrived:
+            try:
+                self._arrive()
+            except BaseException:  # interrupted, perhaps: a reply that was read in part cannot be read again
+                self.failed = True
+                self.abandon()
+                raise
+            self._arrived = True
+        query = self._queries[place]
+        if query.training or torch.is_grad_enabled():  # else no gradient will come of it
+            for server, clock in self._clocks[place]:
+                read_at.setdefault((server, query.table), clock)
+        return self._rows[place]
+
+    def _arrive(self) -> None:
+        parts: list[list[tuple[Ids, Array]]] = [[] for _ in self._queries]
+        for asked in self._asked:
+            with ProfilerRange("fleet.wait"):
+                reply = asked.pending.result()
+            for (place, part), tensor, clock in zip(
+                asked.parts, reply.tensors, reply.message.table_clocks, strict=True
+            ):
+                parts[place].append((part, tensor.numpy()))
+                self._clocks[place].append((asked.server, clock))
+        self._rows = [
+            _joined(query.ids.size, self._specs[query.table], each)
+            for query, each in zip(self._queries, parts, strict=True)
+        ]
+
+    def abandon(self) -> None:
+        if not self._arrived:
+            for asked in self._asked:
+                asked.pending.abandon()
+
+
+def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Ids, Array]]) -> Array:
+    """All rows of a query, each in its place."""
+    if len(parts) == 1:
+        return parts[0][1]
+    rows = np.empty((count, spec.dim), spec.dtype)
+    for part, here in parts:
+        rows[part] = here
+    return rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to one server: of which queries, by position, it asks for which ids, by position."""
+
+    server: int
+    parts: Sequence[tuple[int, Ids]]
+    pending: UnderWay
+
+
+@dataclass
+class Ahead:
+    """What was fetched ahead for one table and one batch."""
+
+    ids: torch.Tensor
+    distinct: Ids
+    inverse: Ids
+    training: bool
+    asked: Ids  #: of the distinct ids those that were asked for
+    fetch: Fetch
+    place: int  #: of this table among the fetch's queries
+    version: int
+    completed: int  #: how many steps the worker had completed when it was asked for
+    loads: int  #: how often the servers' values had been replaced by then
+
+
+class RowReader:
+    def __init__(self, clients: Sequence[Line], version_after: Callable[[int], int]) -> None:
+        """``version_after``: the version that this worker needs when it has completed so many more steps."""
+        self._clients = clients
+        self._version_after = version_after
+        self.read_at: dict[tuple[int, int], int] = {}
+        self._read_before: dict[tuple[int, int], int] = {}
+        self._present: Mapping[int, Ahead] = {}
+        self._foreseen_here = OfThread[Mapping[int, Ahead]]()
+        self._loads = 0
+
+    def replaced(self, loads: int) -> None:
+        """The servers' values have been replaced so often: what was fetched before is of no use."""
+        self._loads = loads
+
+    def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
+        self._specs = specs
+        self._tables = {id(handle): index for index, handle in enumerate(handles)}
+
+    def take_clocks(self) -> dict[tuple[int, int], int]:
+        """When the rows of this step were read; the next step's are read anew. Gradients that the user did not clear
+        are of rows that were read for an earlier step."""
+        self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
+        return self._read_before
+
+    # ---------------------------------------------------------------- a forward
+
+    def lookup(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> list[Lookup]:
+        known = [self._known(*each) for each in wanted]  # and none is out of range
+        found: dict[int, Lookup] = {}
+        asking: list[tuple[int, Query, Ids]] = []
+        for place, ((_, _, training), (index, distinct, inverse, ahead)) in enumerate(zip(wanted, known, strict=True)):
+            if replica is None:
+                rows = self._fetched_ahead(ahead, distinct, training, completed)
+            else:
+                if ahead is not None and ahead.completed != completed:
+                    ahead = None  # the servers may have told of changes to rows that are not held yet
+                rows = replica.lookup(
+                    index, distinct, training, partial(self._missing, index, ahead, training, completed)
+                )
+            if rows is None:
+                asking.append((place, Query(index, distinct, training), inverse))
+            else:
+                found[place] = _lookup(distinct, rows, inverse)
+        if asking:
+            fetched = self._now([query for _, query, _ in asking], completed)
+            for (place, query, inverse), rows in zip(asking, fetched, strict=True):
+                found[place] = _lookup(query.ids, rows, inverse)
+        return [found[place] for place in range(len(wanted))]
+
+    def _known(self, handle: TableHandle, given: torch.Tensor, training: bool) -> tuple[int, Ids, Ids, Ahead | None]:
+        """The table of a look-up, its distinct ids and the places of all among them, and what was fetched ahead."""
+        index, ids = self._tables[id(handle)], _flat(given)
+        ahead = self._present.get(index) or self._innermost(index)
+        if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
+            return index, ahead.distinct, ahead.inverse, ahead
+        distinct, inverse = unique(ids.numpy())
+        handle.check_range(distinct)
+        return index, distinct, inverse, ahead
+
+    @property
+    def _foreseen(self) -> list[Mapping[int, Ahead]]:
+        """For this thread's forwards, each inside of the one before."""
+        return self._foreseen_here.list
+
+    def _innermost(self, index: int) -> Ahead | None:
+        """What was foreseen of a table, by the last forward that did."""
+        return next((foreseen[index] for foreseen in reversed(self._foreseen) if index in foreseen), None)
+
+    def _missing(self, index: int, ahead: Ahead | None, training: bool, completed: int, ids: Ids) -> Array:
+        """Rows that a replica does not hold."""
+        rows = self._fetched_ahead(ahead, ids, training, completed)
+        return self.fetch(index, ids, completed, training=training) if rows is None else rows
+
+    def fetch(self, index: int, ids: Ids, completed: int, *, training: bool) -> Array:
+        """Rows of one table."""
+        return self._now([Query(index, ids, training)], completed)[0]
+
+    def _now(self, queries: Sequence[Query], completed: int) -> list[Array]:
+        fetch = self._start(queries, completed, self._version_after(0))
+        return [fetch.rows(place, self.read_at) for place in range(len(queries))]
+
+    def _fetched_ahead(self, ahead: Ahead | None, ids: Ids, training: bool, completed: int) -> Array | None:
+        """Rows out of what was fetched ahead, if all are there and as new as they have to be."""
+        if (
+            ahead is None
+            or ahead.fetch.failed
+            or ahead.training != training
+            or ahead.loads != self._loads
+            or not self._version_after(0) <= ahead.version <= completed
+        ):
+            return None
+        if ids is ahead.distinct and ids is ahead.asked:
+            return ahead.fetch.rows(ahead.place, self.read_at).copy()
+        # What was asked for comes first and is distinct, so its places are its positions.
+        _, places = unique(np.concatenate([ahead.asked, ids]))
+        places = places[len(ahead.asked) :]
+        if (places >= len(ahead.asked)).any():
+            return None
+        return ahead.fetch.rows(ahead.place, self.read_at)[places]
+
+    # ---------------------------------------------------------------- ahead of it
+
+    def fetch_ahead(
+        self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None
+    ) -> dict[int, Ahead]:
+        """Begin to fetch what a forward will ask for after so many more ``steps``."""
+        return self._begin(wanted, completed, steps, replica, ahead=True)
+
+    def _begin(
+        self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None, *, ahead: bool
+    ) -> dict[int, Ahead]:
+        # Between evaluations come no steps.
+        version = self._version_after(steps if any(each.training for each in wanted) else 0)
+        by_table: dict[int, list[Wanted]] = {}
+        for each in wanted:
+            by_table.setdefault(self._tables[id(each.handle)], []).append(each)
+        prepared = []
+        for index, same in by_table.items():
+            ids, training = torch.cat([_flat(each.ids) for each in same]), same[0].training
+            there = None if ahead else self._innermost(index)
+            if there is not None and there.training == training and torch.equal(there.ids, ids):
+                continue
+            distinct, inverse = unique(ids.numpy())
+            same[0].handle.check_range(distinct)
+            asked = distinct if replica is None else replica.missing(index, distinct)
+            prepared.append((index, ids, distinct, inverse, training, asked))
+        if not prepared:
+            return {}
+        queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
+        # Replies for which nobody waits yet must not be in the way of those that somebody does.
+        fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._foreseen))
+        return {
+            index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._loads)
+            for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
+        }
+
+    def present(self, ahead: Mapping[int, Ahead]) -> None:
+        """From now on forwards may use this; what was there before is given up."""
+        self.give_up(self._present)
+        self._present = ahead
+
+    def give_up(self, ahead: Mapping[int, Ahead]) -> None:
+        """No forward will use this."""
+        for fetch in {each.fetch for each in ahead.values()}:
+            fetch.abandon()
+
+    def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> Mapping[int, Ahead]:
+        """Ask for what the look-ups that come now will ask for, except of tables of which something was fetched ahead.
+        Ids that are out of range are the look-up's to refuse, if it comes."""
+        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._present]
+        try:
+            begun = self._begin(rest, completed, 0, replica, ahead=False)
+        except IdOutOfRangeError:
+            rest = [each for each in rest if each.handle.has(_flat(each.ids).numpy())]
+            begun = self._begin(rest, completed, 0, replica, ahead=False)
+        self._foreseen.append(begun)
+        return begun
+
+    def forget(self, begun: Mapping[int, Ahead] | None) -> None:
+        """The look-ups that were foreseen are over; all of them for None."""
+        over = [each for each in self._foreseen if begun is None or each is begun]
+        self._foreseen[:] = [each for each in self._foreseen if begun is not None and each is not begun]
+        for each in over:
+            self.give_up(each)
+
+    # ---------------------------------------------------------------- asking
+
+    def _start(
+        self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False, aside: bool = False
+    ) -> Fetch:
+        parts = [partition(query.ids, len(self._clients)) for query in queries]
+        asked: list[Asked] = []
+        try:
+            for server, client in enumerate(self._clients):
+                here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
+                if here:
+                    frame, what = self._pull(queries, here, client, completed, version, ahead)
+                    asked.append(Asked(server, here, client.start(frame, what, ahead=aside)))
+            for request in asked:
+                request.pending.send()
+        except BaseException:
+            for request in asked:
+                request.pending.abandon()
+            raise
+        return Fetch(queries, self._specs, asked)
+
+    def _pull(
+        self,
+        queries: Sequence[Query],
+        here: Sequence[tuple[int, Ids]],
+        client: Line,
+        completed: int,
+        version: int,
+        ahead: bool,
+    ) -> tuple[Frame, str]:
+        """A request for parts of some queries, and what to call it in errors."""
+        pull = pb.Pull(
+            version=version,
+            tables=[queries[place].table for place, _ in here],
+            training=[queries[place].training for place, _ in here],
+            ahead=ahead,
+        )
+        tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
+        names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
+        what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
+        return Frame(client.request(completed, pull=pull), tensors), what
+
+
+def _flat(ids: torch.Tensor) -> torch.Tensor:
+    return ids.detach().to("cpu", torch.int64).reshape(-1)
+
+
+def _lookup(distinct: Ids, rows: Array, inverse: Ids) -> Lookup:
+    return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))

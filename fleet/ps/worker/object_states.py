@@ -1,0 +1,157 @@
+"""The state of this worker's own objects on its way to server 0, to be kept or saved, and on its way back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fleet.checkpoint.state import Bytes
+from fleet.errors import ConfigurationError, MissedError
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.connection import Pending, ServerClient
+from fleet.ps.worker.progress import Progress
+
+_log = logging.getLogger("fleet.worker")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The states of the workers' own objects that belong into a checkpoint: all that were given under a name, by
+    everyone who makes this call, or by those who have said that they give theirs."""
+
+    name: str
+    everyone: bool
+
+
+class OwnStates:
+    def __init__(self, keeper: ServerClient, progress: Progress, most_bytes: int) -> None:
+        """``keeper`` is the line to server 0; a message may have ``most_bytes``."""
+        self._keeper = keeper
+        self._progress = progress
+        self._most_bytes = most_bytes
+        self._unsent: Bytes | None = None
+        #: whether this worker gives its state for checkpoints
+        self.gives = False
+        #: the name of a checkpoint that is to follow the next push
+        self.asks = ""
+        self._asked_at = -1
+        self._under_way: Pending | None = None
+        self._given: bytes | None = None
+
+    # ---------------------------------------------------------------- with a step
+
+    def keep(self, data: Bytes) -> None:
+        """From the next step on it belongs to that."""
+        self._check_size(data)
+        self._unsent = data
+
+    def take(self) -> Bytes | None:
+        """What goes with the step that is taken now."""
+        data, self._unsent = self._unsent, None
+        return data
+
+    def note(self, push: pb.Push, kept: Bytes | None) -> list[WireTensor]:
+        """Put into a push for server 0 what it has to know of the state; the tensors to come last in it."""
+        keeping = pb.Keeping(kept=kept is not None, gives=self.gives, asks=self.asks)
+        self.asks = ""
+        if keeping.ByteSize():
+            push.keeping.CopyFrom(keeping)
+        return [] if kept is None else [WireTensor.of(kept)]
+
+    # ---------------------------------------------------------------- for a checkpoint
+
+    def ask(self, step: int) -> None:
+        """Have all workers hear with a step, if it is the next, that a checkpoint follows it and wants their states."""
+        if step == self._progress.completed + 1:
+            self._asked_at, self.asks = step, _after(step)
+
+    @property
+    def asked(self) -> str:
+        """The name under which all have been asked after this step; empty if they have not."""
+        return _after(self._asked_at) if self._asked_at == self._progress.completed else ""
+
+    def give(self, name: str, data: Bytes, *, last: bool = False) -> None:
+        self._check_size(data)
+        self.arrive()
+        self._progress.wanted = ""
+        give = pb.Give(name=name, last=last, steps=self._progress.taken)
+        self._ask("state for a checkpoint", [WireTensor.of(data)], give=give)
+
+    def pass_on(self, data: Bytes) -> None:
+        """Give it if it has changed, and do not wait for the answer."""
+        content = data.tobytes()
+        if content != self._given:
+            self._check_size(data)
+            self.arrive()
+            self._given = content
+            give = pb.Give(steps=self._progress.taken)
+            request = self._keeper.request(self._progress.completed, give=give)
+            self._under_way = self._keeper.start(Frame(request, [WireTensor.of(data)]), "state for checkpoints")
+            self._under_way.send()
+
+    def forgotten(self) -> None:
+        """What was given belongs to steps that are no more."""
+        self.arrive()
+        self._given = None
+
+    def arrive(self) -> None:
+        """Wait until what has been passed on is there."""
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+
+    def collect(self, shares: Shares) -> dict[str, Any]:
+        """Wait until all have given theirs who will: who has, how many steps they had taken, and who lacks."""
+        recall = pb.Recall(collection=shares.name, everyone=shares.everyone)
+        told: dict[str, Any] = json.loads(self._ask("states of all workers", recall=recall).message.about)
+        for worker in told["missing"]:
+            _log.warning("the state of worker %d is not in the checkpoint: it gave none in time", worker)
+        return told
+
+    def collected(self, shares: Shares, told: dict[str, Any]) -> Iterator[tuple[int, int, Bytes]]:
+        """What was collected, one worker after the other."""
+        for worker, steps in zip(told["workers"], told["steps"], strict=True):
+            yield worker, steps, self._collected_of(worker, shares)
+
+    def _collected_of(self, worker: int, shares: Shares) -> Bytes:
+        recall = pb.Recall(collection=shares.name, workers=[worker])
+        while True:
+            try:
+                return self._ask(f"state of worker {worker}", recall=recall).tensors[0].numpy()
+            except MissedError:  # a server that was killed has what was given, and forgets who collects it
+                self.collect(shares)
+
+    # ---------------------------------------------------------------- back
+
+    def recall(self) -> Bytes | None:
+        """What server 0 has for this worker."""
+        reply = self._ask("its state", recall=pb.Recall())
+        if not reply.message.granted:
+            return None
+        step, went_on_at = reply.message.steps, self._progress.went_on_at
+        if step != went_on_at:
+            told = "the state that is given back belongs to step %d, and this worker goes on after step %d: %s"
+            _log.warning(told, step, went_on_at, "fleet.keep_state(state) before each step has it kept with that")
+        return reply.tensors[0].numpy()
+
+    def _ask(self, what: str, tensors: list[WireTensor] | None = None, **kind: object) -> Frame:
+        request = self._keeper.request(self._progress.completed, **kind)
+        return self._keeper.call(Frame(request, tensors or []), what)
+
+    def _check_size(self, data: Bytes) -> None:
+        if data.nbytes > self._most_bytes:
+            raise ConfigurationError(
+                "the state is larger than a message may be",
+                expected=f"at most {self._most_bytes >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+                got=f"{data.nbytes / (1 << 20):.1f} MiB",
+                todo="Leave out what can be made again, or raise FLEET_MAX_MESSAGE_MB for every process.",
+            )
+
+
+def _after(step: int) -> str:
+    return f"checkpoint after step {step}"

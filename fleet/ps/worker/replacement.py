@@ -1,0 +1,169 @@
+"""``load_persistables`` and ``load_state_dict``: other values for a running job, brought by one worker for all.
+
+A checkpoint is read by the servers, each its part, and taken over when all of them have; plain tensors are sent to
+them. Whoever makes the call goes on with the new values when it returns, and every other worker with its next step or
+barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.checkpoint.inference import ids_key
+from fleet.checkpoint.manifest import Checkpoint
+from fleet.checkpoint.places import place_at
+from fleet.checkpoint.state import check_state, restore, warn_of_none
+from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
+from fleet.nn.handle import TableHandle, handle_of
+from fleet.numeric.jit import Array
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.worker.lease import given_up_if_it_fails, once
+from fleet.ps.worker.runtime import WorkerRuntime
+from fleet.ps.worker.upload import replace
+
+
+def load(worker: WorkerRuntime, dirname: object) -> None:
+    where = place_at(dirname).url
+    with worker.callers:
+        _load(worker, dirname, where)
+
+
+def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
+    worker.settle("load_persistables()")
+    worker.flush()
+
+    def read(granted: dict[str, Any]) -> None:
+        checkpoint = Checkpoint.open(dirname)
+        checkpoint.check_fits(worker.floor.trained.plan.spec)
+        attempt = granted["name"]
+        asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
+        while True:
+            with given_up_if_it_fails(worker, attempt):
+                worker.floor.lines.ask(f"loading {where}", load=asked)
+            try:
+                return _take_over(worker, attempt)
+            except StillBusyError:  # a server was killed in between, and has to read again
+                continue
+
+    once(worker, worker.floor.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
+    worker.take_replaced()
+
+
+def load_own_state(worker: WorkerRuntime, state: object) -> bool:
+    """Give the worker's own objects what the job has of them; whether it has anything."""
+    check_state(state)
+    with worker.callers:
+        worker.settle("load_state()")
+        data = worker.floor.own.recall()
+    if data is not None:
+        restore(state, data, str(worker.floor.assignment))
+    elif worker.floor.progress.went_on_at:
+        warn_of_none(worker.floor.assignment.index, worker.floor.progress.went_on_at)
+    return data is not None
+
+
+def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError("state must be a dict of tensors by name", got=type(state).__name__)
+    with worker.callers:
+        _load_state(worker, model, state)
+
+
+def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    worker.settle("load_state_dict()")
+    worker.flush()
+    found = _Sorted(worker, model, state)
+
+    def send(granted: dict[str, Any]) -> None:
+        attempt = granted["name"]
+        with given_up_if_it_fails(worker, attempt):
+            replace(worker.floor, found.dense, found.rows)
+        _take_over(worker, attempt)
+
+    once(worker, worker.floor.progress.name_of_call("load_state_dict()"), send, by_anyone=True)
+    with torch.no_grad():
+        for mine, value in found.local:
+            mine.copy_(value)
+    worker.take_replaced()
+
+
+def _take_over(worker: WorkerRuntime, attempt: str) -> None:
+    try:
+        worker.floor.lines.ask("other values", ready=pb.Ready(anew=True, attempt=attempt))
+    except StillBusyError:
+        raise
+    except FleetError as error:
+        # Other servers may go on from them already: nobody may go on as if nothing had happened.
+        worker.abort(f"a server could not go on from other values: {error}")
+        raise
+
+
+class _Sorted:
+    """What stands in a state, by where it belongs: parameters and rows of the job, and what every worker has for
+    itself. All of it fits, and nothing is missing."""
+
+    def __init__(self, worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        self.dense: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, tuple[Array, torch.Tensor]] = {}
+        self.local: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._problems: list[str] = []
+        params, tables = worker.floor.trained.parts()
+        wanted: set[str] = set()
+        for name, mine in model.state_dict(keep_vars=True).items():
+            handle = handle_of(mine)
+            if handle is not None and id(handle) in tables:
+                wanted |= self._sort_table(name, handle, tables[id(handle)].name, state)
+                continue
+            wanted.add(name)
+            value = self._checked(name, state, tuple(mine.shape))
+            if value is not None and id(mine) in params:
+                self.dense[params[id(mine)].name] = value.to(mine.dtype)
+            elif value is not None:
+                self.local.append((mine, value))
+        self._problems += [f"{name!r}: in the state, absent in the model" for name in state if name not in wanted]
+        if self._problems:
+            raise CheckpointError(
+                "the state does not fit the model",
+                got="; ".join(self._problems),
+                todo="Build the model as it was when the state was taken.",
+            )
+
+    def _checked(self, name: str, state: Mapping[str, Any], shape: tuple[int | None, ...]) -> torch.Tensor | None:
+        """A tensor of the state, if it is there in this shape; None stands for any length."""
+        value = state.get(name)
+        if value is None:
+            self._problems.append(f"{name!r}: in the model, absent in the state")
+        elif not isinstance(value, torch.Tensor):
+            self._problems.append(f"{name!r}: {type(value).__name__} in the state, not a tensor")
+        elif len(value.shape) != len(shape) or any(w not in (None, h) for w, h in zip(shape, value.shape, strict=True)):
+            want = tuple("any" if size is None else size for size in shape)
+            self._problems.append(f"{name!r}: {tuple(value.shape)} in the state, {want} in the model")
+        else:
+            return value.detach()
+        return None
+
+    def _sort_table(self, name: str, handle: TableHandle, table: str, state: Mapping[str, Any]) -> set[str]:
+        """A table stands there as a whole matrix, or as some rows with their ids beside it. Returns its names."""
+        of_ids = ids_key(name)
+        if of_ids not in state and handle.num_embeddings is not None:
+            rows = self._checked(name, state, (handle.num_embeddings, handle.dim))
+            if rows is not None:
+                self.rows[table] = (np.arange(len(rows)), rows.to(handle.weight.dtype))
+            return {name}
+        ids, rows = self._checked(of_ids, state, (None,)), self._checked(name, state, (None, handle.dim))
+        if ids is not None and rows is not None:
+            numbers = ids.cpu().numpy()
+            bound = handle.num_embeddings
+            if len(ids) != len(rows) or numbers.dtype != np.int64 or len(np.unique(numbers)) != len(ids):
+                self._problems.append(f"{of_ids!r}: not one int64 id of its own for each of the {len(rows)} rows")
+            elif bound is not None and not ((numbers >= 0) & (numbers < bound)).all():
+                self._problems.append(f"{of_ids!r}: ids beyond the {bound} rows of the model")
+            else:
+                self.rows[table] = (numbers, rows.to(handle.weight.dtype))
+        return {name, of_ids}

@@ -1,0 +1,95 @@
+"""Values that a worker gives the servers: the initial ones, and others by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from fleet.errors import UnsupportedError
+from fleet.numeric.ids import partition
+from fleet.numeric.jit import Array
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.layout import Slot
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.context import Floor
+from fleet.ps.worker.trained_model import Trained
+
+#: Values travel in requests of about this size.
+UPLOAD_BYTES = 8 << 20
+
+
+def initialize(floor: Floor, answers: Sequence[Any], first_param: int = 0, first_table: int = 0) -> None:
+    """If that is this worker's part, send servers that have none the values of their blocks and rows, from the given
+    parameter and table on. ``answers`` say which these are."""
+    if floor.assignment.index != 0:
+        return
+    for server, (client, answer) in enumerate(zip(floor.lines.clients, answers, strict=True)):
+        if not answer.initialized:
+            for frame in _initial_values(floor.trained, server, len(answers), first_param, first_table):
+                client.call(Frame(client.request(0, upload=frame.message), frame.tensors), "initial values")
+            client.call(Frame(client.request(0, ready=pb.Ready())), "initial values")
+
+
+def replace(floor: Floor, dense: Mapping[str, torch.Tensor], rows: Mapping[str, tuple[Array, torch.Tensor]]) -> None:
+    """Give the servers other values of some parameters and rows, by name; rows come with their ids."""
+    spec, clients = floor.trained.plan.spec, floor.lines.clients
+    params = {index: dense[each.name] for index, each in enumerate(spec.params) if each.name in dense}
+    for server, client in enumerate(clients):
+        blocks = [slot for slot in floor.trained.layouts[server].slots if slot.block.param in params]
+        tables = (
+            frame
+            for index, each in enumerate(spec.tables)
+            if each.name in rows
+            for frame in _rows_of(server, len(clients), index, *rows[each.name])
+        )
+        for frame in chain(_blocks_of(blocks, params), tables):
+            frame.message.anew = True
+            request = client.request(floor.progress.completed, upload=frame.message)
+            client.call(Frame(request, frame.tensors), "other values")
+
+
+def _initial_values(trained: Trained, server: int, servers: int, first_param: int, first_table: int) -> Iterator[Frame]:
+    described = trained.description
+    slots = [slot for slot in trained.layouts[server].slots if slot.block.param >= first_param]
+    yield from _blocks_of(slots, dict(enumerate(described.params)))
+    for index, handle in enumerate(described.handles):
+        if index >= first_table and handle.uploaded:
+            weight = handle.weight.detach()
+            if len(weight) != handle.num_embeddings:
+                raise UnsupportedError(
+                    f"the rows of {handle.name!r} went to an earlier job's servers and are gone from this model",
+                    expected=f"{handle.num_embeddings} rows to start from",
+                    got=len(weight),
+                    todo="Build the model anew, or load a checkpoint with fleet.init_server(model_dir).",
+                )
+            yield from _rows_of(server, servers, index, np.arange(len(weight)), weight)
+
+
+def _blocks_of(slots: Sequence[Slot], params: Mapping[int, torch.Tensor]) -> Iterator[Frame]:
+    """Uploads of these blocks, with their values from ``params``."""
+    upload, tensors, size = pb.Upload(), [], 0
+    for slot in slots:
+        values = params[slot.block.param].detach().reshape(-1)
+        piece = WireTensor.of(values[slot.block.offset : slot.block.offset + slot.block.numel])
+        upload.blocks.append(slot.position)
+        tensors.append(piece)
+        size += piece.array.nbytes
+        if size >= UPLOAD_BYTES:
+            yield Frame(upload, tensors)
+            upload, tensors, size = pb.Upload(), [], 0
+    yield Frame(upload, tensors)
+
+
+def _rows_of(server: int, servers: int, index: int, ids: Array, rows: torch.Tensor) -> Iterator[Frame]:
+    """Uploads of those of a table's rows that belong to a server."""
+    rows_a_piece = max(1, UPLOAD_BYTES // max(1, rows.element_size() * rows.shape[1]))
+    for start in range(0, len(ids), rows_a_piece):
+        some = ids[start : start + rows_a_piece]
+        here = partition(some, servers)[server]
+        values = rows[torch.from_numpy(start + here).to(rows.device)]
+        yield Frame(pb.Upload(rows=True, table=index), [WireTensor.of(some[here]), WireTensor.of(values)])

@@ -1,0 +1,340 @@
+"""What the user may hand to ``distributed_optimizer(strategy=…)``, and the one value it is turned into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.plan.config import DistributeTranspilerConfig
+from fleet.plan.specs import WIRE_DTYPES
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a parameter-server job computes. ``mode`` is a name in ``fleet.ps.consistency.MODES``."""
+
+    mode: str = "sync"
+    slice_var_up: bool = True
+    split_method: str = "RoundRobin"
+    min_block_size: int = 8192
+    wait_port: bool = True
+    print_log: bool = False
+    check_finite: bool = False
+    #: What gradients travel in, a name in ``WIRE_DTYPES``; None is the element type of their parameter.
+    wire_dtype: str | None = None
+    #: sync: whether the job ends when a worker is given up on, instead of going on without it.
+    needs_all_workers: bool = False
+    #: ssp: how many steps a worker may be ahead of the slowest.
+    staleness: int = 0
+    #: geo: after how many steps a worker tells the others how far it has come.
+    update_frequency: int = 1
+    #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
+    dc_lambda: float = 0.0
+    dc_adaptive: bool = False
+    #: async and half_async: whether workers may join beyond those that the job began with.
+    elastic: bool = False
+    #: async and half_async: settings of ``CommunicatorKnobs`` that win over those of the environment.
+    communicator: tuple[tuple[str, int | bool], ...] = ()
+    #: What the environment might say as well, by the names of its variables.
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def with_settings(
+        self,
+        *,
+        durable_dir: str | None = None,
+        durable_sync: str | None = None,
+        auth_token_file: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_ca: str | None = None,
+        tls_server_name: str | None = None,
+    ) -> Strategy:
+        """This strategy, and where servers keep what they acknowledge and who is let in. Each is what the variable
+        ``FLEET_…`` of its name is, for the process that runs the script; one that is set as well has to say the same.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_sync_strategy().with_settings(durable_dir="/var/tmp/fleet")
+            >>> strategy.settings
+            (('FLEET_DURABLE_DIR', '/var/tmp/fleet'),)
+        """
+        given = {
+            "durable_dir": durable_dir,
+            "durable_sync": durable_sync,
+            "auth_token_file": auth_token_file,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "tls_ca": tls_ca,
+            "tls_server_name": tls_server_name,
+        }
+        said = {f"FLEET_{name.upper()}": _text(name, value) for name, value in given.items() if value is not None}
+        return replace(self, settings=tuple({**dict(self.settings), **said}.items()))
+
+
+class StrategyFactory:
+    """Makes strategies by name, as the source system's factory does. ``with_settings(durable_dir=…)`` of one is the
+    same strategy that also says what the environment would: where servers keep what they acknowledge, and the paths of
+    certificates and of the token.
+
+    Examples:
+        >>> geo = fleet.StrategyFactory.create_geo_strategy(update_frequency=20)
+        >>> geo.mode, geo.update_frequency
+        ('geo', 20)
+    """
+
+    @staticmethod
+    def create_sync_strategy(
+        *, check_finite: bool = False, wire_dtype: str | None = None, needs_all_workers: bool = False
+    ) -> Strategy:
+        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite;
+        ``wire_dtype`` has gradients travel as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job ends when a
+        worker is given up on; without, the others go on.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
+            >>> strategy.mode, strategy.check_finite
+            ('sync', True)
+        """
+        return Strategy(
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            needs_all_workers=_switch("needs_all_workers", needs_all_workers),
+        )
+
+    @staticmethod
+    def create_async_strategy(
+        *,
+        max_merge_var_num: int | None = None,
+        send_queue_size: int | None = None,
+        min_send_grad_num_before_recv: int | None = None,
+        independent_recv_thread: bool | None = None,
+        send_wait_times: int | None = None,
+        thread_pool_size: int | None = None,
+        is_sgd_optimizer: bool | None = None,
+        dc_asgd_lambda: float = 0.0,
+        dc_asgd_adaptive: bool = False,
+        check_finite: bool = False,
+        elastic: bool = False,
+        wire_dtype: str | None = None,
+    ) -> Strategy:
+        """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
+        ``FLAGS_communicator_*`` variable of that name says, or its default. ``dc_asgd_lambda`` above zero compensates
+        for the delay of gradients. With ``elastic`` workers may join the running job, and leave.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_async_strategy(send_queue_size=1)
+            >>> strategy.mode, strategy.communicator
+            ('async', (('send_queue_size', 1),))
+        """
+        given = {
+            "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
+            "send_queue_size": _whole("send_queue_size", send_queue_size, 1),
+            "min_send_grad_num_before_recv": _whole("min_send_grad_num_before_recv", min_send_grad_num_before_recv, 1),
+            "independent_recv_thread": _flag("independent_recv_thread", independent_recv_thread),
+            "send_wait_times": _whole("send_wait_times", send_wait_times, 0),
+            "thread_pool_size": _whole("thread_pool_size", thread_pool_size, 1),
+            "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
+        }
+        strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
+        return Strategy(
+            "async",
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            communicator=_said(given),
+            dc_lambda=strength,
+            dc_adaptive=dc_asgd_adaptive,
+            elastic=_switch("elastic", elastic),
+        )
+
+    @staticmethod
+    def create_half_async_strategy(
+        *,
+        max_merge_var_num: int | None = None,
+        is_sgd_optimizer: bool | None = None,
+        dc_asgd_lambda: float = 0.0,
+        dc_asgd_adaptive: bool = False,
+        check_finite: bool = False,
+        elastic: bool = False,
+        wire_dtype: str | None = None,
+    ) -> Strategy:
+        """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
+        workers may join the running job, and leave.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_half_async_strategy(max_merge_var_num=4)
+            >>> strategy.mode, strategy.communicator
+            ('half_async', (('max_merge_var_num', 4),))
+        """
+        given = {
+            "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
+            "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
+        }
+        strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
+        return Strategy(
+            "half_async",
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            communicator=_said(given),
+            dc_lambda=strength,
+            dc_adaptive=dc_asgd_adaptive,
+            elastic=_switch("elastic", elastic),
+        )
+
+    @staticmethod
+    def create_geo_strategy(
+        update_frequency: int = 100, *, check_finite: bool = False, wire_dtype: str | None = None
+    ) -> Strategy:
+        """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_geo_strategy(20)
+            >>> strategy.mode, strategy.update_frequency
+            ('geo', 20)
+        """
+        if update_frequency is None:
+            raise ArgumentTypeError("update_frequency must be an int", got="None")
+        _whole("update_frequency", update_frequency, 1)
+        return Strategy(
+            "geo", update_frequency=update_frequency, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype)
+        )
+
+    @staticmethod
+    def create_ssp_strategy(
+        staleness: int = 4, *, check_finite: bool = False, wire_dtype: str | None = None
+    ) -> Strategy:
+        """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_ssp_strategy(staleness=2)
+            >>> strategy.mode, strategy.staleness
+            ('ssp', 2)
+        """
+        if staleness is None:
+            raise ArgumentTypeError("staleness must be an int", got="None")
+        _whole("staleness", staleness, 0)
+        return Strategy("ssp", staleness=staleness, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype))
+
+
+def as_strategy(given: object) -> Strategy:
+    """None, a ``Strategy`` or a ``DistributeTranspilerConfig`` as a ``Strategy``; anything else is a ``TypeError``."""
+    if given is None:
+        return Strategy()
+    if isinstance(given, Strategy):
+        return given
+    if isinstance(given, DistributeTranspilerConfig):
+        return _from_config(given)
+    raise ArgumentTypeError(
+        "strategy is of the wrong type",
+        expected="None, a DistributeTranspilerConfig, or what a fleet.StrategyFactory method returns",
+        got=type(given).__name__,
+    )
+
+
+def _from_config(config: DistributeTranspilerConfig) -> Strategy:
+    if config.mode != "pserver":
+        raise ConfigurationError(
+            f"mode={config.mode!r} asks for a collective job, and this one has parameter servers",
+            todo="Leave mode at 'pserver', or start the job without servers; docs/doors.md shows every way to.",
+        )
+    idle = {
+        "nccl_comm_num": 1,
+        "use_hierarchical_allreduce": False,
+        "hierarchical_allreduce_inter_nranks": 0,
+        "collective_mode": None,
+    }
+    set_in_vain = [name for name, default in idle.items() if getattr(config, name) != default]
+    if set_in_vain:
+        raise ConfigurationError(
+            f"{', '.join(set_in_vain)}: nothing to act on in a parameter-server job",
+            todo="Leave it at its default, or choose a collective mode.",
+        )
+    relaxed = [name for name in ("half_async", "geo_sgd_mode", "enable_dc_asgd") if getattr(config, name)]
+    if config.sync_mode and relaxed:
+        raise ConfigurationError(
+            f"sync_mode=True and {relaxed[0]}=True exclude each other",
+            todo=f"Set sync_mode = False, or leave {relaxed[0]} unset.",
+        )
+    if config.geo_sgd_need_push_nums != 100 and not config.geo_sgd_mode:
+        raise ConfigurationError("geo_sgd_need_push_nums: nothing to act on without geo_sgd_mode")
+    if config.geo_sgd_mode and len(relaxed) > 1:
+        (other,) = set(relaxed[:2]) - {"geo_sgd_mode"}
+        raise ConfigurationError(
+            f"geo_sgd_mode=True and {other}=True exclude each other: GEO workers send no gradients",
+            todo=f"Leave {other} unset, or geo_sgd_mode.",
+        )
+    if config.elastic and (config.sync_mode or config.geo_sgd_mode):
+        raise ConfigurationError(
+            "elastic=True: "
+            + ("in synchronous training" if config.sync_mode else "in GEO")
+            + " every step counts on the number of workers that the job began with",
+            todo="Set sync_mode = False, without geo_sgd_mode, or leave elastic unset.",
+        )
+    chosen = [mode for mode, on in (("geo", config.geo_sgd_mode), ("half_async", config.half_async)) if on]
+    return Strategy(
+        mode="sync" if config.sync_mode else chosen[0] if chosen else "async",
+        dc_lambda=1.0 if config.enable_dc_asgd else 0.0,
+        update_frequency=config.geo_sgd_need_push_nums if config.geo_sgd_mode else 1,
+        slice_var_up=config.slice_var_up,
+        split_method=config.split_method,
+        min_block_size=config.min_block_size,
+        wait_port=config.wait_port,
+        print_log=config.print_log,
+        check_finite=config.check_finite,
+        elastic=config.elastic,
+        wire_dtype=config.wire_dtype,
+    )
+
+
+def _text(name: str, value: object) -> str:
+    """What a variable of the environment would hold."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{name} must be a str", got=repr(value))
+    if not value.strip():
+        raise ConfigurationError(f"{name} is empty", todo="Leave it out where there is nothing to say.")
+    return value.strip()
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
+    return value
+
+
+def _whole(name: str, value: object, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
+    if value < least:
+        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)
+    return value
+
+
+def _flag(name: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True, False or None", got=repr(value))
+    return value
+
+
+def _wire_dtype(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError("wire_dtype must be a str or None", got=repr(value))
+    if value not in (None, *WIRE_DTYPES):
+        known = ", ".join(map(repr, WIRE_DTYPES))
+        raise ConfigurationError("wire_dtype is unknown", expected=f"one of {known}, or None", got=repr(value))
+    return value
+
+
+def _strength(strength: object, adaptive: object) -> float:
+    """Lambda, 0 for no compensation."""
+    if isinstance(strength, bool) or not isinstance(strength, int | float):
+        raise ArgumentTypeError("dc_asgd_lambda must be a number", got=repr(strength))
+    if not 0 <= strength < float("inf"):
+        raise ConfigurationError("dc_asgd_lambda is out of range", expected="0 or more", got=strength)
+    if _switch("dc_asgd_adaptive", adaptive) and not strength:
+        raise ConfigurationError("dc_asgd_adaptive=True: nothing to act on without dc_asgd_lambda", got="0")
+    return float(strength)
+
+
+def _said(given: Mapping[str, int | None]) -> tuple[tuple[str, int | bool], ...]:
+    return tuple((name, value) for name, value in given.items() if value is not None)

@@ -1,0 +1,149 @@
+"""Rows of a picture as a table: of plain text anywhere, of rich's on a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fleet.telemetry.view import Row, total_speed
+
+HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "sent/s", "received/s", "memory", "")
+_NOTHING = "·"
+#: What a script reports under names of its own stands behind its loss.
+_OWN = HEADS.index("loss") + 1
+#: What a narrow terminal does without, one after the other: these, then the script's own, then what it trained on.
+_SPARED_FIRST, _SPARED_LAST = ("received/s", "sent/s", "memory", "queue", "stale"), "examples/s"
+_ROOM_FOR_NOTE = 24
+_BETWEEN = 2
+#: Lines of a table that are no rows: its title, the heads, a rule.
+_FRAME = 3
+
+
+def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
+    """What stands in a row; ``names`` are figures of scripts' own that have a column."""
+    return (
+        row.process,
+        _NOTHING if row.step is None else str(row.step),
+        _number(row.steps_a_second),
+        _number(row.examples_a_second),
+        _value(row.loss),
+        *(_value(row.reported.get(name)) for name in names),
+        _number(row.staleness),
+        _NOTHING if row.queue is None else str(row.queue),
+        _bytes(row.sent_a_second),
+        _bytes(row.received_a_second),
+        _bytes(row.memory),
+        row.note,
+    )
+
+
+def with_heads(shown: Sequence[Row]) -> list[tuple[str, ...]]:
+    """What stands in a table: its heads, what these scripts report among them, then a line for each row."""
+    names = list(dict.fromkeys(name for row in shown for name in row.reported))
+    return [(*HEADS[:_OWN], *names, *HEADS[_OWN:]), *(cells(row, names) for row in shown)]
+
+
+def title(shown: Sequence[Row]) -> str:
+    speed = total_speed(shown)
+    steps = f"{_number(speed.steps)} {speed.unit}/s"
+    return f"{steps}, {_number(speed.examples)} examples/s" if speed.examples else steps
+
+
+def plain(shown: Sequence[Row]) -> str:
+    """Columns side by side; numbers to the right."""
+    lines = with_heads(shown)
+    widths, last = _widths(lines), len(lines[0]) - 1
+
+    def laid_out(line: tuple[str, ...]) -> str:
+        padded = [
+            text.ljust(width) if column in (0, last) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join(map(laid_out, lines))
+
+
+def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
+    """What rich prints, no wider than ``width`` and no higher than ``height``."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = most_telling(of, height - _FRAME)
+    left_out = "" if len(shown) == len(of) else f"; {len(shown)} of {len(of)} processes"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title(of) + left_out,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, _BETWEEN - 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    heading, *lines = with_heads(shown)
+    widths = _widths([heading, *lines])
+    columns = fitting(widths, width)
+    for column in columns:
+        is_note = column == len(heading) - 1
+        justify: Any = "left" if column == 0 or is_note else "right"
+        least = None if is_note else widths[column]
+        table.add_column(heading[column], justify=justify, min_width=least, no_wrap=True, overflow="ellipsis")
+    for row, line in zip(shown, lines, strict=True):
+        texts = [Text(text) for text in line]
+        texts[0].stylize("bold cyan" if row.process.startswith("worker") else "bold magenta")
+        texts[-1].stylize("yellow")
+        if row.loss is not None and not math.isfinite(row.loss):
+            texts[HEADS.index("loss")].stylize("bold red")
+        table.add_row(*(texts[column] for column in columns), style=None if row.is_well else "red")
+    return table
+
+
+def most_telling(of: Sequence[Row], room: int) -> list[Row]:
+    """As many as there is room for, and one at least: first what is not well, then what others wait for."""
+    places = sorted(range(len(of)), key=lambda place: (of[place].is_well, -of[place].weight, place))
+    return [of[place] for place in sorted(places[: max(1, room)])]
+
+
+def fitting(widths: Sequence[int], room: int) -> list[int]:
+    """The columns that there is room for, and some for the note."""
+    needed = [*widths[:-1], min(widths[-1], _ROOM_FOR_NOTE)]
+    columns = list(range(len(widths)))
+    own = len(widths) - len(HEADS)
+
+    def place(head: str) -> int:
+        column = HEADS.index(head)
+        return column if column < _OWN else column + own
+
+    for column in (*map(place, _SPARED_FIRST), *reversed(range(_OWN, _OWN + own)), place(_SPARED_LAST)):
+        if sum(needed[each] + _BETWEEN for each in columns) > room:
+            columns.remove(column)
+    return columns
+
+
+def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+
+def _number(value: float | None) -> str:
+    """Three digits that count; large ones in full."""
+    if value is None:
+        return _NOTHING
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value >= 0.01 or value == 0 else f"{value:.1e}"
+
+
+def _value(value: float | None) -> str:
+    return _NOTHING if value is None else f"{value:.4g}"
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return _NOTHING
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3g} TB"

@@ -1,0 +1,233 @@
+"""What a process told of itself while it ran, on disk: one line of JSON a second, in a file of its own.
+
+Nobody needs a whole file: its last line is what ``fleet top LOGDIR`` and the view of ``fleetrun`` show, all of them
+what ``fleet report`` draws. A file that has grown too large is thinned out: lines that are about equally far apart
+stay, so a job may run for weeks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet.base.clock import wall_time
+from fleet.telemetry.cause import LAUNCHER, forget
+from fleet.telemetry.figures import Figures
+from fleet.telemetry.view import SILENT_S, View, seen
+
+#: A file is thinned out when it is larger than this; half of that stays.
+MOST_BYTES = 8 << 20
+SUFFIX = ".record.jsonl"
+#: The kind of line that tells what happened to whom; launchers write them.
+EVENT = "event"
+#: A last line that is longer than this is not looked for.
+_LONGEST_LINE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``EVENT``; ``is_last``
+    is what a process writes as it leaves."""
+
+    at: float
+    process: str
+    kind: str
+    told: Mapping[str, Any]
+    is_last: bool = False
+
+
+class Record:
+    """The file of one process, which nobody else writes. A process that has started again goes on with it."""
+
+    def __init__(self, directory: str | os.PathLike[str], process: str, most_bytes: int = MOST_BYTES) -> None:
+        self._process = process
+        self._most_bytes = most_bytes
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = path_of(folder, process)
+        self._file = self._path.open("ab", buffering=0)
+        self._bytes = self._path.stat().st_size
+        if self._bytes:  # an earlier process may have died in the midst of a line
+            self._append(b"\n")
+
+    def write(self, at: float, kind: str, told: object, is_last: bool = False) -> None:
+        line = {"at": round(at, 3), "process": self._process, "kind": kind, "told": told}
+        if is_last:
+            line["last"] = True
+        self._append(json.dumps(line, separators=(",", ":"), default=float).encode() + b"\n")
+        if self._bytes > self._most_bytes:
+            self._thin_out()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        self._file.write(data)
+        self._bytes += len(data)
+
+    def _thin_out(self) -> None:
+        lines = [line for line in self._path.read_bytes().splitlines() if line]
+        beside = self._path.with_suffix(".thinner")
+        beside.write_bytes(b"".join(lines[index] + b"\n" for index in evenly_spread(_instants(lines))))
+        os.replace(beside, self._path)
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+        self._bytes = self._path.stat().st_size
+
+
+class Chronicle:
+    """What happens to the processes of a job, beside their own records. What an earlier job has left there goes first:
+    of these processes, or of all where these are the whole job."""
+
+    def __init__(self, directory: Path, processes: Sequence[str], is_whole: bool) -> None:
+        stale = directory.glob(f"*{SUFFIX}") if is_whole else (path_of(directory, process) for process in processes)
+        name = f"{LAUNCHER} of {processes[0]}"
+        for path in (*stale, path_of(directory, name)):
+            path.unlink(missing_ok=True)
+        forget(directory)
+        self._record = Record(directory, name)
+
+    def write(self, process: str, what: str, is_last: bool = False) -> None:
+        # The job is worth more than its story: a full disk ends the one and not the other.
+        with contextlib.suppress(OSError):
+            self._record.write(wall_time(), EVENT, {"process": process, "what": what}, is_last)
+
+    def __enter__(self) -> Chronicle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.write(LAUNCHER, "ended", is_last=True)
+        self._record.close()
+
+
+def path_of(directory: Path, process: str) -> Path:
+    return directory / f"{process.replace(' ', '.')}{SUFFIX}"
+
+
+def read_records(directory: Path) -> list[Line]:
+    """All that is recorded there, in the order of time."""
+    lines = (line for path in sorted(directory.glob(f"*{SUFFIX}")) for line in path.read_bytes().splitlines())
+    return sorted((line for line in map(_parsed, lines) if line is not None), key=lambda line: line.at)
+
+
+def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line]:
+    """The last line of every process, or of these."""
+    paths = (
+        sorted(directory.glob(f"*{SUFFIX}"))
+        if processes is None
+        else [path_of(directory, process) for process in processes]
+    )
+    found = (_last(path) for path in paths)
+    return [line for line in found if line is not None]
+
+
+def has_broken_off(directory: Path, process: str, at: float) -> bool:
+    """Whether a process that has ended was part of a job until then and has not left it. What is old says nothing: a
+    record ends before its process where the disk is full."""
+    path = path_of(directory, process)
+    last = _last(path)
+    try:
+        written = path.stat().st_mtime if last is None else last.at
+    except OSError:  # it has never joined
+        return False
+    return not (last is not None and last.is_last) and at - written < SILENT_S
+
+
+def view_of(at: float, lines: Iterable[Line]) -> View:
+    """What the records' newest lines tell."""
+    statuses: dict[str, Mapping[str, Any] | str] = {}
+    own: dict[int, tuple[Figures, float]] = {}
+    gone: set[int] = set()
+    for line in lines:
+        if line.kind == "server":
+            statuses[line.process] = line.told
+        elif line.kind == "worker":
+            index = int(line.process.rpartition(" ")[2])
+            own[index] = line.told, at - line.at
+            gone |= {index} if line.is_last else set()
+    return seen(at, statuses, own, gone)
+
+
+def is_over(lines: Sequence[Line], at: float) -> bool:
+    """Whether every launcher has seen the end of its processes, or every process has left or written nothing for so
+    long that it must have ended; ``lines`` are their newest."""
+    launchers = [line for line in lines if line.kind == EVENT]
+    if launchers and all(line.is_last for line in launchers):
+        return True
+    return all(line.is_last or line.at <= at - SILENT_S for line in lines)
+
+
+def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
+    """How a job stood when the last of its workers had begun to train, while all of them still did, and in the end."""
+    trained: dict[str, list[float]] = {}
+    for line in lines:
+        if line.kind == "worker" and line.told.get("steps", 0) > 0:
+            trained.setdefault(line.process, []).append(line.at)
+    start = max((instants[0] for instants in trained.values()), default=0.0)
+    # A worker's last line is written as it leaves.
+    ends = (instants[-2] if len(instants) > 2 else instants[-1] for instants in trained.values())
+    end = min(ends, default=lines[-1].at)
+    return view_at(lines, start), view_at(lines, max(start, end)), view_at(lines, lines[-1].at)
+
+
+def view_at(lines: Iterable[Line], at: float) -> View:
+    """How a job stood at one moment; ``lines`` are in the order of time."""
+    latest = {line.process: line for line in lines if line.at <= at}
+    return view_of(at, latest.values())
+
+
+def evenly_spread(instants: Sequence[float]) -> list[int]:
+    """Which half of some lines to keep: of each of so many spans of equal length the first, and the last of all."""
+    if not instants:
+        return []
+    spans = max(1, len(instants) // 2)
+    length = (instants[-1] - instants[0]) / spans or 1.0
+    first: dict[int, int] = {}
+    for index, at in enumerate(instants):
+        first.setdefault(int((at - instants[0]) / length), index)
+    return sorted({*list(first.values())[:spans], len(instants) - 1})
+
+
+def _instants(lines: Sequence[bytes]) -> list[float]:
+    parsed = [_parsed(line) for line in lines]
+    known = 0.0
+    instants = []
+    for line in parsed:
+        known = known if line is None else line.at
+        instants.append(known)
+    return instants
+
+
+def _last(path: Path) -> Line | None:
+    """The newest whole line, wherever its writer is in the next one."""
+    size = 1 << 14
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            while True:
+                size = min(size, end)
+                file.seek(end - size)
+                lines = file.read(size).split(b"\n")
+                for line in reversed(lines if size == end else lines[1:]):  # else the first may lack its beginning
+                    if line and (parsed := _parsed(line)) is not None:
+                        return parsed
+                if size == end or size > _LONGEST_LINE:
+                    return None
+                size *= 4
+    except OSError:
+        return None
+
+
+def _parsed(line: bytes) -> Line | None:
+    """None for what is no line of ours, or not all of one."""
+    try:
+        told = json.loads(line)
+        made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return made if isinstance(made.told, Mapping) else None

@@ -1,0 +1,185 @@
+"""A run from its beginning to its end, as the records tell it: figures over time, waits, and what happened.
+
+Pure. The curves are rows of pictures taken at equal distances, so they mean what ``fleet top`` shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fleet.telemetry.cause import Cause
+from fleet.telemetry.diagnosis import diagnose
+from fleet.telemetry.figures import Figures, rate
+from fleet.telemetry.record import EVENT, Line, training_of, view_of
+from fleet.telemetry.view import Row, View, rows, waited_seconds, waited_shares
+
+#: So many pictures at most, and no closer than heartbeats.
+MOST_MOMENTS, LEAST_S = 240, 1.0
+#: Rates are over so many moments: figures come once a second, and not at the same instant from all.
+_OVER = 2
+
+Curve = list[float | None]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves of several processes, in one unit, over the same moments."""
+
+    title: str
+    unit: str
+    about: str
+    curves: dict[str, Curve]
+
+
+@dataclass(frozen=True)
+class Happening:
+    at: float
+    process: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Story:
+    """``moments`` and ``Happening.at`` are seconds since the beginning, ``began`` since 1970; ``waited`` says for whom
+    each worker waited, in seconds."""
+
+    began: float
+    moments: list[float]
+    charts: list[Chart]
+    waited: dict[int, dict[int, float]]
+    happenings: list[Happening]
+    sentences: list[str]
+    last: View
+
+
+def story_of(lines: Sequence[Line], ending: Cause | None = None) -> Story:
+    """``lines`` are in the order of time; there is at least one. ``ending`` is who has ended the job, if known."""
+    began, ended = lines[0].at, lines[-1].at
+    distance = max(LEAST_S, (ended - began) / MOST_MOMENTS)
+    moments = [began + distance * count for count in range(int((ended - began) / distance) + 1)]
+    if moments[-1] < ended:
+        moments.append(ended)
+    views = _views(lines, moments)
+    pictures = [(views[max(0, place - _OVER)], view) for place, view in enumerate(views)]
+    told = [Happening(line.at - began, line.told["process"], line.told["what"]) for line in lines if line.kind == EVENT]
+    return Story(
+        began,
+        [moment - began for moment in moments],
+        _charts(pictures),
+        {index: waited_seconds(worker) for index, worker in views[-1].workers.items()},
+        sorted([*told, *_losses(views, began)], key=lambda happening: happening.at),
+        diagnose(*training_of(lines), ending),
+        views[-1],
+    )
+
+
+def _views(lines: Sequence[Line], moments: Sequence[float]) -> list[View]:
+    latest: dict[str, Line] = {}
+    views, place = [], 0
+    for moment in moments:
+        while place < len(lines) and lines[place].at <= moment:
+            latest[lines[place].process] = lines[place]
+            place += 1
+        views.append(view_of(moment, latest.values()))
+    return views
+
+
+def _losses(views: Sequence[View], began: float) -> list[Happening]:
+    """What servers alone have noticed."""
+    return [
+        Happening(now.at - began, f"worker {index}", "was given up on by the servers")
+        for before, now in itertools.pairwise(views)
+        for index, worker in now.workers.items()
+        if worker.standing == "lost" and (index not in before.workers or before.workers[index].standing != "lost")
+    ]
+
+
+def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
+    rowed = [{row.process: row for row in rows(*picture)} for picture in pictures]
+    names = list(dict.fromkeys(name for shown in rowed for name in shown))
+    workers = [name for name in names if name.startswith("worker")]
+
+    def curves(of: Callable[[Row], float | None], whose: Sequence[str]) -> dict[str, Curve]:
+        return {name: [None if name not in shown else of(shown[name]) for shown in rowed] for name in whose}
+
+    def shares(of: Callable[[View, View, int], float | None]) -> dict[str, Curve]:
+        return {name: [of(before, now, int(name.rpartition(" ")[2])) for before, now in pictures] for name in workers}
+
+    def while_training(of: Callable[[Row], float | None]) -> dict[str, Curve]:
+        return curves(lambda row: None if row.steps_a_second is None else of(row), workers)
+
+    examples = curves(lambda row: row.examples_a_second, workers)
+    own = dict.fromkeys(name for shown in rowed for row in shown.values() for name in row.reported)
+    has_examples = any(value for curve in examples.values() for value in curve)
+    charts = [
+        Chart(
+            "Throughput",
+            "examples a second" if has_examples else "steps a second",
+            "How much each worker trained on.",
+            examples if has_examples else curves(lambda row: row.steps_a_second, workers),
+        ),
+        Chart("Loss", "", "The last loss that each worker told of.", while_training(lambda row: row.loss)),
+        *(
+            Chart(name, "", "As scripts told fleet.report().", while_training(partial(_reported, name=name)))
+            for name in own
+        ),
+        Chart(
+            "Staleness",
+            "updates",
+            "How many updates the values had had, in the mean, since a worker read what its gradient was computed on.",
+            while_training(lambda row: row.staleness),
+        ),
+        Chart(
+            "Time in exchanges",
+            "% of the time",
+            "Pushing, pulling and meeting, waits included; the rest is the worker's own computing.",
+            shares(_exchange),
+        ),
+        Chart("Time waiting for other workers", "% of the time", "As the servers saw it.", shares(_waiting)),
+        Chart(
+            "Bytes",
+            "MB a second",
+            "Tensors sent and received.",
+            curves(_moved, names),
+        ),
+        Chart(
+            "Memory",
+            "MB",
+            "Of each process.",
+            curves(lambda row: None if row.memory is None else row.memory / 1e6, names),
+        ),
+    ]
+    return [chart for chart in charts if any(value is not None for curve in chart.curves.values() for value in curve)]
+
+
+def _reported(row: Row, name: str) -> float | None:
+    return row.reported.get(name)
+
+
+def _moved(row: Row) -> float | None:
+    if row.sent_a_second is None and row.received_a_second is None:
+        return None
+    return ((row.sent_a_second or 0.0) + (row.received_a_second or 0.0)) / 1e6
+
+
+def _figures(before: View, now: View, worker: int) -> tuple[Figures, Figures] | None:
+    if worker not in before.workers or worker not in now.workers:
+        return None
+    return before.workers[worker].figures, now.workers[worker].figures
+
+
+def _exchange(before: View, now: View, worker: int) -> float | None:
+    both = _figures(before, now, worker)
+    parts = [rate(f"{kind}_seconds", *both) for kind in ("push", "pull", "meet")] if both else [None]
+    known = [part for part in parts if part is not None]
+    return 100 * min(1.0, sum(known)) if known else None
+
+
+def _waiting(before: View, now: View, worker: int) -> float | None:
+    both = _figures(before, now, worker)
+    if both is None or rate("steps", *both) is None or not now.servers:
+        return None
+    return 100 * min(1.0, sum(waited_shares(before.workers[worker], now.workers[worker]).values()))

@@ -1,0 +1,331 @@
+"""A job as it is seen from outside, out of what its processes tell: one row for each of them.
+
+Pure. A ``View`` is what was known at one moment; rates come from two of them. Workers are known through the servers,
+which hear from them with every heartbeat, and where their own records can be read, through these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from fleet.telemetry.figures import Figures, rate, reported
+
+#: Rates are over so many seconds.
+WINDOW_S = 5.0
+#: A wait shorter than this is part of any step.
+LONG_WAIT_S = 1.0
+#: So small a part of the time is part of any job.
+_NOTABLE = 0.05
+#: Heartbeats come more often than this.
+SILENT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A request that a server holds back: what it is, for how long, and the workers that it is held back for."""
+
+    what: str
+    seconds: float
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """``waited``: for each other worker how long this one has waited for it so far; ``staleness``: of how many updates
+    it was counted, and the sum."""
+
+    standing: str = "live"
+    label: str = ""
+    heard_seconds: float | None = None
+    figures: Figures = field(default_factory=dict)
+    steps: int = 0
+    staleness: tuple[float, float] = (0, 0)
+    wait: Wait | None = None
+    waited: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """``errand`` is what it does beside the training, a checkpoint say."""
+
+    phase: str
+    figures: Figures = field(default_factory=dict)
+    tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    mode: str = ""
+    errand: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """``servers`` by their names, as rows show them."""
+
+    at: float
+    servers: Mapping[str, ServerView] = field(default_factory=dict)
+    workers: Mapping[int, WorkerView] = field(default_factory=dict)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether any process told anything."""
+        return bool(self.workers) or any(server.figures for server in self.servers.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its servers say so; where there are none, whether all its workers have left."""
+        heard = [server.phase for server in self.servers.values() if server.figures]
+        if not self.servers:
+            return bool(self.workers) and all(worker.standing == "left" for worker in self.workers.values())
+        return bool(heard) and all(phase == "over" or phase.startswith("failed") for phase in heard)
+
+
+def seen(
+    at: float,
+    statuses: Mapping[str, Mapping[str, Any] | str],
+    own: Mapping[int, tuple[Figures, float]],
+    gone: Container[int] = (),
+) -> View:
+    """A view of what servers answered, by their names, or why they did not; and of workers' own figures, where known,
+    with how old they are. Workers that are ``gone`` have said so themselves."""
+    servers: dict[str, ServerView] = {}
+    workers: dict[int, WorkerView] = {}
+    for name, status in statuses.items():
+        if isinstance(status, str):
+            servers[name] = ServerView(status)
+            continue
+        tables = {table: (int(rows), int(nbytes)) for table, (rows, nbytes) in status.get("tables", {}).items()}
+        servers[name] = ServerView(
+            status["phase"], status["figures"], tables, status.get("mode", ""), status.get("errand", "")
+        )
+        for index, told in enumerate(status.get("workers", ())):
+            worker = _worker(told)
+            workers[index] = worker if index not in workers else _both(workers[index], worker)
+    for index, (figures, age_s) in own.items():
+        known = workers.get(index, WorkerView("left" if index in gone else "live", heard_seconds=age_s))
+        workers[index] = replace(known, figures=figures)
+    return View(at, servers, dict(sorted(workers.items())))
+
+
+def server_name(status: Mapping[str, Any]) -> str:
+    """What rows call it: by its number, where it knows that."""
+    index = status.get("index")
+    return f"server {status['server'] if index is None else index}"
+
+
+def _worker(told: Mapping[str, Any]) -> WorkerView:
+    waits = told["waits"]
+    return WorkerView(
+        told["standing"],
+        told["label"],
+        told["heard_seconds"],
+        told["figures"],
+        told["steps"],
+        (told["staleness"][0], told["staleness"][1]),
+        None if waits is None else Wait(waits["what"], waits["seconds"], tuple(waits["for"])),
+        {int(other): seconds for other, seconds in told["waited"].items()},
+    )
+
+
+def _both(one: WorkerView, other: WorkerView) -> WorkerView:
+    """What two servers know of one worker. It waits at all of them at once, so its waits are not added up."""
+    fresher = max(one, other, key=lambda each: each.figures.get("uptime_seconds", 0.0))
+    waits = [each.wait for each in (one, other) if each.wait is not None]
+    heard = [each.heard_seconds for each in (one, other) if each.heard_seconds is not None]
+    return WorkerView(
+        fresher.standing,
+        fresher.label,
+        min(heard, default=None),
+        fresher.figures,
+        max(one.steps, other.steps),
+        (one.staleness[0] + other.staleness[0], one.staleness[1] + other.staleness[1]),
+        max(waits, key=lambda wait: wait.seconds, default=None),
+        {
+            worker: max(view.waited.get(worker, 0.0) for view in (one, other))
+            for worker in {**one.waited, **other.waited}
+        },
+    )
+
+
+class History:
+    """The views of the last seconds."""
+
+    def __init__(self) -> None:
+        self._views: deque[View] = deque()
+
+    def add(self, view: View) -> None:
+        self._views.append(view)
+        while len(self._views) > 2 and self._views[1].at <= view.at - WINDOW_S:
+            self._views.popleft()
+
+    @property
+    def ends(self) -> tuple[View, View]:
+        """The oldest and the newest."""
+        return self._views[0], self._views[-1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process. ``None`` is what is not known, or means nothing for it. ``reported`` are figures of its script's
+    own; ``weight`` is the part of the time for which others had to wait for it, or a server was busy."""
+
+    process: str
+    step: int | None = None
+    steps_a_second: float | None = None
+    examples_a_second: float | None = None
+    loss: float | None = None
+    staleness: float | None = None
+    queue: int | None = None
+    sent_a_second: float | None = None
+    received_a_second: float | None = None
+    memory: float | None = None
+    note: str = ""
+    is_well: bool = True
+    weight: float = 0.0
+    reported: Mapping[str, float] = field(default_factory=dict)
+    lockstep: bool = False
+
+
+def rows(before: View, now: View) -> list[Row]:
+    """Workers first, then servers."""
+    held = held_up(before, now)
+    return [
+        *(_worker_row(index, before.workers.get(index), worker, held[index]) for index, worker in now.workers.items()),
+        *(_server_row(name, before.servers.get(name), server) for name, server in now.servers.items()),
+    ]
+
+
+def _worker_row(index: int, before: WorkerView | None, now: WorkerView, held: float) -> Row:
+    figures, earlier = now.figures, None if before is None else before.figures
+    is_here = now.standing == "live"
+    examples = rate("examples", earlier, figures) if is_here else None
+    return Row(
+        f"worker {index}",
+        int(max(figures.get("step", 0), now.steps)),
+        rate("steps", earlier, figures) if is_here else None,
+        examples if figures.get("examples") else None,
+        figures.get("loss"),
+        mean_staleness(before, now),
+        int(figures["queue"]) if "queue" in figures else None,
+        rate("sent_bytes", earlier, figures) if is_here else None,
+        rate("received_bytes", earlier, figures) if is_here else None,
+        figures.get("memory_bytes") if is_here else None,
+        _note(before, now, held),
+        now.standing in ("live", "left"),
+        held,
+        reported(figures),
+        bool(figures.get("lockstep")),
+    )
+
+
+def mean_staleness(before: WorkerView | None, now: WorkerView) -> float | None:
+    """Of the updates between two views, or of all if there were none."""
+    total, updates = now.staleness
+    if before is not None and before.staleness[1] < updates:
+        total, updates = total - before.staleness[0], updates - before.staleness[1]
+    return total / updates if updates else None
+
+
+def _note(before: WorkerView | None, now: WorkerView, held: float) -> str:
+    if now.standing != "live":
+        return {"expected": "not there yet", "lost": "given up on", "left": "done"}.get(now.standing, now.standing)
+    if now.heard_seconds is not None and now.heard_seconds >= SILENT_S:
+        return f"silent for {now.heard_seconds:.0f} s"
+    if now.wait is not None and now.wait.seconds >= LONG_WAIT_S:
+        return f"waits {now.wait.seconds:.1f} s for {_named(now.wait.workers) or 'the server'}: {now.wait.what}"
+    shares = waited_shares(before, now)
+    most = max(shares, key=shares.__getitem__, default=None)
+    if most is not None and shares[most] >= max(_NOTABLE, held):
+        in_all = f" ({sum(shares.values()):.0%} in all)" if sum(shares.values()) >= shares[most] + 0.01 else ""
+        return f"waits {shares[most]:.0%} for worker {most}{in_all}"
+    return f"others wait {held:.0%} for it" if held >= _NOTABLE else ""
+
+
+def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float]:
+    """The part of its time that a worker waited for each of the others between two views."""
+    if before is None:
+        return {}
+    earlier = waited_seconds(before)
+    seconds = now.figures.get("uptime_seconds", 0.0) - before.figures.get("uptime_seconds", 0.0)
+    if seconds <= 0:
+        return {}
+    return {
+        other: min(1.0, (waited - earlier.get(other, 0.0)) / seconds)
+        for other, waited in waited_seconds(now).items()
+        if waited > earlier.get(other, 0.0)
+    }
+
+
+def waited_seconds(worker: WorkerView) -> dict[int, float]:
+    """How long it has waited for each of the others. A wait that goes on counts as well, to equal parts for all that it
+    may be for: who of them comes last is not known yet."""
+    waited = dict(worker.waited)
+    if worker.wait is not None:
+        for other in worker.wait.workers:
+            waited[other] = waited.get(other, 0.0) + worker.wait.seconds / len(worker.wait.workers)
+    return waited
+
+
+def held_up(before: View, now: View) -> dict[int, float]:
+    """For each worker the part of their time that the others wait for it, in the mean."""
+    shares = {
+        index: waited_shares(before.workers.get(index), worker)
+        for index, worker in now.workers.items()
+        if worker.standing == "live"
+    }
+    return {
+        index: sum(waited.get(index, 0.0) for waited in shares.values()) / max(1, len(shares) - (index in shares))
+        for index in now.workers
+    }
+
+
+def _named(workers: Sequence[int]) -> str:
+    names = [f"worker {worker}" for worker in workers[:3]]
+    return ", ".join([*names, f"{len(workers) - 3} more"] if len(workers) > 3 else names)
+
+
+def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
+    figures, earlier = now.figures, None if before is None else before.figures
+    if not figures:
+        return Row(name, note=now.phase, is_well=False)
+    busy = rate("busy_seconds", earlier, figures)
+    is_well = not now.phase.startswith("failed")
+    doing = now.errand if now.phase == "training" else now.phase
+    return Row(
+        name,
+        int(figures["version"]),
+        rate("updates", earlier, figures),
+        queue=int(figures["parked"]),
+        sent_a_second=rate("sent_bytes", earlier, figures),
+        received_a_second=rate("received_bytes", earlier, figures),
+        memory=figures.get("memory_bytes"),
+        note=doing or ("" if busy is None else f"busy {min(busy, 1.0):.0%}"),
+        is_well=is_well,
+        weight=busy or 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a job is: ``steps`` and ``examples`` a second; of steps None where nobody has told yet.
+
+    In lockstep a step is one of all workers together, and counts once. Elsewhere each takes its own, and they add up.
+    """
+
+    steps: float | None
+    examples: float
+    lockstep: bool
+
+    @property
+    def unit(self) -> str:
+        return "steps" if self.lockstep else "workers' steps"
+
+
+def total_speed(shown: Iterable[Row]) -> Speed:
+    """Of all workers."""
+    workers = [row for row in shown if row.process.startswith("worker")]
+    steps = [row.steps_a_second for row in workers if row.steps_a_second is not None]
+    lockstep = any(row.lockstep for row in workers)
+    in_all = None if not steps else median(steps) if lockstep else sum(steps)
+    return Speed(in_all, sum(row.examples_a_second or 0.0 for row in workers), lockstep)
