@@ -31,7 +31,7 @@ import psutil
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 from harness import until
-from inside import found_job
+from inside import task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Binding, Endpoint
@@ -198,8 +198,8 @@ class Target:
         replies: list[Frame] = []
         try:
             self.handle(frame, replies.append)
-            job = found_job(self._service)
-            until(lambda: job is None or job.errand is None or job.errand.is_done)
+            task = task_of(self._service)
+            until(lambda: task is None or task.is_done)
             for reply in replies:
                 read_frame(pb.Reply, reply.pieces())
                 raise_if_error(reply)
