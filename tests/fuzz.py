@@ -45,13 +45,12 @@ from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.frame import Frame, read_frame, receive
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.health import HealthNetwork
 from fleet.ps.wire.low_precision import Narrow
 from fleet.ps.wire.security import Security
-from fleet.ps.wire.stream import receive
 from fleet.ps.wire.transport import Respond
 from fleet.ps.wire.wire_errors import raise_if_error
 

@@ -136,7 +136,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/direct_connections.py": "connections",
         "ps/wire/direct_server.py": "doors",
         "base/exposure.py": "addresses",
-        "ps/wire/stream.py": "frames",
+        "ps/wire/frame.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/handshake.py": "hostname",
         "bootstrap/rendezvous.py": "addresses",
