@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fleet.errors import FleetError, IdentityError, StillBusyError
+from fleet.errors import FleetError, IdentityError, ServerBusyError
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import Standing
@@ -73,7 +73,7 @@ class Joining:
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
         if not restarted and (before is Standing.LEFT or (floor.ending.over and (is_new or before is not None))):
-            raise StillBusyError(
+            raise ServerBusyError(
                 "this server has not finished an earlier job yet",
                 where=str(floor.endpoint),
                 got=f"a new worker {worker}; the earlier "
