@@ -214,7 +214,7 @@ class DuplicateWorkerError(IdentityError):
     Examples:
         >>> serve()
         >>> first = join()
-        >>> join(FLEET_BEAT="0.05")  # four heartbeats later
+        >>> join(FLEET_HEARTBEAT_S="0.05")  # four heartbeats later
         Traceback (most recent call last):
             ...
         fleet.errors.DuplicateWorkerError: there is already a worker 0; at ...; got a second one at ...
@@ -229,7 +229,7 @@ class ServerBusyError(FleetError, RuntimeError):
         >>> serve(worker_num=2)
         >>> first, second = join(0, worker_num=2), join(1, worker_num=2)
         >>> first.stop_worker()
-        >>> join(0, worker_num=2, FLEET_STARTUP_DEADLINE="0.2")  # one of the next job, which waits no longer
+        >>> join(0, worker_num=2, FLEET_STARTUP_DEADLINE_S="0.2")  # one of the next job, which waits no longer
         Traceback (most recent call last):
             ...
         fleet.errors.ServerBusyError: this server has not finished an earlier job yet; at ...; the earlier one ...
@@ -242,7 +242,7 @@ class ServerLostError(FleetError, ConnectionError):
 
     Examples:
         >>> serve(FLAGS_rpc_deadline="300")
-        >>> worker = join(FLEET_BEAT="60")  # its heart beats too rarely
+        >>> worker = join(FLEET_HEARTBEAT_S="60")  # its heart beats too rarely
         >>> second_job().join()  # so its server gives it up, and ends
         >>> serve()
         >>> worker.barrier_worker()

@@ -32,7 +32,7 @@ from fleet.ps.wire.transport import Handler, Respond
 
 #: A line that breaks while its server is heard has to be one that is killed, however often. A server that was killed
 #: amid goodbyes stays for four heartbeats: who has not heard its own answered asks again in less, if slowly.
-ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_BEAT": "0.5"}
+ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_HEARTBEAT_S": "0.5"}
 
 #: When a server is killed: before it has seen a request, with the request in its journal, when it has carried it out
 #: and nobody has heard so, or when its answers are on their way.

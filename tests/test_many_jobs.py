@@ -109,7 +109,7 @@ def test_two_jobs_side_by_side_and_a_worker_in_the_wrong_one(free_endpoints: Cal
 def test_an_early_worker_of_the_next_job_waits_for_the_end_of_this_one() -> None:
     """Worker 0 goes on to the next job while its server still serves worker 1."""
     network, endpoints = LoopbackNetwork(), ["server:1"]
-    environ = {**PATIENT, "FLEET_BEAT": "0.05"}
+    environ = {**PATIENT, "FLEET_HEARTBEAT_S": "0.05"}
     early, ended_well = threading.Event(), []
 
     def body(fleet: Fleet, worker: int) -> None:

@@ -222,7 +222,7 @@ def _did_not_come(assignment: Assignment, missing: Missing, deadline_s: float) -
     return DeadlineError(
         f"{_named(assignment, missing)} did not come",
         where=f"{assignment}, resume_from",
-        expected=f"an answer of every server within {deadline_s:g} s (FLEET_STARTUP_DEADLINE)",
+        expected=f"an answer of every server within {deadline_s:g} s (FLEET_STARTUP_DEADLINE_S)",
         got="; ".join(dict.fromkeys(str(error) for _, error in sorted(missing.items()))),
         todo="Start every server, check addresses and ports, and look at their logs.",
     )
