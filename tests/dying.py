@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from harness import PATIENT, Body, Job, until
+from inside import found_job
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
@@ -126,7 +127,7 @@ class Host:
             self.kills += 1
             listener = self._listener
             # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
-            job = self.service.floor.job
+            job = found_job(self.service)
             for thread in threading.enumerate():
                 if job is not None and job.errand is not None and thread.name == f"fleet-{job.errand.name}":
                     thread.join()

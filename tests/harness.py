@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would import it, for longer than some jobs here wait for anybody
+from inside import abort
 from patience import PATIENCE_S
 
 from fleet import Fleet
@@ -76,8 +77,8 @@ class Job:
             fleet.stop_worker()
         except BaseException as error:
             self.errors[f"worker {index}"] = error
-            if fleet is not None and fleet._chosen is not None:
-                fleet._chosen.abort("".join(traceback.format_exception(error)))
+            if fleet is not None:
+                abort(fleet, "".join(traceback.format_exception(error)))
 
     def start(self) -> list[threading.Thread]:
         servers = [(self.serve, index) for index in range(len(self.endpoints))]

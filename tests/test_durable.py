@@ -18,6 +18,7 @@ import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
+from inside import found_job, job_of, leave
 from patience import PATIENCE_S
 
 import fleet.nn
@@ -207,7 +208,7 @@ def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: i
             first.init(UserDefinedRoleMaker(1, Role.WORKER, 2, job.endpoints))
             with pytest.raises(DeadlineError, match="push of step 3"):
                 steps(first, 1)
-            first._chosen._worker.close()  # type: ignore[union-attr]
+            leave(first)
             if isinstance(job, DyingJob):
                 job.hosts[0].kill()
         return steps(made, index)
@@ -283,7 +284,7 @@ def test_a_worker_comes_back_to_a_job_that_parameters_have_joined(
         first = job.fleet(Role.WORKER, index)
         with pytest.raises(EndedError):
             goes_on(first, index, until_step=ended)
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         if isinstance(job, DyingJob):
             for host in job.hosts:
                 host.kill()
@@ -322,7 +323,7 @@ def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server
             patch.setattr(Late, "groups", struck)
             with pytest.raises((DeadlineError, EndedError)):
                 goes_on(first, index, until_step=4)
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         return goes_on(made, index)
 
     job = Job(body, 2, 2, environ=REJOINING)
@@ -337,7 +338,7 @@ def test_who_brings_values_of_later_parameters_is_lost() -> None:
             return goes_on(made, index)
         with pytest.raises(EndedError):
             goes_on(made, index, until_step=2)
-        return made._chosen._worker.close()  # type: ignore[union-attr]
+        return leave(made)
 
     job = Job(body, 2, 2, environ=SOON)
     job.join(job.start())
@@ -351,7 +352,7 @@ def test_a_worker_that_comes_back_and_lacks_parameters_is_told(tmp_path: Path) -
         first = job.fleet(Role.WORKER, index)
         with pytest.raises(EndedError):
             goes_on(first, index, until_step=4)
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         return goes_on(made, index, add=False)
 
     job = Job(body, 2, 2, environ=REJOINING)
@@ -650,7 +651,7 @@ def test_servers_that_go_on_from_different_steps_are_told_apart_at_once(tmp_path
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 2:
-            gate = job.hosts[1].service.floor.running().gate
+            gate = job_of(job.hosts[1].service).gate
             gate.resume(dict.fromkeys(gate.clocks, 1700), {}, 1700)
 
     for strategy in (*STRICT.values(), *FREE.values()):
@@ -1143,7 +1144,7 @@ def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mod
         if step == 6:
             # In GEO the journal also has what was handed out.
             host.misfortune = without_last(8 if mode == "geo" else 3)
-            made._chosen._worker.close()  # type: ignore[union-attr]
+            leave(made)
             host.kill()
             raise EndedError
 
@@ -1268,7 +1269,7 @@ def started_again(directory: Path, endpoint: str) -> Service:
     except ConfigurationError:
         durable.close()
         raise
-    assert service.floor.job is not None
+    assert found_job(service) is not None
     return service
 
 
@@ -1333,7 +1334,7 @@ def test_who_was_given_up_on_stays_so(tmp_path: Path) -> None:
         ids = torch.arange(6).reshape(2, 3)
         wrapped.minimize((model(ids) - 1).square().mean())
         if index == 1:
-            made._chosen._worker.close()  # type: ignore[union-attr]
+            leave(made)
             gone.set()
             return None
         assert gone.wait(10)

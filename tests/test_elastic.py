@@ -14,6 +14,7 @@ import pytest
 import torch
 from dying import ENVIRON, DyingJob, every
 from harness import PATIENT, SOON, Job
+from inside import leave
 from test_async import eventually
 from test_processes import Processes, ended
 from test_relaxed import comes_to
@@ -63,7 +64,7 @@ class Part:
         self.fleet.stop_worker()
 
     def die(self) -> None:
-        self.fleet._chosen._worker.close()  # type: ignore[union-attr]
+        leave(self.fleet)
 
 
 def part(job: Job, index: int, of: int, strategy: Strategy = HALF, environ: Any = None) -> Part:

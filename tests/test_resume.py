@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from harness import PATIENT, Job, assert_close, run_job, until
+from inside import abort, end_of, flush, leave, listening
 from patience import PROCESSES_S
 from ranks import free_ports
 from small_job import Net, same, train
@@ -123,7 +124,7 @@ class Resuming(Job):
         try:
             fleet = self.fleet(Role.SERVER, index)
             self.told[f"server {index}"] = fleet.resume_from(root_of(self.root, index), strict=self.strict)
-            self.runtimes[index] = fleet._chosen._listening
+            self.runtimes[index] = listening(fleet)
             fleet.init_server()
             fleet.run_server()
         except BaseException as error:
@@ -140,14 +141,14 @@ class Resuming(Job):
         except BaseException as error:
             self.errors[f"worker {index}"] = error
             if not self.is_killed.is_set():
-                fleet._chosen.abort(str(error))
+                abort(fleet, str(error))
 
     def run_until_killed(self) -> None:
         """Until somebody raises ``Killed``: then all are, as the machine's end would, and nobody hears a word."""
         threads = self.start()
         until(self.is_killed.is_set)
         for server in self.runtimes.values():
-            server._service.floor.ending.suspend()
+            end_of(server._service).suspend()
         for worker in WORKERS:
             exit_guard.release(worker)
             worker.close()
@@ -185,7 +186,7 @@ def alone(root: Path, steps: int = STEPS, die_at: int | None = None) -> tuple[in
     try:
         first, seen = trains(root, steps=steps, die_at=die_at)(fleet, 0)
     except Killed:
-        fleet._chosen.abort("killed")
+        abort(fleet, "killed")
         return told, told, []
     fleet.stop_worker()
     return told, first, seen
@@ -282,7 +283,7 @@ def test_killed_while_it_reads_a_checkpoint(
             if shard.server == 1:
                 until(lambda: len(list((tmp_path / "durable").glob("*/snapshot-*/state.json"))) == 1)
                 job.is_killed.set()
-                until(lambda: job.runtimes[1]._service.floor.ending.begun)
+                until(lambda: end_of(job.runtimes[1]._service).begun)
             restored(checkpoint, shard, *given)
 
         patch.setattr(loading, "_restore_dense", dying)
@@ -428,8 +429,7 @@ def test_a_worker_that_starts_again(tmp_path: Path, whole: list[torch.Tensor]) -
         if index == 1:
             model, optimizer = join(fleet)
             train(model, optimizer, range(fleet.resume_step(), 5))
-            exit_guard.release(fleet._chosen._worker)
-            fleet._chosen._worker.close()
+            leave(fleet)
             fleet, told = again(job, Role.WORKER, 1, tmp_path)
             assert told == 5
             result = trains(tmp_path)(fleet, 1)
@@ -465,7 +465,7 @@ def test_a_durable_server_that_starts_again(tmp_path: Path, whole: list[torch.Te
         fleet.barrier_worker()
         if index == 0:
             del job.told["server 1"]
-            job.runtimes[1]._service.floor.ending.suspend()
+            end_of(job.runtimes[1]._service).suspend()
             until(lambda: "server 1" in job.told)
         train(model, optimizer, range(5, STEPS))
         fleet.barrier_worker()
@@ -483,7 +483,7 @@ def test_a_server_that_comes_back_empty(tmp_path: Path) -> None:
         train(model, optimizer, range(2))
         fleet.barrier_worker()
         if index == 0:
-            job.runtimes[1]._service.floor.ending.suspend()
+            end_of(job.runtimes[1]._service).suspend()
             until(lambda: "server 1" in job.errors)
             with pytest.raises(ServerLostError, match="server1:1 without state, server0:1 at step 2"):
                 again(job, Role.SERVER, 1, tmp_path)
@@ -570,9 +570,8 @@ def test_all_are_told_the_jobs_step_where_each_goes_on_after_its_own(tmp_path: P
         take = joined(fleet)
         assert fleet.resume_step() == (2, 5)[index]
         for told, steps in ((2, 1), (6, 0)) if index == 1 else ():
-            fleet._chosen._worker.flush()
-            exit_guard.release(fleet._chosen._worker)
-            fleet._chosen._worker.close()
+            flush(fleet)
+            leave(fleet)
             fleet, step = again(job, Role.WORKER, 1, tmp_path)
             assert step == told
             take = joined(fleet)
@@ -664,8 +663,7 @@ def lonely() -> Iterator[Fleet]:
     made = Fleet(environ=PATIENT)
     made.init()
     yield made
-    if made._chosen is not None:
-        made._chosen.abort("the test is over")
+    abort(made, "the test is over")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import run_job, values
+from inside import shard_of
 
 import fleet
 from fleet import Fleet
@@ -60,7 +61,7 @@ class Server:
 
     @property
     def shard(self) -> Shard:
-        return self.service.floor.shard()
+        return shard_of(self.service)
 
     def settle(self) -> None:
         for left in self.left:

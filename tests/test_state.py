@@ -20,6 +20,7 @@ from dying import ENVIRON, MOMENTS, DyingJob, at, every
 from harness import PATIENT, Job, run_job, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import flush, leave
 from small_job import STRATEGIES, join, train
 
 from fleet import Checkpoints, Fleet
@@ -354,8 +355,8 @@ def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, t
             assert not me.went_on()
             for _ in range(4):
                 keep_and_step(me)
-            first._chosen._worker.flush()  # type: ignore[union-attr]
-            first._chosen._worker.close()  # type: ignore[union-attr]
+            flush(first)
+            leave(first)
             if isinstance(running, DyingJob):
                 running.hosts[0].kill()
         me = Worker(job, strategy, files)
@@ -570,7 +571,7 @@ def test_durable_servers_know_where_each_workers_state_was(strategy: str, kept: 
             for host in dying.hosts:
                 host.kill()
         first.barrier_worker()
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         return Plain(job, strategy).job.resume_step(), me.state["steps"]
 
     run_job(go_different_ways(strategy, tmp_path / "ckpt"), 2, 2)
@@ -783,7 +784,7 @@ def test_what_is_not_of_the_step_that_a_worker_goes_on_after_is_said_so(
         assert first.load_state(me.state)
         assert "belongs to step" not in caplog.text
         me.step()
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         me = Plain(job, "sync")
         assert job.load_state(me.state)
         assert "belongs to step 1, and this worker goes on after step 2" in caplog.text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import PATIENT, Job, assert_close, run_job, values
+from inside import abort
 from test_import import fresh_python
 from test_parity_dense import OPTIMIZERS, STEPS, Make, loss_of, make_model
 from test_parity_dense import distributed as through_fleet
@@ -104,8 +105,8 @@ class TranspiledJob(Job):
             trainer.close()
         except BaseException as error:
             self.errors[f"worker {index}"] = error
-            if trainer is not None and trainer.fleet._chosen is not None:
-                trainer.fleet._chosen.abort("".join(traceback.format_exception(error)))
+            if trainer is not None:
+                abort(trainer.fleet, "".join(traceback.format_exception(error)))
 
 
 @contextlib.contextmanager
