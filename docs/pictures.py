@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/observing.md and of the README: those of a real job of two servers and three workers, one of them slower.
+"""Makes the pictures of docs/observing.md and of the README from a real job: two servers and three workers, one slower.
 
     python docs/pictures.py
 
