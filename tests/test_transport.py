@@ -446,7 +446,7 @@ def test_every_error_comes_back(cls: type[FleetError], fields: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("older", "newer"), [("DuplicateWorkerError", "DuplicateWorkerError"), ("ServerBusyError", "ServerBusyError")]
+    ("older", "newer"), [("PlaceTakenError", "DuplicateWorkerError"), ("StillBusyError", "ServerBusyError")]
 )
 def test_peers_of_an_older_release_know_an_error_by_its_older_name(older: str, newer: str) -> None:
     cls: type[FleetError] = getattr(errors, newer)
