@@ -50,7 +50,7 @@ class CheckpointRequests:
             raise ProtocolError("another checkpoint was begun meanwhile", where=str(self._floor.endpoint))
         since = job.begun[1] if export.checkpoint else 0  # 0 as well if it is forgotten
         _check_standstill(job, export.version)
-        dense_state = not (export.checkpoint and job.mode.adds)
+        dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
         piece = self._floor.shard().export(export.cursor, since, dense_state=dense_state)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.gate.version, cursor=piece.next_cursor, about=about)
@@ -69,7 +69,7 @@ class CheckpointRequests:
     def _begin(self, job: Job, arrival: Arrival) -> BackgroundTask:
         floor, shard, save = self._floor, self._floor.shard(), arrival.request.save
         server = shard.server
-        if floor.memory is not None and job.mode.lockstep and save.version != job.gate.version:
+        if floor.memory is not None and job.policy.shares_steps and save.version != job.gate.version:
             raise MissedError("a server was killed while it wrote its share", where=str(floor.endpoint))
         _check_standstill(job, save.version)
         job.give_up()
@@ -83,17 +83,18 @@ class CheckpointRequests:
                     raise CheckpointError("the checkpoint was given up", where=str(floor.endpoint))
                 if job.frozen is None:
                     _check_standstill(job, save.version)
-                if job.frozen is None and job.mode.lockstep and is_of_rows(cursor):
+                if job.frozen is None and job.policy.shares_steps and is_of_rows(cursor):
                     job.frozen = shard.freeze(job.begun[1], hand_on)
                     errand.let_go_on()
-                return shard.export(cursor, job.begun[1], dense_state=not job.mode.adds, frozen=job.frozen)
+                dense_state = job.policy.has_dense_state_on_servers
+                return shard.export(cursor, job.begun[1], dense_state=dense_state, frozen=job.frozen)
 
         def write() -> Frame:
             return write_share(save.folder, save.proof, server, export, floor.clock, behind=save.begin)
 
         what = f"writing the share of server {floor.endpoint} into {save.folder}"
         errand = BackgroundTask(save.id, write, what)
-        if not job.mode.lockstep:
+        if not job.policy.shares_steps:
             errand.let_go_on()
         errand.start()
         return errand
@@ -110,7 +111,7 @@ class CheckpointRequests:
 
 
 def _check_standstill(job: Job, version: int) -> None:
-    if job.mode.lockstep and version != job.gate.version:
+    if job.policy.shares_steps and version != job.gate.version:
         raise ProtocolError(
             "the job went on while its state was being read",
             expected=f"version {version}",

@@ -114,7 +114,7 @@ class Handshake:
         if before in (Standing.LEFT, Standing.LOST):
             job.gate.join(worker)
             job.hall.join(worker)
-        if not job.mode.lockstep:
+        if not job.policy.shares_steps:
             job.claims.joined(worker)
 
     def _begin(self, job: Job, hello: Any) -> None:

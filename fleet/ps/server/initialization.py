@@ -16,6 +16,7 @@ from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMisma
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, differences
+from fleet.ps.consistency import gate_of
 from fleet.ps.server.admission import check_fingerprint, check_share
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.context import Floor
@@ -98,7 +99,7 @@ class Initialization:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""
-        job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
+        job.gate = gate_of(job.plan.spec.settings, job.plan.spec.settings.worker_num, restore.version)
         job.go_on_from(restore)
         job.began, job.last = self.origin, (restore.id, restore.url)
         self._lacking = restore.lacks(job.plan.spec)

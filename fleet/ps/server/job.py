@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -13,8 +14,9 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
 from fleet.plan.plan import Plan, make_plan
 from fleet.plan.specs import JobSpec
-from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gate import Gate, Mode
+from fleet.ps.consistency import gate_of, policy_of
+from fleet.ps.consistency.gate import Gate
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.server.checkpoint_share import BackgroundTask
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.early_gradients import EarlyGradients
@@ -139,12 +141,12 @@ class Job:
         assert self.shard is not None
         contributions = [self.pushed.pop((worker, version)) for worker in workers]
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
-        keep = self.mode.lockstep and self.plan.spec.settings.server_num > 1
+        keep = self.policy.shares_steps and self.plan.spec.settings.server_num > 1
         self.before = None
         dense = self.dense_at(version - 1) if keep else []
         self.snapshot = None
         rows = self.shard.apply(contributions, keep=keep)
-        if self.mode.behind:  # no answer would be there any sooner for who needs it
+        if not self.policy.awaits_answers:  # no answer would be there any sooner for who needs it
             self.shard.apply_pending()
         self.before = PreviousRound(version - 1, dense, rows) if keep else None
 
@@ -160,23 +162,9 @@ class Job:
             self.frozen.leave()
             self.frozen = None
 
-    @property
-    def mode(self) -> Mode:
-        return MODES[self.plan.spec.settings.mode]
-
-    @property
-    def knows_readers(self) -> bool:
-        """Whether it is remembered what each worker was given: reading changes what a server does next."""
-        return self.mode.adds or self.plan.spec.settings.dc_lambda != 0
-
-    @property
-    def may_lose_steps(self) -> bool:
-        """Whether it can go on where a server has lost steps: what it has is right without them."""
-        return not (self.mode.lockstep or self.knows_readers)
-
-    def remembers(self, *, dense: bool, training: bool) -> bool:
-        """Whether something is remembered of an answer with dense values, or rows that are to be trained."""
-        return self.knows_readers and (training or (dense and not self.mode.adds))
+    @cached_property
+    def policy(self) -> Policy:
+        return policy_of(self.plan.spec.settings)
 
     def all_waiting(self) -> list[Waiting]:
         early = (waiting for _, waiting in self.early)
@@ -197,14 +185,14 @@ class Job:
     def steps_of(self, worker: int) -> int:
         """How many of its steps the job has. Where workers share none, they count on from where their states are."""
         before = self.steps_before
-        if not self.mode.lockstep:
+        if not self.policy.shares_steps:
             before = self.steps_then.get(whose(worker, self.workers_then, self.steps_then), before)
         return before + self.steps.get(worker, 0)
 
     @property
     def step(self) -> int:
         """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
-        if not self.mode.lockstep:
+        if not self.policy.shares_steps:
             return self.steps_before + self.steps.get(0, 0)
         version = self.gate.version
         ahead = {worker: clock - version for worker, clock in self.gate.clocks.items()}
@@ -224,10 +212,10 @@ class Job:
 def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
     """One that nobody has done anything for yet; ``where`` its server is, errors tell, and how long a worker waits for
     what only another one may do."""
-    workers, mode = spec.settings.worker_num, MODES[spec.settings.mode]
-    claims = Claims(where, deadline_s, lambda: job.grant(), only_first=mode.adds)
-    states = ObjectStates(lockstep=mode.lockstep)
-    job = Job(make_plan(spec), job_id, mode.gate(range(workers), 0), Reductions(workers), claims, states)
+    workers, policy = spec.settings.worker_num, policy_of(spec.settings)
+    claims = Claims(where, deadline_s, lambda: job.grant(), only_first=policy.saves_on_first_worker)
+    states = ObjectStates(lockstep=policy.shares_steps)
+    job = Job(make_plan(spec), job_id, gate_of(spec.settings, workers), Reductions(workers), claims, states)
     return job
 
 

@@ -142,7 +142,7 @@ class Resumption:
         if worker is not None and worker in job.gate.clocks:  # all are told the same until they have gone on from there
             steps = job.steps_of(worker) if job.steps.get(worker) else job.steps_before
         met = worker is not None and floor.roll.has_met(worker)
-        return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
+        return Held(job.step, base, self._kept_at, job.policy.shares_steps, steps, met)
 
     def _warn_of_another_root(self, request: Any) -> None:
         told = request.look.root

@@ -135,7 +135,7 @@ class Service:
                 self._keeping.begin_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.knows_readers))
+            floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.policy.remembers_reads))
         return floor.settle
 
     def _again(self, frame: Frame) -> None:
