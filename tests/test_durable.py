@@ -265,7 +265,7 @@ def goes_on(
     return state(made, late)
 
 
-REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.05"}
+REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.05"}
 
 
 @pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])
@@ -1141,7 +1141,7 @@ def test_initial_values_that_were_not_kept_end_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["sync", "geo", "async"])
 def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mode: str) -> None:
     """The servers tell it different numbers of its steps."""
-    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 6:
@@ -1375,7 +1375,7 @@ def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_that_was_no_part_of_it_is_refused(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE": "2"}
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE_S": "2"}
     job = DyingJob(trains("adam"), tmp_path / "left", workers=1, servers=1, environ=environ)
     job.join(job.start())
     assert "goes on with a job whose state it has kept, and this worker was not part of it" in str(

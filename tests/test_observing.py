@@ -65,7 +65,7 @@ from fleet.telemetry.tensorboard import scalars
 from fleet.telemetry.view import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
 from fleet.telemetry.worker_figures import MOST_REPORTED
 
-BEATING = {**PATIENT, "FLEET_BEAT": "0.02"}
+BEATING = {**PATIENT, "FLEET_HEARTBEAT_S": "0.02"}
 
 
 def status_of(network: LoopbackNetwork, endpoint: str) -> dict[str, Any]:

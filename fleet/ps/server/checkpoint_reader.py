@@ -94,7 +94,8 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
             ) from error
 
     manifest = checkpoint.manifest
-    has_rounds = manifest.spec.settings.mode not in [each.name for each in MODES.values() if not each.lockstep]
+    mode = manifest.spec.settings.mode
+    has_rounds = mode not in MODES or MODES[mode].policy.shares_steps
     # After a round all are at the job's step, however many of its own a worker has taken that joined late.
     steps = {worker: manifest.version if has_rounds else taken for worker, taken in steps_in(checkpoint).items()}
 

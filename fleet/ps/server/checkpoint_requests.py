@@ -62,7 +62,7 @@ class CheckpointRequests:
             raise ProtocolError("another checkpoint was begun meanwhile", where=job.where)
         since = background.since if export.checkpoint else 0  # 0 as well if it is forgotten
         _check_standstill(job, export.version)
-        dense_state = not (export.checkpoint and job.mode.adds)
+        dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
         piece = job.held().export(export.cursor, since, dense_state=dense_state)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
@@ -83,7 +83,7 @@ class CheckpointRequests:
     def _begin(self, job: Job, arrival: Arrival) -> None:
         shard, save, background = job.held(), arrival.request.save, job.background
         server = shard.server
-        if self._is_durable and job.mode.lockstep and save.version != job.rounds.gate.version:
+        if self._is_durable and job.policy.shares_steps and save.version != job.rounds.gate.version:
             raise MissedError("a server was killed while it wrote its share", where=job.where)
         _check_standstill(job, save.version)
         background.give_up()
@@ -96,17 +96,17 @@ class CheckpointRequests:
                     raise CheckpointError("the checkpoint was given up", where=job.where)
                 if background.frozen is None:
                     _check_standstill(job, save.version)
-                if background.frozen is None and job.mode.lockstep and is_of_rows(cursor):
+                if background.frozen is None and job.policy.shares_steps and is_of_rows(cursor):
                     background.freeze(shard.freeze(background.since, hand_on))
                     task.let_go_on()
-                dense_state, frozen = not job.mode.adds, background.frozen
+                dense_state, frozen = job.policy.has_dense_state_on_servers, background.frozen
                 return shard.export(cursor, background.since, dense_state=dense_state, frozen=frozen)
 
         def write() -> Frame:
             return write_share(save.folder, save.proof, server, export, self._clock, behind=save.begin)
 
         task = BackgroundTask(save.id, write, f"writing the share of server {job.where} into {save.folder}")
-        if not job.mode.lockstep:
+        if not job.policy.shares_steps:
             task.let_go_on()
         background.begin(task, arrival.worker)
         task.start()
@@ -123,7 +123,7 @@ class CheckpointRequests:
 
 
 def _check_standstill(job: Job, version: int) -> None:
-    if job.mode.lockstep and version != job.rounds.gate.version:
+    if job.policy.shares_steps and version != job.rounds.gate.version:
         raise ProtocolError(
             "the job went on while its state was being read",
             expected=f"version {version}",

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
-from fleet.errors import FleetError, IdentityError, StillBusyError
+from fleet.errors import FleetError, IdentityError, ServerBusyError
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import Standing
@@ -101,7 +101,7 @@ class Handshake:
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
         if not restarted and (before is Standing.LEFT or (self._end.over and (is_new or before is not None))):
-            raise StillBusyError(
+            raise ServerBusyError(
                 "this server has not finished an earlier job yet",
                 where=self._where,
                 got=f"a new worker {worker}; the earlier "
@@ -142,7 +142,7 @@ class Handshake:
         if before in (Standing.LEFT, Standing.LOST):
             job.rounds.gate.join(worker)
             job.reductions.join(worker)
-        if not job.mode.lockstep:
+        if not job.policy.shares_steps:
             job.claims.joined(worker)
 
     def _begin(self, job: Job, hello: Any) -> None:

@@ -18,6 +18,7 @@ from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMisma
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, differences
+from fleet.ps.consistency import gate_of
 from fleet.ps.server.admission import check_fingerprint, check_share
 from fleet.ps.server.checkpoint_reader import NOTHING, Origin, Restore, restore_from
 from fleet.ps.server.durability.durability import Durability
@@ -116,7 +117,7 @@ class Initialization:
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         spec = job.plans.current.spec
-        job.rounds.gate = job.mode.gate(range(spec.settings.worker_num), restore.version)
+        job.rounds.gate = gate_of(spec.settings, spec.settings.worker_num, restore.version)
         job.progress.go_on_from(restore)
         job.background.finish_checkpoint(restore.id, restore.url)
         job.began = self.origin

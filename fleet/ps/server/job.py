@@ -12,8 +12,9 @@ from fleet.checkpoint.state import whose
 from fleet.errors import IdentityError, ProtocolError
 from fleet.plan.plan import Plan, make_plan
 from fleet.plan.specs import JobSpec
-from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gate import Gate, Mode
+from fleet.ps.consistency import gate_of, policy_of
+from fleet.ps.consistency.gate import Gate
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.server.background import Background
 from fleet.ps.server.checkpoint_reader import NOTHING, Origin, Restore
 from fleet.ps.server.claims import Claims
@@ -112,7 +113,7 @@ class Job:
     job_id: str
     where: str
     most_bytes: int
-    mode: Mode
+    policy: Policy
     plans: Plans
     rounds: Rounds
     reductions: Reductions
@@ -136,22 +137,6 @@ class Job:
     def is_whole(self) -> bool:
         """Whether all parameters have their values, and no others are on their way."""
         return self.initialized and not self.plans.growing and not self.background.uploads
-
-    # ---------------------------------------------------------------- what the mode makes of it
-
-    @property
-    def knows_readers(self) -> bool:
-        """Whether it is remembered what each worker was given: reading changes what a server does next."""
-        return self.mode.adds or self.plans.current.spec.settings.dc_lambda != 0
-
-    @property
-    def may_lose_steps(self) -> bool:
-        """Whether it can go on where a server has lost steps: what it has is right without them."""
-        return not (self.mode.lockstep or self.knows_readers)
-
-    def remembers(self, *, dense: bool, training: bool) -> bool:
-        """Whether something is remembered of an answer with dense values, or rows that are to be trained."""
-        return self.knows_readers and (training or (dense and not self.mode.adds))
 
     # ---------------------------------------------------------------- requests that wait
 
@@ -209,7 +194,7 @@ class Job:
         """How many of its steps the job has. Where workers share none, they count on from where their states are."""
         progress = self.progress
         before = progress.before
-        if not self.mode.lockstep:
+        if not self.policy.shares_steps:
             then = progress.steps_then
             before = then.get(whose(worker, progress.workers_then, then), before)
         return before + progress.steps.get(worker, 0)
@@ -217,7 +202,7 @@ class Job:
     @property
     def step(self) -> int:
         """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
-        if not self.mode.lockstep:
+        if not self.policy.shares_steps:
             return self.progress.before + self.progress.steps.get(0, 0)
         version = self.rounds.gate.version
         ahead = {worker: clock - version for worker, clock in self.rounds.gate.clocks.items()}
@@ -233,7 +218,7 @@ class Job:
 def new_job(spec: JobSpec, job_id: str, where: str, most_bytes: int, deadline_s: float) -> Job:
     """Make a job that nobody has done anything for yet; ``deadline_s`` is how long a worker waits for what only another
     one may do."""
-    workers, mode = spec.settings.worker_num, MODES[spec.settings.mode]
+    workers, policy = spec.settings.worker_num, policy_of(spec.settings)
 
     def grant() -> Frame:
         """Tell a worker that it may do what only one does, and which checkpoint is the last."""
@@ -244,11 +229,11 @@ def new_job(spec: JobSpec, job_id: str, where: str, most_bytes: int, deadline_s:
         job_id,
         where,
         most_bytes,
-        mode,
+        policy,
         Plans(make_plan(spec)),
-        Rounds(mode.gate(range(workers), 0)),
+        Rounds(gate_of(spec.settings, workers)),
         Reductions(workers),
-        Claims(where, deadline_s, grant, only_first=mode.adds),
-        ObjectStates(lockstep=mode.lockstep),
+        Claims(where, deadline_s, grant, only_first=policy.saves_on_first_worker),
+        ObjectStates(lockstep=policy.shares_steps),
     )
     return job

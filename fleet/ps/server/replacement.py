@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from fleet.errors import CheckpointError, FleetError, JobAbortedError, ProtocolError, StillBusyError
+from fleet.errors import CheckpointError, FleetError, JobAbortedError, ProtocolError, ServerBusyError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import Plan
 from fleet.ps.server.background import BackgroundTask, Loaded
@@ -78,7 +78,7 @@ class Replacement:
         is_read = loaded is not None and loaded.attempt == attempt and loaded.shard.plan is job.plans.current
         if not is_read and (loaded is not None or not uploads):
             if self._durability is not None:  # it was killed since, and can read again
-                raise StillBusyError("this server has not read the checkpoint yet", where=job.where)
+                raise ServerBusyError("this server has not read the checkpoint yet", where=job.where)
             what = "the values that were to be taken over are not here"
             raise ProtocolError(what, where=job.where, got=attempt[:80])
         try:

@@ -16,7 +16,7 @@ from fleet.base.cluster import Endpoint
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import BEGINNING, Choice, Held, Mark, Seen
 from fleet.checkpoint.series import marks, name_of, root_at
-from fleet.errors import CheckpointError, StateError, StillBusyError
+from fleet.errors import CheckpointError, ServerBusyError, StateError
 from fleet.ps.server.admission import check_job_id
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.handshake import Handshake
@@ -75,7 +75,7 @@ class Resumption:
     def refuse_early(self) -> None:
         """Refuse a hello before the choice, where this server waits for one."""
         if self._waits and not self._has_begun(self._found_job()):
-            raise StillBusyError(
+            raise ServerBusyError(
                 "it is not chosen yet what the job goes on from",
                 where=self._where,
                 todo="Call fleet.resume_from(root) on every server and every worker.",
@@ -152,7 +152,7 @@ class Resumption:
         if not look.by_server:
             self._handshake.refuse_successor(job, request.worker, request.incarnation, look.job_id)
         elif self._end.over:
-            raise StillBusyError("this server has not finished an earlier job yet", where=self._where)
+            raise ServerBusyError("this server has not finished an earlier job yet", where=self._where)
 
     def _held(self, request: Any) -> Held | None:
         job, worker = self._found_job(), None if request.look.by_server else request.worker
@@ -163,7 +163,7 @@ class Resumption:
         if worker is not None and worker in job.rounds.gate.clocks:
             steps = job.steps_of(worker) if job.progress.steps.get(worker) else job.progress.before
         met = worker is not None and self._members.has_met(worker)
-        return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
+        return Held(job.step, base, self._kept_at, job.policy.shares_steps, steps, met)
 
     def _warn_of_another_root(self, request: Any) -> None:
         root = request.look.root

@@ -173,7 +173,7 @@ class Service:
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             job = self.job
-            self._send(outbox, secure=kind in NOTED or (job is not None and job.knows_readers))
+            self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
         return self._apply_pending
 
     def _check_member(self, request: Any, *, parting: bool) -> None:

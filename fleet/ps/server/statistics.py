@@ -100,7 +100,7 @@ class Statistics:
         return {
             **about,
             "job_id": job.job_id,
-            "mode": job.mode.name,
+            "mode": job.plans.current.spec.settings.mode,
             "index": None if job.shard is None else job.shard.server,
             "tables": {} if job.shard is None else {t.spec.name: [len(t), t.nbytes] for t in job.shard.tables},
             "workers": [

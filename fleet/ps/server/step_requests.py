@@ -57,8 +57,8 @@ class StepRequests:
         if not job.initialized or job.plans.growing or request.step != rounds.gate.delivered(request.worker) + 1:
             raise ProtocolError("a part came before its push was due", where=job.where)
         # A journal has pushes that are whole.
-        is_whole = self._durability is not None or job.mode.adds
-        granted = not is_whole and Narrow(job.plans.current.spec.settings.wire_dtype).is_plain
+        may = self._durability is None and job.policy.takes_gradients_early
+        granted = may and Narrow(job.plans.current.spec.settings.wire_dtype).is_plain
         if granted:
             rounds.ahead.add(request, arrival.tensors, job.held().dense)
         arrival.answer(pb.Reply(granted=granted))
@@ -75,7 +75,7 @@ class StepRequests:
             raise ProtocolError("a push came before the initial values", where=job.where)
         quiet = request.push.quiet
         handing_out = None
-        if job.remembers(dense=not quiet, training=job.mode.adds):
+        if job.policy.remembers_push(brings_values=not quiet):
             handing_out = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
             worker,
@@ -105,7 +105,7 @@ class StepRequests:
         job.states.pushed(worker, step, request.push.keeping)
         if kept is not None:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
-        needed = job.mode.version_needed(step, plans.current.spec.settings.staleness)
+        needed = job.policy.version_needed(step)
         self._park(job, needed, waiting, effects, arrival.outbox)
 
     def pull(self, job: Job, arrival: Arrival) -> None:
@@ -116,6 +116,7 @@ class StepRequests:
             raise ProtocolError("a pull's tables and ids differ in number")
         wanted = _wanted(pull, ids)
         _check_reply(job, pull, ids)
+        is_remembered = job.policy.remembers_read(dense=pull.dense, training=any(pull.training))
         waiting = Waiting(
             request.worker,
             f"values at step {request.step}",
@@ -125,7 +126,7 @@ class StepRequests:
             ahead=pull.ahead,
             has_rows=bool(wanted),
             nbytes=arrival.frame.nbytes,
-            handing_out=arrival.frame if job.remembers(dense=pull.dense, training=any(pull.training)) else None,
+            handing_out=arrival.frame if is_remembered else None,
         )
         job.check_room(waiting)
         # While the job grows, workers that are not there yet still need rows to get there.
@@ -207,12 +208,12 @@ class StepRequests:
         assert shard is not None
         contributions = [rounds.pushed.pop((worker, version)) for worker in workers]
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
-        keep = job.mode.lockstep and shard.plan.spec.settings.server_num > 1
+        keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
         dense = _dense_at(job, version - 1) if keep else []
         rounds.snapshot = None
         rows = shard.apply(contributions, keep=keep)
-        if job.mode.behind:  # no answer would be there any sooner for who needs it
+        if not job.policy.awaits_answers:  # no answer would be there any sooner for who needs it
             shard.apply_pending()
         rounds.previous = PreviousRound(version - 1, dense, rows) if keep else None
 

@@ -22,7 +22,7 @@ from fleet.kernels import RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge
 from fleet.plan.plan import Plan
-from fleet.ps.consistency import MODES
+from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
@@ -80,13 +80,11 @@ class Shard:
         self._options = self.check_options(plan, options)
         self.dense = DenseBlocks(plan, server, self._options)
         settings = plan.spec.settings
-        mode = MODES[settings.mode]
+        policy = policy_of(settings)
         self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
-        self.changes = Changes() if mode.adds else None
+        self.changes = Changes() if policy.tells_changed_rows else None
         self.staleness = Staleness()
-        # Gradients of several workers are summed, changes are of ids of many steps: neither are those of one look-up.
-        is_looked_up = not mode.adds and (settings.worker_num == 1 or not mode.lockstep)
-        self._slot_cache = SlotCache() if is_looked_up else None
+        self._slot_cache = SlotCache() if policy.applies_one_lookup(settings.worker_num) else None
         self._tables: list[Table] = []
         #: what is left of the last round
         self._pending: Callable[[], None] | None = None

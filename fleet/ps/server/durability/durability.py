@@ -158,7 +158,7 @@ class Durability:
         gate = job.rounds.gate
         known = request.step - (kind in ("push", "part"))
         kept = gate.clocks.get(worker, known)  # of one that has said goodbye nothing is expected
-        if kept < known and job.may_lose_steps:
+        if kept < known and job.policy.may_lose_steps:
             if not self.replaying:
                 text = "%s: goes on without steps %d to %d of worker %d, which were acknowledged and not kept (%s)"
                 _log.warning(text, self._where, kept + 1, known, worker, self._policy)
