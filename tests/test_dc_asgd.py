@@ -190,14 +190,14 @@ def test_what_is_kept_is_recalled_whole_or_in_part() -> None:
         compensation.rows(worker, 3, np.array([5, 6, 7]), rows[0], rows[1])
 
     def told(by: Compensation) -> list[tuple[str, list[list[float]]]]:
-        return [(str(about), [each.tolist() for each in tensors]) for about, tensors in by.kept()]
+        return [(str(about), [each.tolist() for each in tensors]) for about, tensors in by.dump()]
 
-    expected, parts = told(compensation), list(compensation.kept())
+    expected, parts = told(compensation), list(compensation.dump())
     assert len(parts) == 6
     after = Compensation(0.5, True)
     for about, tensors in parts:
         values = [torch.as_tensor(each).clone() for each in tensors]
-        after.recall(about, values)
-        compensation.recall(about, values)
+        after.restore(about, values)
+        compensation.restore(about, values)
         assert told(compensation) == expected
     assert told(after) == expected

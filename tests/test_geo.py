@@ -641,13 +641,13 @@ def test_what_is_kept_is_recalled_whole_or_in_part() -> None:
     changes.mark(1, 4, np.array([3]))
 
     def told(by: Changes) -> list[tuple[str, list[list[int]]]]:
-        return [(str(about), [each.tolist() for each in ids]) for about, ids in by.kept()]
+        return [(str(about), [each.tolist() for each in ids]) for about, ids in by.dump()]
 
-    expected, parts = told(changes), list(changes.kept())
+    expected, parts = told(changes), list(changes.dump())
     assert expected[1][1] == [[1, 3, 5], [3], [5, 1]]
     after = Changes()
     for about, ids in parts:
-        after.recall(about, [torch.from_numpy(each) for each in ids])
-        changes.recall(about, [torch.from_numpy(each) for each in ids])
+        after.restore(about, [torch.from_numpy(each) for each in ids])
+        changes.restore(about, [torch.from_numpy(each) for each in ids])
         assert told(changes) == expected
     assert told(after) == expected

@@ -111,15 +111,15 @@ def test_what_is_told_of_members_makes_the_same_members() -> None:
     made = joined()
     made.leave(1)
     again = members()
-    again.resume(made.told(), BORN + 1)
-    assert again.told() == made.told()
+    again.restore(made.dump(), BORN + 1)
+    assert again.dump() == made.dump()
     assert again.heard(0, 100, BORN + 2)
     assert again.standing(1) is Standing.LEFT
 
 
 def test_a_server_that_starts_again_first_waits_who_shows_that_it_is_there() -> None:
     again = members()
-    again.resume(joined().told(), BORN + 1)
+    again.restore(joined().dump(), BORN + 1)
     again.surmise(BORN + 2)
     with pytest.raises(
         ServerBusyError, match="started again and does not know yet whether worker 0 still is"
@@ -177,7 +177,7 @@ def test_nobody_joins_when_the_job_is_over() -> None:
 def test_who_has_joined_is_told() -> None:
     made, again = elastic(), elastic()
     made.hello(9, 8, "b:1", BORN)
-    again.resume(made.told(), BORN + 1)
+    again.restore(made.dump(), BORN + 1)
     assert again.heard(9, 8, BORN + 2)
 
 

@@ -56,7 +56,7 @@ LINGER_S = 2.0
 Missing = dict[int, Exception]
 
 
-class Own(Protocol):
+class OwnServer(Protocol):
     """The server of a process that serves."""
 
     @property
@@ -66,11 +66,18 @@ class Own(Protocol):
 
 
 def resume(
-    assignment: Assignment, network: Network, knobs: Knobs, clock: Clock, root: str, *, strict: bool, own: Own | None
+    assignment: Assignment,
+    network: Network,
+    knobs: Knobs,
+    clock: Clock,
+    root: str,
+    *,
+    strict: bool,
+    own: OwnServer | None,
 ) -> Resumed:
     """Where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are; ``own`` is
     this process's server."""
-    lines = _Lines(assignment, network, own)
+    questions = _Questions(assignment, network, own)
     look = pb.Look(root=root, job_id=knobs.job_id, by_server=own is not None)
     began = noticed = clock.now()
     try:
@@ -78,7 +85,7 @@ def resume(
         earlier: list[Seen] | None = None
         while True:
             rest_s = began + knobs.startup_deadline_s - clock.now()
-            answers, missing = lines.ask(sorted(lines.everyone - seen.keys()), rest_s, look=look)
+            answers, missing = questions.ask(sorted(questions.everyone - seen.keys()), rest_s, look=look)
             seen.update((server, Seen.from_json(answer)) for server, answer in answers.items())
             if own is not None and own.chosen is not None:
                 return Resumed(own.chosen.mark.step)
@@ -93,7 +100,7 @@ def resume(
                     continue
                 if earlier is not None:
                     refuse_apart(assignment.servers, earlier, now_seen)
-                choice, missing = _agree(lines, assignment, now_seen, strict, root, rest_s)
+                choice, missing = _agree(questions, assignment, now_seen, strict, root, rest_s)
                 if not missing:
                     break
                 seen.clear()
@@ -109,14 +116,14 @@ def resume(
             clock.sleep(LINGER_S)
         raise
     finally:
-        lines.close()
+        questions.close()
     if own is not None:
         return step_of_server(_in_order(seen), choice, assignment.index)
     return step_of_worker(_in_order(seen), choice)
 
 
 def _agree(
-    lines: _Lines, assignment: Assignment, seen: list[Seen], strict: bool, root: str, rest_s: float
+    questions: _Questions, assignment: Assignment, seen: list[Seen], strict: bool, root: str, rest_s: float
 ) -> tuple[Choice | None, Missing]:
     """What the job goes on from, which all servers have been told; None if they have it already."""
     choice = choose(assignment.servers, seen, strict=strict)
@@ -124,12 +131,12 @@ def _agree(
         return None, {}
     for newer in passed_by(assignment.servers, seen, choice):
         _log.warning("resume_from goes on from %s: %s", choice.mark, newer)
-    for servers in ([0], sorted(lines.everyone - {0})):
+    for servers in ([0], sorted(questions.everyone - {0})):
         mark = choice.mark
         # A first server that has chosen holds to that, and tells its log who was called with another value.
         is_heard = servers == [0] and seen[0].chosen is not None
-        told = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
-        answers, missing = lines.ask(servers, rest_s, choose=told)
+        choose_ = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
+        answers, missing = questions.ask(servers, rest_s, choose=choose_)
         if missing:
             return None, missing
         held = {server: Choice.from_json(answer) for server, answer in answers.items()}
@@ -153,10 +160,10 @@ def _agree(
     return choice, {}
 
 
-class _Lines:
+class _Questions:
     """Questions to the servers, all under way at once."""
 
-    def __init__(self, assignment: Assignment, network: Network, own: Own | None) -> None:
+    def __init__(self, assignment: Assignment, network: Network, own: OwnServer | None) -> None:
         self.everyone = frozenset(range(len(assignment.servers)))
         self._assignment = assignment
         self._network = network

@@ -35,7 +35,7 @@ class Member:
 
 
 #: Of a worker: its index, how it stands, its incarnation and its label.
-Told = tuple[int, str, int, str]
+MemberRecord = tuple[int, str, int, str]
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ class Membership:
         member.last_heard, member.surmised = now, False
         return True
 
-    def told(self) -> list[Told]:
+    def dump(self) -> list[MemberRecord]:
         return [(worker, each.standing.value, each.incarnation, each.label) for worker, each in self._members.items()]
 
-    def resume(self, told: Iterable[Told], now: float) -> None:
-        """Be what another one was that told this; everybody is heard of now."""
-        for worker, standing, incarnation, label in told:
+    def restore(self, records: Iterable[MemberRecord], now: float) -> None:
+        """Be what another one was that was dumped; everybody is heard of now."""
+        for worker, standing, incarnation, label in records:
             self._members[worker] = Member(Standing(standing), incarnation, label, now)
 
     def surmise(self, now: float) -> None:

@@ -69,12 +69,12 @@ def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, 
             got=f"{settings.worker_num}, as the worker was",
             todo="Start them all with the same number: PADDLE_TRAINERS, trainers= or worker_num=.",
         )
-    told = [str(server) for server in servers]
-    if told != list(hello.endpoints) or servers[hello.server] != endpoint:
+    known = [str(server) for server in servers]
+    if known != list(hello.endpoints) or servers[hello.server] != endpoint:
         raise PlanMismatchError(
             "worker and server were started with different lists of servers",
             where=str(endpoint),
-            expected=", ".join(told),
+            expected=", ".join(known),
             got=", ".join(hello.endpoints[:_MOST_NAMES])[:_MOST_TEXT],
             todo="Start them all with the same list, in the same order.",
         )

@@ -215,12 +215,12 @@ def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Ten
     shard.prepare()
     for about, tensors in pieces:
         if DENSE in about:
-            told = []
+            entries = []
             for entry in about[DENSE]:
                 offsets = starts[entry["param"]]
                 start = offsets[bisect_right(offsets, entry["offset"]) - 1]
-                told.append({**entry, "param": _of_block(entry["param"], start), "offset": entry["offset"] - start})
-            assembly.add(told, tensors)
+                entries.append({**entry, "param": _of_block(entry["param"], start), "offset": entry["offset"] - start})
+            assembly.add(entries, tensors)
         else:
             ids, *columns = [tensor.numpy() for tensor in tensors]
             tables[about[TABLE]].load(ids, dict(zip(about["columns"], columns, strict=True)))

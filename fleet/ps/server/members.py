@@ -14,7 +14,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.errors import IdentityError, ServerLostError
 from fleet.plan.specs import PlanSettings
-from fleet.ps.consistency.membership import Lost, Membership, NeverCame, Standing, Told
+from fleet.ps.consistency.membership import Lost, MemberRecord, Membership, NeverCame, Standing
 
 #: A worker that is silent for so many heartbeats may be replaced by another process under its index.
 QUIET_BEATS = 3
@@ -153,14 +153,14 @@ class Members:
         with self._lock:
             return [] if self._members is None else self._members.glance(now)
 
-    def told(self) -> list[Told]:
+    def dump(self) -> list[MemberRecord]:
         with self._lock:
-            return self._begun.told()
+            return self._begun.dump()
 
-    def resume(self, settings: PlanSettings, told: Iterable[Told]) -> None:
+    def restore(self, settings: PlanSettings, records: Iterable[MemberRecord]) -> None:
         with self._lock:
             self._members = self._new_members(settings)
-            self._members.resume(told, self._clock.now())
+            self._members.restore(records, self._clock.now())
 
     def surmise(self) -> None:
         """Nobody has been heard by this process yet, whatever it has done over."""

@@ -1,7 +1,7 @@
-"""Which rows each worker of a GEO job holds, and which of them others have changed since it was last told.
+"""The rows that each worker of a GEO job holds, and those of them that others have changed since it last heard.
 
-A worker that asks again for what it was already told (its answer was lost) is told the same rows once more, so what was
-told last is kept until the worker's next push. Not thread-safe: the caller holds the server's lock.
+A worker that asks again, as its answer was lost, is sent the same rows once more, so what was sent last is kept until
+the worker's next push. Not thread-safe: the caller holds the server's lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleet.ps.table.memory_store import MemoryStore
 
 
 class _Held:
-    """The rows of one table that one worker holds, and which of them it is to be told."""
+    """The rows of one table that one worker holds, and which of them it is to be sent."""
 
     def __init__(self) -> None:
         self._held = MemoryStore()
@@ -37,10 +37,10 @@ class _Held:
         self._marked = MemoryStore()
         return self._sent
 
-    def kept(self) -> list[Ids]:
+    def dump(self) -> list[Ids]:
         return [*(store.ids(np.arange(len(store))) for store in (self._held, self._marked)), self._sent]
 
-    def recall(self, held: Ids, marked: Ids, sent: Ids) -> None:
+    def restore(self, held: Ids, marked: Ids, sent: Ids) -> None:
         self._held.insert(held)
         self._marked.insert(marked)
         self._sent = sent
@@ -52,17 +52,17 @@ class Changes:
         self._sent_at: dict[int, int] = {}
 
     def hold(self, worker: int, table: int, ids: Ids) -> None:
-        """``worker`` was handed these rows to train them."""
+        """Note that ``worker`` was handed these rows to train them."""
         self._held.setdefault(worker, {}).setdefault(table, _Held()).hold(ids)
 
     def mark(self, worker: int, table: int, ids: Ids) -> None:
-        """``worker`` changed these rows: all others that hold them are to be told."""
+        """Note that ``worker`` changed these rows: all others that hold them are to be sent them."""
         for other, tables in self._held.items():
             if other != worker and table in tables:
                 tables[table].mark(ids)
 
     def take(self, worker: int, step: int) -> dict[int, Ids]:
-        """The ids, by table, that ``worker`` is told with the answer to its push number ``step``."""
+        """The ids, by table, that ``worker`` is sent with the answer to its push number ``step``."""
         if step < self._sent_at.get(worker, 0):
             return {}  # a late copy of an older push, whose sender has gone on
         again = self._sent_at.get(worker) == step
@@ -76,18 +76,18 @@ class Changes:
 
     # ---------------------------------------------------------------- for whoever goes on in its place
 
-    def kept(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
+    def dump(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
         """All of this, in parts: what they are, and the ids."""
         for worker, step in self._sent_at.items():
             yield {"worker": worker, "told_at": step}, []
         for worker, tables in self._held.items():
             for table, held in tables.items():
-                yield {"worker": worker, "table": table}, held.kept()
+                yield {"worker": worker, "table": table}, held.dump()
 
-    def recall(self, about: Mapping[str, Any], ids: Sequence[torch.Tensor]) -> None:
+    def restore(self, about: Mapping[str, Any], ids: Sequence[torch.Tensor]) -> None:
         """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
         if "told_at" in about:
             self._sent_at[about["worker"]] = about["told_at"]
             return
         held = self._held.setdefault(about["worker"], {})[about["table"]] = _Held()
-        held.recall(*(each.numpy() for each in ids))
+        held.restore(*(each.numpy() for each in ids))

@@ -51,7 +51,7 @@ class Compensation:
 
     # ---------------------------------------------------------------- for whoever goes on in its place
 
-    def kept(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
+    def dump(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
         """All of this, in parts: what they are, and the tensors."""
         for worker, handed in self._handed.items():
             yield {"worker": worker, "dense": [*handed.dense]}, [*handed.dense.values()]
@@ -61,7 +61,7 @@ class Compensation:
         for table, squares in self._row_squares.items():
             yield {"table": table}, _all_of(squares, _SQUARES)
 
-    def recall(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def restore(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
         worker = about.get("worker")
         if "table" in about:

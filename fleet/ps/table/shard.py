@@ -339,10 +339,10 @@ class Shard:
         slots, left = self.dense.layout.slots, PIECE_BYTES
         while position < len(slots) and left > 0:
             entries = [each for each in self.dense.export(position) if state or each[0]["key"] == VALUE]
-            each = sum(tensor.itemsize for told, tensor in entries if tensor is not None and told["elementwise"])
+            each = sum(tensor.itemsize for entry, tensor in entries if tensor is not None and entry["elementwise"])
             stop = min(slots[position].block.numel, start + max(1, left // each))
-            told, copies = split(cut(entries, start, stop))
-            about += told
+            cuts, copies = split(cut(entries, start, stop))
+            about += cuts
             tensors += copies
             left -= sum(tensor.nbytes for tensor in copies)
             position, start = (position, stop) if stop < slots[position].block.numel else (position + 1, 0)

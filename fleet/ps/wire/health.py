@@ -1,4 +1,4 @@
-"""Whether a server is ready, told by gRPC's own health protocol at a port of its own, as Kubernetes asks for it.
+"""Whether a server is ready, reported by gRPC's own health protocol at a port of its own, as Kubernetes asks for it.
 
 A port of its own, since whoever asks (the kubelet) has neither a token nor certificates. Nothing is said there but that
 the server listens, from the moment it does until its job is over.
@@ -23,7 +23,7 @@ _OPTIONS = [
 
 
 class HealthNetwork:
-    """A network whose servers tell at ``port`` that they are there."""
+    """A network whose servers report at ``port`` that they are there."""
 
     def __init__(self, network: Network, port: int, binding: Binding) -> None:
         self._network = network
@@ -37,7 +37,7 @@ class HealthNetwork:
         except BaseException:
             health.close()
             raise
-        health.tell(serving=True)
+        health.report(serving=True)
         return _Listener(listener, health)
 
     def connect(self, endpoint: Endpoint) -> Channel:
@@ -50,7 +50,7 @@ class _Listener:
         self._health = health
 
     def close(self, grace_s: float = 0.0) -> None:
-        self._health.tell(serving=False)
+        self._health.report(serving=False)
         self._listener.close(grace_s)
         self._health.close()
 
@@ -73,7 +73,7 @@ class _Health:
             )
         self._states = health_pb2.HealthCheckResponse
         self._servicer = health.HealthServicer()
-        self.tell(serving=False)
+        self.report(serving=False)
         # Check alone: Watch would keep something for everybody who asks.
         check = grpc.unary_unary_rpc_method_handler(
             self._servicer.Check,
@@ -96,7 +96,7 @@ class _Health:
             ) from None
         self._server.start()
 
-    def tell(self, *, serving: bool) -> None:
+    def report(self, *, serving: bool) -> None:
         self._servicer.set("", self._states.SERVING if serving else self._states.NOT_SERVING)
 
     def close(self) -> None:

@@ -47,13 +47,13 @@ def error_reply(error: FleetError) -> Frame:
 def raise_if_error(reply: Frame) -> Frame:
     """Pass a good reply through; raise what a bad one carries."""
     if reply.message.HasField("error"):
-        told = reply.message.error
-        raise _KINDS.get(told.kind, FleetError)(
-            told.what,
-            where=told.where or None,
-            expected=told.expected or None,
-            got=told.got or None,
-            todo=told.todo or None,
+        sent = reply.message.error
+        raise _KINDS.get(sent.kind, FleetError)(
+            sent.what,
+            where=sent.where or None,
+            expected=sent.expected or None,
+            got=sent.got or None,
+            todo=sent.todo or None,
         )
     return reply
 

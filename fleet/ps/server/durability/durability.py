@@ -238,7 +238,7 @@ class Durability:
         shard = job.shard
         assert shard is not None
         self._forget_finished(job)
-        state = state_of(job, shard, self._members.told(), self._unfinished)
+        state = state_of(job, shard, self._members.dump(), self._unfinished)
         (last, since), whole = self._kept, sum(table.nbytes for table in shard.tables)
         on_top = last is shard and self._directory.table_bytes < 2 * whole
         epoch = shard.history.next_epoch()
@@ -341,7 +341,7 @@ class Durability:
         shard = restore(job, state, self._directory.pieces(), self._clock.now())
         self._kept = shard, shard.history.next_epoch()
         begin(job)
-        self._members.resume(spec.settings, state["members"])
+        self._members.restore(spec.settings, state["members"])
 
     def _go_on(self, job: Job) -> None:
         self._members.surmise()

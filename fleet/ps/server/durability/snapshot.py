@@ -16,7 +16,7 @@ from fleet.errors import FleetError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec
-from fleet.ps.consistency.membership import Told
+from fleet.ps.consistency.membership import MemberRecord
 from fleet.ps.consistency.staleness import total
 from fleet.ps.server.checkpoint_reader import Origin, fill_own
 from fleet.ps.server.durability.state_directory import Draft, Kind
@@ -60,7 +60,7 @@ def is_unfinished(job: Job, kind: str, worker: int, number: int) -> bool:
     return (worker, number) in job.rounds.pushed if kind == "push" else job.reductions.is_open(number)
 
 
-def state_of(job: Job, shard: Shard, members: Sequence[Told], unfinished: Unfinished) -> dict[str, Any]:
+def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished) -> dict[str, Any]:
     """The state of a job as it was before everything that is unfinished, which is done over."""
     pending: dict[int, int] = {}
     steps = dict(job.progress.steps)
@@ -121,7 +121,7 @@ def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
 
 def _given(shard: Shard) -> Iterator[Record]:
     """What is remembered of what workers were given, in parts: one at a time, as they may be large."""
-    for about, tensors in [] if shard.readers is None else shard.readers.kept():
+    for about, tensors in [] if shard.readers is None else shard.readers.dump():
         yield Kind.GIVEN, Frame(pb.Reply(about=json.dumps(about)), [*map(WireTensor.of, tensors)]).buffers()
 
 
@@ -176,7 +176,7 @@ def recall(job: Job, kind: Kind, frame: Frame) -> None:
     elif kind is Kind.STATE:
         job.states.restore(frame)
     elif job.shard is not None and job.shard.readers is not None:
-        job.shard.readers.recall(json.loads(frame.message.about), [tensor.torch() for tensor in frame.tensors])
+        job.shard.readers.restore(json.loads(frame.message.about), [tensor.torch() for tensor in frame.tensors])
 
 
 def _previous_round(frame: Frame) -> PreviousRound:
