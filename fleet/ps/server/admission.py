@@ -1,4 +1,4 @@
-"""Whether a worker that says hello belongs to the job: the same cluster, the same model, the same plan."""
+"""A worker that says hello has to belong to the job: it has the same cluster, the same model, the same plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a server does for one worker beside the training, on a thread of its own and however long it takes: write its
-share of a checkpoint, or get other values ready to take the place of those it has.
+"""A server does some things for one worker beside the training, on a thread of their own: it writes its share of a
+checkpoint, or gets other values ready to take the place of those it has.
 
 Workers that ask again, because their line broke meanwhile, get the answer to the first time they asked.
 """

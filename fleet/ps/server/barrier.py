@@ -1,5 +1,5 @@
-"""Barriers and reductions: workers wait for each other by their own will, and for nothing, if some do while the others
-are in a step.
+"""Workers wait for each other in barriers and reductions. If some do while all others wait in a step for them, the job
+ends.
 """
 
 from __future__ import annotations

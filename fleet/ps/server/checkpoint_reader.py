@@ -1,4 +1,4 @@
-"""Initialization a server's shard from a checkpoint that was written by any number of servers, sliced in any way."""
+"""A server fills its shard from a checkpoint that was written by any number of servers, sliced in any way."""
 
 from __future__ import annotations
 

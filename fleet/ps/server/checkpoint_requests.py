@@ -1,4 +1,4 @@
-"""Checkpoints: who may write one, this server's share of it, and the end it comes to.
+"""Workers have checkpoints written: one of them is let in, every server writes its share, and it comes to its end.
 
 What only one worker does for all, as writing a model to serve, is claimed here too.
 """

@@ -1,4 +1,4 @@
-"""A server's pieces of a checkpoint or of a snapshot, written one after the other beside the training."""
+"""A server writes its pieces of a checkpoint or of a snapshot one after the other, beside the training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Who does what only one worker does, such as writing a checkpoint or a model to serve, and who waits until it is done:
-one for each, the first worker that asks, and one at a time. Where the first worker's own state belongs into a
+"""One worker does what only one does, such as writing a checkpoint or a model to serve, and the others wait until it is
+done: for each thing the first worker that asks, and one at a time. Where the first worker's own state belongs into a
 checkpoint, worker 0 is the one, and the others wait for it.
 
 Not thread-safe: the caller holds the server's lock.
@@ -46,7 +46,7 @@ class _Closed:
 class Claims:
     def __init__(self, where: str, deadline_s: float, grant: Callable[[], Frame], *, only_first: bool) -> None:
         """``grant`` makes the answer that lets a worker in; ``only_first``: worker 0 does what
-        is not for anyone to do. ``where`` this is, errors tell."""
+        is not for anyone to do. ``where`` this is, errors say."""
         self._where = where
         self._deadline_s = deadline_s
         self._grant = grant
@@ -88,7 +88,7 @@ class Claims:
         claim.asking = None
 
     def release(self, name: str, worker: int, failure: str, outbox: Outbox) -> None:
-        """The writer is done, or failed. A late repetition releases nobody else's claim."""
+        """Close a claim: its writer is done, or has failed. A late repetition closes nobody else's."""
         claim = self._open.get(name)
         if claim is None or claim.writer != worker:
             return
@@ -96,7 +96,7 @@ class Claims:
         self._close(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
 
     def joined(self, worker: int) -> None:
-        """A process that counts its calls from one: none of them is among those that others have done before."""
+        """Let in a process that counts its calls from one: none of them is among those that others have done before."""
         for closed in self._closed.values():
             closed.missed.add(worker)
 
@@ -105,7 +105,7 @@ class Claims:
             self._close(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
 
     def tick(self, now: float, outbox: Outbox) -> None:
-        """Whoever waits for something that nobody begins is told so."""
+        """Answer whoever waits for something that nobody begins."""
         for name, claim in list(self._open.items()):
             if not claim.begun and claim.asking is None and now - claim.since > self._deadline_s:
                 self._close(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
@@ -118,7 +118,7 @@ class Claims:
         ]
 
     def dump(self) -> dict[str, Any]:
-        """Who has begun what, and who has done what; whoever waits will ask again."""
+        """Say who has begun what, and who has done what; whoever waits will ask again."""
         begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
         done = {name: sorted(closed.missed) for name, closed in self._closed.items() if closed.failure is None}
         return {"begun": begun, "done": done}

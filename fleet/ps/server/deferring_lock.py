@@ -1,6 +1,6 @@
-"""The lock of a server, whose holder first does what the one before has put off.
+"""A server's lock has its holder first do what the one before has put off.
 
-So an answer need not wait for work that it does not tell of, and nobody sees anything in which that work is not done.
+So an answer need not wait for work that does not show in it, and nobody sees anything in which that work is not done.
 """
 
 from __future__ import annotations

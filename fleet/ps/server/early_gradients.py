@@ -1,4 +1,4 @@
-"""Gradients that come ahead of their push, while the worker's backward still runs.
+"""Gradients may come ahead of their push, while the worker's backward still runs.
 
 They are kept, for each worker those of one attempt, and count for nothing until a push names that attempt: a backward
 that fails, or is not followed by its step, has done nothing. What is kept is at most what a push may bring.

@@ -1,4 +1,4 @@
-"""Hellos: who is let into the job, and what a worker hears that joins it, or comes back to it."""
+"""Workers say hello: they are let into the job or refused, and hear how far it is."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Handshake:
         if is_first:
             self._begin(job, request.hello)
         if known is not job.plans.current and not is_repeated:
-            job.plans.outgrown[worker] = known
+            job.plans.lags(worker, known)
         if worker == 0:
             self._initialization.make_room(job, arrival)
         self._welcome(job, arrival)

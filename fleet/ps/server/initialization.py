@@ -1,4 +1,4 @@
-"""What a job begins with: worker 0's initial values or a checkpoint, and those of parameters that join it later.
+"""A job begins with worker 0's initial values or a checkpoint, and parameters that join it later with theirs.
 
 Pulls that come before them wait.
 """
@@ -18,7 +18,6 @@ from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMisma
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, differences
-from fleet.ps.consistency import gate_of
 from fleet.ps.server.admission import check_fingerprint, check_share
 from fleet.ps.server.checkpoint_reader import NOTHING, Origin, Restore, restore_from
 from fleet.ps.server.durability.durability import Durability
@@ -117,7 +116,7 @@ class Initialization:
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""
         spec = job.plans.current.spec
-        job.rounds.gate = gate_of(spec.settings, spec.settings.worker_num, restore.version)
+        job.rounds.gate.resume(dict.fromkeys(range(spec.settings.worker_num), restore.version), {}, restore.version)
         job.progress.go_on_from(restore)
         job.background.finish_checkpoint(restore.id, restore.url)
         job.began = self.origin
@@ -236,7 +235,8 @@ class Initialization:
             self._replacement.take_over(job, ready.attempt, arrival.outbox)
         else:
             _check_initializer(arrival.worker)
-            job.initialized, job.plans.growing = True, False
+            job.initialized = True
+            job.plans.complete()
             job.rounds.forget_values()  # a worker that does not know of these may have been given the others meanwhile
             if self._lacking:
                 self._take_snapshot(job, arrival.outbox)
@@ -258,7 +258,7 @@ class Initialization:
         if known is not None and spec != ours and ours.continues(spec) and spec.continues(known.spec):
             plan = make_plan(spec)
             check_fingerprint(self._endpoint, plan, extend.fingerprint)
-            plans.outgrown[request.worker] = plan
+            plans.lags(request.worker, plan)
             arrival.answer(pb.Reply(version=gate.version, initialized=True))
             return
         if spec != ours:
@@ -285,7 +285,7 @@ class Initialization:
                 raise self._cannot_set_up(job, error, arrival.outbox) from None
             plans.adopt(plan, gate.clocks)
             job.rounds.forget_values()
-        plans.outgrown.pop(request.worker, None)
+        plans.catches_up(request.worker)
         arrival.answer(pb.Reply(version=gate.version, initialized=not plans.growing))
 
 

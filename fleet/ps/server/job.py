@@ -1,9 +1,9 @@
-"""The job a server works for, in parts: each is written where its own kind of work is done, and read by all."""
+"""A server works for one job, which has parts: each is written where its own kind of work is done, and read by all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,8 +34,8 @@ MAX_WAITING = 512
 
 @dataclass
 class Plans:
-    """What is planned. It grows when parameters join an optimizer, and workers learn of that one after the other.
-    ``Initialization`` writes it, where they say hello or bring more."""
+    """The plan of the job. It grows when parameters join an optimizer, and workers learn of that one after the other.
+    Its methods alone write it."""
 
     current: Plan
     #: the plans before further parameters joined, the first one first
@@ -51,6 +51,18 @@ class Plans:
         self.former.append(self.current)
         self.current, self.growing = plan, True
 
+    def complete(self) -> None:
+        """Know that worker 0 has brought the values of all that is planned."""
+        self.growing = False
+
+    def lags(self, worker: int, known: Plan) -> None:
+        """Note that a worker knows an older plan."""
+        self.outgrown[worker] = known
+
+    def catches_up(self, worker: int) -> None:
+        """Note that a worker knows the current plan, or is gone."""
+        self.outgrown.pop(worker, None)
+
     def of(self, spec: JobSpec) -> Plan | None:
         """The plan of this spec, which the job has or had: a worker that starts again describes itself as at first."""
         plans = (self.current, *self.former)
@@ -60,7 +72,7 @@ class Plans:
 @dataclass
 class Rounds:
     """Pushes and pulls between their arrival and their answer, and the values that answers are made of.
-    ``StepRequests`` writes it."""
+    ``StepRequests`` writes it, and lets requests wait; only their end comes from elsewhere too."""
 
     gate: Gate
     #: (worker, step) -> what it pushed, until its round is applied
@@ -88,7 +100,8 @@ class Rounds:
 
 @dataclass
 class Progress:
-    """How many steps the workers have taken, those in a checkpoint that the job went on from included."""
+    """How many steps the workers have taken, those in a checkpoint that the job went on from included. ``StepRequests``
+    counts them, all else is written by its methods."""
 
     #: what was there when the job began: 0, or what its checkpoint says
     before: int = 0
@@ -101,9 +114,15 @@ class Progress:
     #: how often the values have been replaced by others
     loads: int = 0
 
-    def go_on_from(self, restore: Restore) -> None:
-        """Count on from where the workers were in a checkpoint."""
+    def go_on_from(self, restore: Restore, pushed: Iterable[int] = ()) -> None:
+        """Count on from where the workers were in a checkpoint. Of a round that is open, what these have ``pushed``
+        counts from here on."""
         self.before, self.workers_then, self.steps_then = restore.version, restore.workers, restore.steps
+        self.steps = dict.fromkeys(pushed, 1)
+
+    def replaced(self) -> None:
+        """Count that the values have been replaced by others."""
+        self.loads += 1
 
 
 @dataclass
@@ -170,7 +189,7 @@ class Job:
         self.claims.left(worker, outbox)
         self.rounds.ahead.forget(worker)
         self.states.left(worker)
-        self.plans.outgrown.pop(worker, None)
+        self.plans.catches_up(worker)
         self.background.left(worker)
         parked = self.rounds.parked
         gone = IdentityError(f"worker {worker} is no longer part of this job", where=self.where)

@@ -1,4 +1,4 @@
-"""Whether the job is over on this server, and why; and when its process may end, as every worker has heard of it."""
+"""A job ends, well or with a failure; its server's process ends when every worker has heard of that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in the job, for every thread of the server: the membership, under a lock of its own.
+"""Every thread of a server asks here who is in the job: the membership has a lock of its own.
 
 Heartbeats take only this lock, so that a long round is never mistaken for a dead server.
 """
@@ -98,7 +98,7 @@ class Members:
     # ---------------------------------------------------------------- who goes
 
     def leave(self, worker: int) -> bool:
-        """A worker has said goodbye; False if it had before."""
+        """Let a worker go that says goodbye; False if it had before."""
         with self._lock:
             members = self._begun
             if members.standing(worker) is Standing.LEFT:
@@ -163,7 +163,7 @@ class Members:
             self._members.restore(records, self._clock.now())
 
     def surmise(self) -> None:
-        """Nobody has been heard by this process yet, whatever it has done over."""
+        """Know everybody from an earlier process only: this one has heard nobody yet."""
         with self._lock:
             if self._members is not None:
                 self._members.surmise(self._clock.now())

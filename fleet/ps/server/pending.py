@@ -1,4 +1,4 @@
-"""Requests that are being handled or wait to be answered, and replies that leave once the server's lock is released."""
+"""Requests are handled or wait to be answered, and replies leave once the server's lock is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers bring to their gatherings, and what comes of it: the tensors' side of ``consistency/gathering.py``.
+"""Workers bring tensors to their gatherings, and get what comes of them; ``numeric/reduction.py`` decides when.
 
 A reduction is computed when its gathering closes, in worker order, so that its bits do not depend on who came first.
 """
@@ -36,8 +36,7 @@ Outcome = WireTensor | FleetError | None
 
 
 class Reductions:
-    """Where the workers of one job meet. ``come`` and ``leave`` return the tickets of the requests that can be answered
-    now."""
+    """The gatherings of one job. ``come`` and ``leave`` return the tickets of the requests that can be answered now."""
 
     def __init__(self, worker_num: int) -> None:
         self._decisions = Gatherings(range(worker_num))
@@ -47,7 +46,7 @@ class Reductions:
         self._outcomes: dict[int, Outcome] = {}
 
     def come(self, ticket: Hashable, worker: int, gather: Any, tensors: Sequence[WireTensor]) -> list[Hashable]:
-        """A worker's request to gather waits under ``ticket`` from now on; it may be answered at once."""
+        """Have a worker's request to gather wait under ``ticket``; it may be answered at once."""
         asked = _asked(worker, gather, tensors)
         number = gather.number
         effects: list[Effect] = []

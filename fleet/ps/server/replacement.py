@@ -86,9 +86,7 @@ class Replacement:
                 assert loaded is not None
                 restore, job.shard = loaded.restore, loaded.shard
                 job.states.bring(loaded.states, restore.workers)
-                job.progress.go_on_from(restore)
-                # Of a round that is open, what has been pushed counts from here on.
-                job.progress.steps = dict.fromkeys((worker for worker, _ in job.rounds.pushed), 1)
+                job.progress.go_on_from(restore, (worker for worker, _ in job.rounds.pushed))
                 background.finish_checkpoint(restore.id, restore.url)
             else:
                 for upload, tensors in uploads:
@@ -100,7 +98,7 @@ class Replacement:
             self._end.fail(JobAbortedError(what, got=str(error)), job, outbox)
             raise
         background.take(attempt)
-        job.progress.loads += 1
+        job.progress.replaced()
         job.rounds.forget_values()
         if is_read and self._durability is not None:
             self._durability.take_now(job, outbox)

@@ -1,4 +1,4 @@
-"""What the job goes on from, before it begins: what this server has and sees of it, and what was chosen.
+"""A job that is yet to begin is told where to go on: this server says what it has and sees, and holds to the choice.
 
 Whoever calls ``resume_from`` asks every server for that, comes to a choice (``fleet/checkpoint/resume_choice.py``), and
 tells it to all of them, the first one before the others: it holds to the choice it was told first. A server whose own

@@ -1,4 +1,4 @@
-"""A server as a process lives it: load, listen, let time pass until the job is over, close.
+"""A server's process loads, listens, lets time pass until the job is over, and closes.
 
 It listens from the beginning on. ``run`` serves; one that is to resume has been asked before, what it sees.
 """

@@ -1,4 +1,4 @@
-"""Requests for the states of the workers' own objects (object_states.py): into a checkpoint, and back."""
+"""Workers give the states of their own objects (object_states.py) for a checkpoint, and get them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a server: how much it does, who waits for whom, and what the workers' heartbeats bring.
+"""A server counts what it does and who waits for whom, and keeps the figures that workers' heartbeats bring.
 
 Whoever's request lets another one's be answered is who that one has waited for: of a round, the worker that came last.
 The caller holds the server's lock, but for ``heard``, which heartbeats use.

@@ -1,4 +1,4 @@
-"""How a server and its job do: for people who look on, for its log, for a worker that asks for a summary."""
+"""A server says how it and its job do: to people who look on, to its log, to a worker that asks for a summary."""
 
 from __future__ import annotations
 

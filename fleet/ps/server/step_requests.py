@@ -1,5 +1,4 @@
-"""The requests of a step: gradients that are pushed, values that are pulled, the rounds that pushes close, and answers,
-made when their version is there.
+"""Workers push gradients and pull values: pushes close rounds, and answers are made when their version is there.
 
 A push is read and checked against the plan before it becomes part of a round. The gate says what follows from it: a
 round to apply, requests to answer. A request that cannot be answered yet is parked under a ticket and holds no thread.

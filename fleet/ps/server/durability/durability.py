@@ -1,5 +1,5 @@
-"""When a durable server writes, and when it reads: the journal before a request is carried out, a snapshot when the
-journal is long, both when it starts again.
+"""A durable server writes its journal before it carries a request out, and a snapshot when the journal is long; it
+reads both when it starts again.
 
 A snapshot is of the moment it is begun in, between two requests, at which the journal changes as well: parameters are
 copied then, and rows are kept as they are (frozen_view.py) until they are written, beside the requests that follow. One

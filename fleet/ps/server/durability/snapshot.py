@@ -1,4 +1,4 @@
-"""What a durable server writes of its job, and how a job becomes what was written.
+"""A durable server writes what its job is, and a new job becomes what was written.
 
 A snapshot is the shard, in pieces as for a checkpoint, and beside it the state: a JSON object with all else that is
 complete. What is not finished, or is large, is carried over into the journal that begins with the snapshot.

@@ -1,5 +1,4 @@
-"""Where a durable server keeps what it may not lose: a directory with a journal of what it did, and with snapshots
-that cut it.
+"""A durable server keeps what it may not lose in a directory: a journal of what it did, and snapshots that cut it.
 
 Every request that changes anything is in the journal before it is carried out, so before anybody hears of it. A server
 does the same things when it is asked the same in the same order; so one that starts again reads its last snapshot,
