@@ -135,8 +135,8 @@ def _agree(
         mark = choice.mark
         # A first server that has chosen holds to that, and tells its log who was called with another value.
         is_heard = servers == [0] and seen[0].chosen is not None
-        choose_ = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
-        answers, missing = questions.ask(servers, rest_s, choose=choose_)
+        message = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
+        answers, missing = questions.ask(servers, rest_s, choose=message)
         if missing:
             return None, missing
         held = {server: Choice.from_json(answer) for server, answer in answers.items()}
