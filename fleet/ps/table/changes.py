@@ -1,4 +1,4 @@
-"""The rows that each worker of a GEO job holds, and those of them that others have changed since it last heard.
+"""A GEO server knows which rows each worker holds, and which of them others have changed since it last heard.
 
 A worker that asks again, as its answer was lost, is sent the same rows once more, so what was sent last is kept until
 the worker's next push. Not thread-safe: the caller holds the server's lock.

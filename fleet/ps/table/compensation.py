@@ -1,4 +1,4 @@
-"""Delay compensation (Zheng et al., 2017): what a gradient would have been on today's values, to first order.
+"""Delay compensation (Zheng et al., 2017) makes of a gradient what it would be on today's values, to first order.
 
 A gradient ``g`` computed on ``b``, when the values are ``w`` by now, becomes ``g + lambda * g * g * (w - b)``. So the
 server keeps, for each worker, the values it last handed to it: of dense blocks the snapshot that was sent, of rows the

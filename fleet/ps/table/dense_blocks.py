@@ -1,4 +1,4 @@
-"""The dense blocks of one server, updated by ``torch.optim`` itself.
+"""``torch.optim`` itself updates the dense blocks of a server.
 
 All blocks of one element type are views of one flat tensor, so that a round's gradients can be added and the new
 values sent as one piece of memory. Optimizers see runs of neighbouring blocks, layouts and checkpoints the blocks.

@@ -1,4 +1,5 @@
-"""The tables of a shard as they were at one moment, for a checkpoint or a snapshot that is written while they change.
+"""A frozen view shows tables as they were at one moment, for a checkpoint or a snapshot that is written while they
+change.
 
 The moment is the beginning of an epoch (history.py), and rows remember the one they were changed in last. So those that
 have not changed since are read as they are, in their order, and the others were set aside before they changed first.

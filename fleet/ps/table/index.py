@@ -1,4 +1,4 @@
-"""Which slot an id has: an open-addressing table that grows a few places at a time.
+"""An index finds the slot of an id: an open-addressing table that grows a few places at a time.
 
 An entry has 64 bits: 0 is empty, else the low 40 bits are slot + 1 and the high 24 bits repeat 24 bits of the id's
 hash. A probe compares those first and looks at the id itself only when they agree, so absent ids and collisions cost

@@ -1,4 +1,4 @@
-"""The value of a row that was never trained."""
+"""A row that was never trained has the value that its table's initializer gives it."""
 
 from __future__ import annotations
 

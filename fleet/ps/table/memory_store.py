@@ -1,4 +1,4 @@
-"""Rows in memory: columns in segments that stay where they are, and an index over the ids.
+"""Rows lie in memory: in segments that stay where they are, with an index over the ids.
 
 A column grows by whole segments, and nothing is moved for it. They are large, so that systems back them with large
 pages, and zeros nobody has written yet, which take no memory where pages are handed out when they are touched. Only

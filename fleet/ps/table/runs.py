@@ -1,4 +1,4 @@
-"""Neighbouring blocks that ``torch.optim`` updates as one parameter.
+"""``torch.optim`` updates neighbouring blocks as one parameter, a run.
 
 It goes through its parameters in Python, which takes longer than the update itself where they are small. A run lasts
 for as long as its blocks fare alike: once some of them have a gradient in a round and others have none, their state

@@ -1,4 +1,4 @@
-"""Everything one server holds for a job: its dense blocks and its share of every table.
+"""A shard is everything that one server holds for a job: its dense blocks and its share of every table.
 
 Not thread-safe: the caller holds the server's lock.
 """

@@ -1,4 +1,4 @@
-"""Where rows live, apart from what they mean: ids, and columns of numbers beside them."""
+"""A store is where rows live, apart from what they mean: ids, and columns of numbers beside them."""
 
 from __future__ import annotations
 

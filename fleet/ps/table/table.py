@@ -1,4 +1,4 @@
-"""A sparse table on one server: what its rows mean, over a store that keeps them and a kernel that updates them.
+"""A sparse table says what rows mean, over a store that keeps them and a kernel that updates them.
 
 Not thread-safe: the caller holds a lock around every call.
 """

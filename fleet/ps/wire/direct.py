@@ -1,4 +1,4 @@
-"""Direct connections: requests go over plain sockets, beside a network that leads there.
+"""Requests go over plain sockets, direct connections, beside a network that leads to them.
 
 Through Python's gRPC a request of 400 KiB costs about half a millisecond of computing on either side, whatever its
 options, over a socket a tenth of it (docs/design.md has the figures). A client asks the server over the network where

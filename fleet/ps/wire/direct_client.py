@@ -1,4 +1,4 @@
-"""The client half of direct connections.
+"""A client sends requests over direct connections.
 
 A connection carries one request and then its reply, nothing else meanwhile: requests under way together have one
 each, so none waits for another, and one that is given up takes its connection with it.

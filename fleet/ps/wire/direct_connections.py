@@ -1,4 +1,4 @@
-"""The connections that a server has let in: requests arrive over them, and their replies leave.
+"""Requests arrive over the connections that a server has let in, and their replies leave.
 
 One thread waits for all of them, reads a request, has it handled and sends the reply (``LeaderPool``). It may be held
 up by a peer that stops in the middle or does not read, by a long request or one that waits for the server's lock: then

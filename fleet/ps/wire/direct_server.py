@@ -1,4 +1,4 @@
-"""The server half of direct connections: the doors through which peers come in."""
+"""A server opens doors, through which peers come in with direct connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The envelope of every message: a protobuf header and raw tensors behind it.
+"""Every message is a frame: a protobuf header and raw tensors behind it.
 
     "FLT1" | header bytes: u32 | payload bytes: u64 | header | padding to 16 | tensors, each padded to 16
 

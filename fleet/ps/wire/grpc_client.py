@@ -1,4 +1,4 @@
-"""The client half of the gRPC transport; with ``grpc_server`` the only files that know gRPC."""
+"""A client sends requests through gRPC, which this file, ``grpc_server`` and ``health`` alone know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server half of the gRPC transport: replies may come late, without holding a thread.
+"""A server takes requests through gRPC, and may reply late without holding a thread.
 
 gRPC's threaded server takes a handler marked ``experimental_non_blocking``: it is called on a pool thread with a
 callback, returns at once, and answers through the callback whenever it likes, from any thread (the health-checking

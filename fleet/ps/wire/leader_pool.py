@@ -1,4 +1,4 @@
-"""Threads of which one at a time waits for work, and does what comes.
+"""One thread of a pool, its leader, waits for work and does what comes.
 
 To hand every piece of work to a thread of its own costs several switches, on many cores from one to another, which is
 more than most requests take. So whoever waits for work does it. When that holds it up, whatever the reason, another

@@ -1,4 +1,4 @@
-"""A network inside one process: the whole job of a laptop, and of most tests.
+"""The loopback network lies inside one process: for the whole job of a laptop, and for most tests.
 
 Every frame is encoded and read again, so that nothing but the sockets differs from the real thing.
 """

@@ -1,4 +1,4 @@
-"""Gradients in fewer bits: what travels in place of a float32 or float64 tensor where the job has a ``wire_dtype``.
+"""Gradients travel in fewer bits than float32 or float64 where the job has a ``wire_dtype``.
 
 A tensor is taken in lines, the rows of a matrix or 256 elements of a flat one. For fp16 and int8 each line is divided
 by a scale that travels beside it, so that its largest element becomes the largest number in use: gradients are often

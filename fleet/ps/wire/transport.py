@@ -1,4 +1,4 @@
-"""What the rest of the package knows of a network: listen, connect, one request, one reply.
+"""The rest of the package knows of a network that it listens and connects: one request, one reply.
 
 A reply may come late and from any thread: a handler is given ``respond`` and may keep it. That is how a pull that
 cannot be answered yet waits on a server without holding one of its threads. What a handler returns, if anything, is

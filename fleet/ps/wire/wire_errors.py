@@ -1,4 +1,4 @@
-"""Errors on their way through the wire: a ``FleetError`` becomes an ``Error`` message and the same error again."""
+"""Errors travel: a ``FleetError`` becomes an ``Error`` message, and the same error again at the other end."""
 
 from __future__ import annotations
 
