@@ -7,13 +7,11 @@ The caller holds the server's lock, but for ``heard``, which heartbeats use.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from fleet.base.clock import Clock
 from fleet.errors import ProtocolError
-from fleet.ps.server.job import Job
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.wire.frame import Frame
 from fleet.telemetry.figures import LONGEST_NAME, MOST_FIGURES
@@ -33,7 +31,7 @@ class Statistics:
 
     @contextmanager
     def request(self, frame: Frame, outbox: Outbox) -> Iterator[None]:
-        """Around carrying out one request, whose replies gather in ``outbox``."""
+        """Count a request that is carried out, and the replies that gather in ``outbox``."""
         try:
             with self.busy():
                 yield
@@ -44,7 +42,7 @@ class Statistics:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around any work."""
+        """Count the time of any work."""
         began = self._clock.now()
         try:
             yield
@@ -52,11 +50,11 @@ class Statistics:
             self._busy_s += self._clock.now() - began
 
     def updated(self) -> None:
-        """What workers have pushed has been applied, a round or one push."""
+        """Count what has been applied, a round or one push."""
         self._updates += 1
 
     def released(self, waiting: Waiting, by: int) -> None:
-        """A request that waited can be answered, since worker ``by`` has done something."""
+        """Count how long a request waited until worker ``by`` let it be answered."""
         if waiting.worker != by and not waiting.ahead:
             self._waited[waiting.worker, by] += self._clock.now() - waiting.since
 
@@ -70,59 +68,21 @@ class Statistics:
             )
         self._figures[worker] = dict(figures)
 
-    def status(
-        self, job: Job | None, members: Sequence[tuple[str, str, float | None]], phase: str, task: str
-    ) -> dict[str, Any]:
-        """All of it, and how the job and its members stand (``Membership.glance``), as JSON has it."""
-        parked = [] if job is None else job.all_waiting()
-        about: dict[str, Any] = {
-            "phase": phase,
-            "errand": task,
-            "figures": {
-                "version": 0 if job is None else job.rounds.gate.version,
-                "updates": self._updates,
-                "requests": self._requests,
-                "busy_seconds": self._busy_s,
-                "parked": len(parked),
-                "sent_bytes": self._sent_bytes,
-                "received_bytes": self._received_bytes,
-                **self._process.read(),
-            },
-        }
-        if job is None:
-            return about
-        longest: dict[int, Waiting] = {}
-        for waiting in parked:
-            if not waiting.ahead and waiting.since <= longest.get(waiting.worker, waiting).since:
-                longest[waiting.worker] = waiting
-        staleness = {} if job.shard is None else job.shard.staleness.counts
-        now = self._clock.now()
+    def figures(self) -> dict[str, float]:
+        """What this server has counted, and what its process uses."""
         return {
-            **about,
-            "job_id": job.job_id,
-            "mode": job.plans.current.spec.settings.mode,
-            "index": None if job.shard is None else job.shard.server,
-            "tables": {} if job.shard is None else {t.spec.name: [len(t), t.nbytes] for t in job.shard.tables},
-            "workers": [
-                {
-                    "standing": standing,
-                    "label": label,
-                    "heard_seconds": heard_s,
-                    "steps": job.steps_of(worker),
-                    "staleness": _sum_and_count(staleness.get(worker, {})),
-                    "waits": None if worker not in longest else self._described(job, longest[worker], now),
-                    "waited": {str(other): s for (waiter, other), s in self._waited.items() if waiter == worker},
-                    "figures": self._figures.get(worker, {}),
-                }
-                for worker, (standing, label, heard_s) in enumerate(members)
-            ],
+            "updates": self._updates,
+            "requests": self._requests,
+            "busy_seconds": self._busy_s,
+            "sent_bytes": self._sent_bytes,
+            "received_bytes": self._received_bytes,
+            **self._process.read(),
         }
 
-    @staticmethod
-    def _described(job: Job, waiting: Waiting, now: float) -> dict[str, Any]:
-        return {"what": waiting.what, "seconds": now - waiting.since, "for": list(job.waited_for(waiting))}
+    def figures_of(self, worker: int) -> dict[str, float]:
+        """What a worker's last heartbeat brought."""
+        return self._figures.get(worker, {})
 
-
-def _sum_and_count(histograms: Mapping[str, Mapping[int, int]]) -> tuple[int, int]:
-    counts = [(low, count) for histogram in histograms.values() for low, count in histogram.items()]
-    return sum(low * count for low, count in counts), sum(count for _, count in counts)
+    def waited_by(self, worker: int) -> dict[int, float]:
+        """For how many seconds a worker has waited, for each other one."""
+        return {other: s for (waiter, other), s in self._waited.items() if waiter == worker}

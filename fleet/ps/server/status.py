@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ from fleet.base.clock import Clock
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
-from fleet.ps.server.pending import Arrival
+from fleet.ps.server.pending import Arrival, Waiting
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.wire import fleet_pb2 as pb
 
@@ -44,9 +44,47 @@ class Status:
     def status(self) -> dict[str, Any]:
         """How the job does, as far as this server sees it, for whoever shows it."""
         with self._lock:
-            job, glance = self._found_job(), self._members.glance(self._clock.now())
-            known = self._statistics.status(job, glance, self._phase(job), _task_of(job))
-            return {"server": self._where, **known}
+            job = self._found_job()
+            waiting = [] if job is None else job.all_waiting()
+            about: dict[str, Any] = {
+                "server": self._where,
+                "phase": self._phase(job),
+                "errand": _task_of(job),
+                "figures": {
+                    "version": 0 if job is None else job.rounds.gate.version,
+                    "parked": len(waiting),
+                    **self._statistics.figures(),
+                },
+            }
+            return about if job is None else {**about, **self._status_of(job, waiting)}
+
+    def _status_of(self, job: Job, waiting: Sequence[Waiting]) -> dict[str, Any]:
+        """What belongs to the job, and how its members stand."""
+        longest: dict[int, Waiting] = {}
+        for each in waiting:
+            if not each.ahead and each.since <= longest.get(each.worker, each).since:
+                longest[each.worker] = each
+        shard, statistics, now = job.shard, self._statistics, self._clock.now()
+        staleness = {} if shard is None else shard.staleness.counts
+        return {
+            "job_id": job.job_id,
+            "mode": job.plans.current.spec.settings.mode,
+            "index": None if shard is None else shard.server,
+            "tables": {} if shard is None else {t.spec.name: [len(t), t.nbytes] for t in shard.tables},
+            "workers": [
+                {
+                    "standing": standing,
+                    "label": label,
+                    "heard_seconds": heard_s,
+                    "steps": job.steps_of(worker),
+                    "staleness": _sum_and_count(staleness.get(worker, {})),
+                    "waits": None if worker not in longest else _described(job, longest[worker], now),
+                    "waited": {str(other): s for other, s in statistics.waited_by(worker).items()},
+                    "figures": statistics.figures_of(worker),
+                }
+                for worker, (standing, label, heard_s) in enumerate(self._members.glance(now))
+            ],
+        }
 
     def absent(self) -> str:
         """Who has not come yet, in words; nothing once all have. It takes no part in the lock, as heartbeats ask it."""
@@ -94,6 +132,15 @@ class Status:
         if not job.initialized:
             return "waiting for initial values"
         return "training"
+
+
+def _described(job: Job, waiting: Waiting, now: float) -> dict[str, Any]:
+    return {"what": waiting.what, "seconds": now - waiting.since, "for": list(job.waited_for(waiting))}
+
+
+def _sum_and_count(histograms: Mapping[str, Mapping[int, int]]) -> tuple[int, int]:
+    counts = [(low, count) for histogram in histograms.values() for low, count in histogram.items()]
+    return sum(low * count for low, count in counts), sum(count for _, count in counts)
 
 
 def _task_of(job: Job | None) -> str:
