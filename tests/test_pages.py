@@ -38,6 +38,16 @@ def test_python_is_python(page: str) -> None:
         compile(code, f"{page}, block {index}", "exec")
 
 
+#: What a column of the site shows; more is cut off, or has to be scrolled to.
+COLUMNS = 88
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_as_wide_as_the_site_shows(page: str) -> None:
+    shown = [line for kind in ("python", "sh", "yaml") for block in blocks(page, kind) for line in block.splitlines()]
+    assert [line for line in shown if len(line) > COLUMNS] == []
+
+
 # ---------------------------------------------------------------- pasted into a script
 
 CHECKPOINTS = "docs/checkpoints.md"
@@ -231,6 +241,24 @@ def there(name: str) -> bool:
                 return False
         found = getattr(found, part)
     return True
+
+
+#: What pages name and a reader writes, or somebody else has.
+OF_READERS = {"train.py", "script.py", "plain.py", "clicks.py", "score.py"}
+OF_READERS |= {"sync.py", "nccl2.py", "several.py", "fleet_api.py"}  # docs/doors.md
+
+
+def test_every_file_is_there() -> None:
+    """By its path, or by the end of one: what is moved is moved in the pages as well."""
+    folders = ("fleet", "tests", "examples", "benchmarks", "docs")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    missing = [
+        f"{page}: {name}"
+        for page, text in PAGES.items()
+        for name in sorted(set(re.findall(r"(?<![\w./-])(?:\.\./)*((?:\w[\w.-]*/)*\w+\.py)\b", text)))
+        if name not in OF_READERS and not any(path.endswith(f"/{name}") for path in there)
+    ]
+    assert missing == []
 
 
 def test_every_option_is_there(capsys: pytest.CaptureFixture[str]) -> None:

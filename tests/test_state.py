@@ -32,7 +32,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError, ConfigurationError,
 from fleet.launch import cli
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.object_states import Share, States
+from fleet.ps.server.object_states import ObjectState, ObjectStates
 from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -379,10 +379,10 @@ def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, t
 
 def test_what_was_kept_last_may_be_ahead_of_where_a_worker_goes_on() -> None:
     """A server has the last step, another one lacks it: the worker takes it once more, and has what came before it."""
-    states = States(lockstep=True)
+    states = ObjectStates(lockstep=True)
     for step in (1, 2, 3):
-        states.keep(0, step, Share(np.full(1, step, np.uint8), step))
-    states.keep(0, 1, Share(np.zeros(1, np.uint8), 1))
+        states.keep(0, step, ObjectState(np.full(1, step, np.uint8), step))
+    states.keep(0, 1, ObjectState(np.zeros(1, np.uint8), 1))
     found = [states.of(0, step) for step in (1, 2, 3, 9)]
     assert [None if each is None else int(each.data[0]) for each in found] == [None, 2, 3, 3]
 

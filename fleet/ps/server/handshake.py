@@ -12,7 +12,7 @@ from fleet.ps.consistency.membership import Standing
 from fleet.ps.server.admission import Expected, check_cluster, check_same_job, check_share
 from fleet.ps.server.context import Floor
 from fleet.ps.server.durability import Keeping
-from fleet.ps.server.initialization import Filling
+from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.pending import Arrival
 from fleet.ps.server.status import on_one_line
@@ -21,8 +21,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 _log = logging.getLogger("fleet.server")
 
 
-class Joining:
-    def __init__(self, floor: Floor, keeping: Keeping, filling: Filling, expected: Expected | None) -> None:
+class Handshake:
+    def __init__(self, floor: Floor, keeping: Keeping, filling: Initialization, expected: Expected | None) -> None:
         """``expected`` is the number of workers and the servers this process was told of, where it was told."""
         self._floor = floor
         self._keeping = keeping
@@ -114,7 +114,7 @@ class Joining:
         if before in (Standing.LEFT, Standing.LOST):
             job.gate.join(worker)
             job.hall.join(worker)
-        if not job.mode.lockstep:
+        if not job.policy.shares_steps:
             job.claims.joined(worker)
 
     def _begin(self, job: Job, hello: Any) -> None:

@@ -17,15 +17,15 @@ from fleet.errors import CheckpointError, ServerBusyError, StateError
 from fleet.ps.server.admission import check_job_id
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.context import Floor
-from fleet.ps.server.handshake import Joining
-from fleet.ps.server.initialization import Filling
+from fleet.ps.server.handshake import Handshake
+from fleet.ps.server.initialization import Initialization
 from fleet.ps.wire import fleet_pb2 as pb
 
 _log = logging.getLogger("fleet.server")
 
 
-class Resuming:
-    def __init__(self, floor: Floor, filling: Filling, joining: Joining, root: Place | None) -> None:
+class Resumption:
+    def __init__(self, floor: Floor, filling: Initialization, joining: Handshake, root: Place | None) -> None:
         """``root`` is where this server's own script looks for checkpoints, if it says so."""
         self._floor = floor
         self._filling = filling
@@ -142,7 +142,7 @@ class Resuming:
         if worker is not None and worker in job.gate.clocks:  # all are told the same until they have gone on from there
             steps = job.steps_of(worker) if job.steps.get(worker) else job.steps_before
         met = worker is not None and floor.roll.has_met(worker)
-        return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
+        return Held(job.step, base, self._kept_at, job.policy.shares_steps, steps, met)
 
     def _warn_of_another_root(self, request: Any) -> None:
         told = request.look.root
