@@ -144,7 +144,7 @@ class ServerClient:
 
     def close(self) -> None:
         self._closing.set()
-        self._fail(FleetError("the line is closed", where=str(self.endpoint)))
+        self.fail(FleetError("the line is closed", where=str(self.endpoint)))
         self._channel.close()
         if self._pulse is not None and self._pulse is not threading.current_thread():
             self._pulse.join()
@@ -163,15 +163,15 @@ class ServerClient:
             except TransportError:
                 pass
             except FleetError as error:
-                self._fail(error)
+                self.fail(error)
                 return
             except Exception as error:  # without a pulse a wait could have no end
-                self._fail(FleetError(f"the pulse to {self.endpoint} failed", got=repr(error)))
+                self.fail(FleetError(f"the pulse to {self.endpoint} failed", got=repr(error)))
                 raise
             now = self._clock.now()
             silent_s = now - self._last_heard
             if silent_s > self._knobs.rpc_deadline_s:
-                self._fail(self._silence(silent_s))
+                self.fail(self._silence(silent_s))
                 return
             if min(silent_s, now - noticed) > every_s:
                 noticed = now
@@ -201,7 +201,8 @@ class ServerClient:
             todo="Look at the server's log and at the network between the two.",
         )
 
-    def _fail(self, error: FleetError) -> None:
+    def fail(self, error: FleetError) -> None:
+        """End the line: whoever waits for an answer, or asks from now on, is told this, unless it has ended before."""
         with self._lock:
             self._failure = self._failure or error
             under_way = list(self._under_way)
@@ -259,7 +260,7 @@ class ServerClient:
             return raise_if_error(reply)
         except FATAL as error:
             self.reported = True
-            self._fail(error)
+            self.fail(error)
             raise
 
     @property

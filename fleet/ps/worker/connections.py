@@ -53,6 +53,11 @@ class Lines:
         for client in self.clients:
             client.farewell(Frame(client.request(self._progress.completed, **word)))
 
+    def fail(self, error: FleetError) -> None:
+        """End all of them, for whichever thread asks."""
+        for client in self.clients:
+            client.fail(error)
+
     @property
     def reported(self) -> bool:
         """Whether the user has been told what ended one of them."""

@@ -65,8 +65,9 @@ def check_loads(floor: Floor, replies: Sequence[Frame]) -> None:
 
 
 def _ended(floor: Floor, error: ServerLostError) -> ServerLostError:
-    """The others must not go on either."""
+    """The others must not go on either, nor may another thread of this worker wait for servers that end now."""
     floor.lines.farewell(abort=pb.Abort(reason=str(error)))
+    floor.lines.fail(error)
     return error
 
 
