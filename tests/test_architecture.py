@@ -41,7 +41,7 @@ FOR_USERS = {"api", "checkpoints", "errors", "metrics", "optim", "optimizer", "s
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {
-    *("barrier", "context", "handshake", "object_states", "replacement", "runtime"),
+    *("barrier", "handshake", "object_states", "replacement", "runtime"),
     *("backend", "lease", "model_export", "reductions", "resumption"),
 }
 

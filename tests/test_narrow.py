@@ -30,7 +30,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import LINE, Narrow
 from fleet.ps.wire.wire_errors import raise_if_error
-from fleet.ps.worker.error_feedback import ErrorFeedback
+from fleet.ps.worker.push import ErrorFeedback
 from fleet.strategy.parameter_server import Strategy
 
 #: How far a line's elements may be off, in parts of its largest.

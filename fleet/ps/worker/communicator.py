@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from fleet.base.settings import CommunicatorKnobs
 from fleet.errors import FleetError
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.gradient_merge import GradientMerge, Gradients
+from fleet.ps.worker.gradient_merge import GradientMerge
+from fleet.ps.worker.push import Gradients
 
 #: The unit of ``send_wait_times``.
 SEND_WAIT_S = 0.01
@@ -112,7 +113,7 @@ class Communicator:
         return len(self._queue)
 
     def end(self) -> None:
-        """Tell the threads to stop; a request under way ends with its line."""
+        """Tell the threads to stop; a request under way ends with its connection."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()

@@ -69,7 +69,7 @@ class Progress:
         loads = [reply.message.loads for reply in replies]
         self.replaced = self.replaced or loads != self.loads[: len(loads)]
 
-    def begin_anew(self, replies: Sequence[Frame]) -> int:
+    def reload(self, replies: Sequence[Frame]) -> int:
         """Go on from the values in these replies, which have replaced all others; how often that has happened."""
         self.steps = self.taken = self.went_on_at = replies[0].message.steps
         self.loads, self.replaced = [reply.message.loads for reply in replies], False

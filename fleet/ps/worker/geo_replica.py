@@ -1,9 +1,10 @@
-"""What a GEO worker trains: its own parameters by the user's own optimizers, and its own rows of the tables.
+"""GEO on a worker: steps are taken on its own parameters by the user's own optimizers, and on its own rows of the
+tables; from time to time these are brought to agree with the servers'.
 
-Every so many steps it tells the servers how far it has come since they last agreed, ``d = (x - old) / N``, and takes
-in what the others have done meanwhile: ``x += p - old``, where ``p`` is what the servers have then. ``old`` is what
-servers and worker agreed on, for every parameter and every row that the worker holds. With one worker ``p - old`` is
-zero to the bit, and ``x`` what plain torch computes.
+Every so many steps a worker tells the servers how far it has come since they last agreed, ``d = (x - old) / N``, and
+takes in what the others have done meanwhile: ``x += p - old``, where ``p`` is what the servers have then. ``old`` is
+what servers and worker agreed on, for every parameter and every row that the worker holds. With one worker ``p - old``
+is zero to the bit, and ``x`` what plain torch computes.
 
 A row is fetched when it is first trained here, and is held from then on.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import Entry, set_state, state_entries
 from fleet.kernels import RULES
 from fleet.numeric.ids import unique
@@ -26,21 +27,19 @@ from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
 from fleet.plan.specs import TableSpec
 from fleet.ps.table.table import WEIGHT, Table
-from fleet.ps.worker.dense_buffers import Flat, ParameterWriter, pack
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.connection import Connections
 from fleet.ps.worker.describe import Description
-
-Rows = tuple[Ids, Array]
-
-
-@dataclass(frozen=True)
-class Change:
-    """How far a worker has come: for every server all its blocks end to end, and the touched rows of every table."""
-
-    dense: Sequence[Flat]
-    rows: Mapping[int, Rows]
+from fleet.ps.worker.lookups import RowReader
+from fleet.ps.worker.object_states import OwnStates
+from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.push import Change, Clocks, Push, Pusher, Rows, pack
+from fleet.ps.worker.state_reader import exported
+from fleet.ps.worker.step import UserGradients
+from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel
 
 
-class HeldRows:
+class TableReplica:
     """The rows of one table that this worker holds, with their optimizer state; and what they were agreed to be."""
 
     def __init__(self, spec: TableSpec, rule: str) -> None:
@@ -85,7 +84,7 @@ class HeldRows:
         change = self._mine.read(ids, True) - self._agreed.read(ids, True)
         return ids, change / change.dtype.type(divisor)
 
-    def told(self, ids: Ids, change: Array) -> None:
+    def agree(self, ids: Ids, change: Array) -> None:
         """The servers have added this change."""
         self._agreed.add(ids, change)
         self._touched.clear()
@@ -118,7 +117,7 @@ class Replica:
         self._workers = workers
         self._agreed = agreed
         groups = described.spec.groups
-        self._tables = [HeldRows(spec, groups[spec.group].rule) for spec in described.spec.tables]
+        self._tables = [TableReplica(spec, groups[spec.group].rule) for spec in described.spec.tables]
         for spec, table in zip(described.spec.tables, self._tables, strict=True):
             table.warm(described.option_values(spec.group))
 
@@ -172,7 +171,7 @@ class Replica:
         self._writer.write(fresh)
         self._agreed = values
         for index, (ids, rows) in change.rows.items():
-            self._tables[index].told(ids, rows)
+            self._tables[index].agree(ids, rows)
         for index, ids, rows in others:
             self._tables[index].take(ids, rows)
 
@@ -195,3 +194,98 @@ class Replica:
 
     def _owner(self, group: int) -> torch.optim.Optimizer:
         return self._described.optimizers[self._described.spec.groups[group].optimizer]
+
+
+class GeoTraining:
+    """Takes the worker's steps on its replica, and brings that to agree with the servers."""
+
+    def __init__(
+        self,
+        steps_per_push: int,
+        workers: int,
+        gradients: UserGradients,
+        pusher: Pusher,
+        trained: TrainedModel,
+        values: DenseValues,
+        rows: RowReader,
+        own_states: OwnStates,
+        connections: Connections,
+        progress: Progress,
+        fetch_rows: Callable[[int, Ids], Array],
+    ) -> None:
+        """``fetch_rows`` brings rows of a table from the servers, to be trained."""
+        self._steps_per_push = steps_per_push
+        self._workers = workers
+        self._gradients = gradients
+        self._pusher = pusher
+        self._trained = trained
+        self._values = values
+        self._rows = rows
+        self._own_states = own_states
+        self._connections = connections
+        self._progress = progress
+        self._fetch_rows = fetch_rows
+        self._unsent = 0  #: steps since the replica last agreed with the servers
+        self._state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with these
+        #: from the first values on
+        self.replica: Replica | None = None
+
+    def begin_from(self, values: list[Flat]) -> None:
+        """Train on these values of the servers from now on."""
+        trained = self._trained
+        self.replica = Replica(trained.description, trained.layouts, trained.writer, self._workers, values)
+        if self._progress.steps:
+            self._restore(self.replica)
+
+    def _restore(self, replica: Replica) -> None:
+        """Take over the optimizer state that the job's checkpoint has for the dense parameters."""
+        params = self._trained.plan.spec.params
+        assembly = Assembly({spec.name: spec.numel for spec in params}, "what the servers restored")
+        for connection in self._connections.by_server:
+            for piece in exported(connection, self._progress.completed):
+                if "dense" not in piece.about:
+                    break
+                assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
+        for spec in params:
+            replica.restore(spec.name, *assembly.whole(spec.name))
+
+    def step(self, update: Callable[[], None]) -> None:
+        """One step, in which ``update`` runs the user's optimizers."""
+        assert self.replica is not None
+        if self._gradients.check_finite:
+            self._gradients.dense()
+        self.replica.train(update, self._gradients.rows(), self._fetch_rows)
+        self._progress.take_step()
+        self._unsent += 1
+        state = self._own_states.take()
+        self._state = self._state if state is None else state
+        if self._unsent >= self._steps_per_push:
+            self._agree(self.replica)
+
+    def flush(self) -> None:
+        """Have the servers know of everything that this worker has trained."""
+        if self.replica is not None and self._unsent:
+            self._agree(self.replica)
+
+    def _agree(self, replica: Replica) -> None:
+        """Tell the servers how far this worker has come, and take in what the others have done."""
+        self._trained.description.check_types()
+        clocks = Clocks(self._values.read_at, self._rows.read_at)
+        frames, as_sent = self._pusher.encode_change(replica.change(), clocks, self._unsent, self._state)
+
+        def take(replies: Sequence[Frame]) -> None:
+            replica.agree(as_sent, self._values.read(replies), list(self._changed_rows(replies)))
+            self._unsent, self._state = 0, None
+
+        # Half an exchange with the servers would be made once more with the next.
+        self._pusher.deliver(Push(self._unsent, frames, take, at_a_stretch=True))
+
+    def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
+        """Table, ids and values of the rows that the servers say others have changed."""
+        for server, (layout, reply) in enumerate(zip(self._trained.layouts, replies, strict=True)):
+            tensors = iter(reply.tensors[len(layout.dtypes) :])
+            for index in reply.message.changed:
+                yield index, next(tensors).numpy(), next(tensors).numpy()
+            self._rows.read_at.update(
+                {(server, index): clock for index, clock in enumerate(reply.message.table_clocks)}
+            )
