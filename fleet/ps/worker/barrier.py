@@ -1,4 +1,4 @@
-"""A worker's part in what all of them do together: a barrier, or a reduction, at the first server."""
+"""A worker takes part in what all of them do together: a barrier, or a reduction, at the first server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class Barrier:
+    """Waits for all workers, and reduces values over them, at the first server."""
+
     def __init__(
         self,
         first_server: Connection,
@@ -33,7 +35,7 @@ class Barrier:
         self._in_doubt: tuple[int, Frame] | None = None
 
     def gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
-        """What comes of it, when every worker has come."""
+        """Return what comes of it, when every worker has come."""
         with self._callers.gathering(call):
             number = self._progress.gathered + 1
             message = pb.Gather(number=number, op=op, dtype=dtype, beside=self._callers.are_beside)

@@ -26,7 +26,7 @@ from fleet.errors import ConfigurationError
 from fleet.plan.specs import JobSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.lease import given_up_if_it_fails, once
+from fleet.ps.worker.lease import once, withdrawn_if_it_fails
 from fleet.ps.worker.object_states import Shares
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.state_reader import exported
@@ -37,7 +37,7 @@ FULL, DELTA = "full", "delta"
 
 @dataclass(frozen=True)
 class Moment:
-    """What a worker is at the step that is saved, taken on the user's thread: it may go on while the rest is done."""
+    """Says what a worker is at the step that is saved: it may go on while the rest is done."""
 
     steps: int
     version: int
@@ -89,8 +89,8 @@ def _write(
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
     own, lockstep = worker.own_states, worker.policy.shares_steps
-    with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
-        told = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
+    with CheckpointWriter(dirname, after) as writer, withdrawn_if_it_fails(worker, writer.id):
+        collected = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
         files: dict[int, list[PieceFile]] = {}
         if go_on is not None:
             _ask(worker, writer, after, moment, files, begin=True)
@@ -105,9 +105,9 @@ def _write(
                 pieces.add({"dense": entries}, dict(zip(names(entries), state, strict=True)))
             writer.add(pieces.files)
         if shares is not None:
-            told = told or own.collect(shares)
+            collected = collected or own.collect(shares)
             with writer.pieces("workers") as pieces:
-                write_states(pieces, own.collected(shares, told))
+                write_states(pieces, own.collected(shares, collected))
             writer.add(pieces.files)
         saved = writer.commit(moment.steps, seed, moment.spec)
     settle = pb.Settle(id=saved.id, url=saved.url)
@@ -151,7 +151,7 @@ def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pi
 
 
 class CheckpointStates:
-    """How the states of all workers come into the checkpoints that worker 0 saves from time to time."""
+    """Brings the states of all workers into the checkpoints that worker 0 saves from time to time."""
 
     def __init__(self, worker: WorkerRuntime, *, gives: bool) -> None:
         self._worker = worker
@@ -163,7 +163,7 @@ class CheckpointStates:
 
     @property
     def needs_notice(self) -> bool:
-        """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
+        """Say whether others have to hear of a checkpoint before its step: their states right after it are saved."""
         return self._is_any_given and self._shares_steps and not self._is_alone
 
     def ask(self, step: int) -> None:
@@ -191,7 +191,7 @@ class CheckpointStates:
         return self._own_states.gives or self._progress.others_give
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
-        """Hand this worker's over; after the ``last`` one no other is to be waited for."""
+        """Hand over this worker's state; after the ``last`` one nobody waits for another."""
         if self._worker.stopped:
             return
         with self._worker.callers:

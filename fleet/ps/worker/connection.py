@@ -1,4 +1,4 @@
-"""A worker's connections to the servers: requests that are repeated until they are answered, and heartbeats beside.
+"""A worker's connections repeat requests to the servers until they are answered, and send heartbeats beside.
 
 A thread of each connection sends a heartbeat every second, however long the user's step takes. It measures the server's
 silence; when that exceeds the deadline, or the server says that the job is over, it cancels whatever waits on this
@@ -47,7 +47,7 @@ FATAL = (JobAbortedError, ServerLostError, IdentityError)
 
 
 class Connection:
-    """To one server."""
+    """Connects the worker to one server."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class Connection:
         self._wait: Wait | None = None
         self._closing = threading.Event()
         self._heartbeat: threading.Thread | None = None
-        #: whether the user has been told what ended this connection
+        #: whether the user knows what ended this connection
         self.reported = False
 
     def request(self, step: int, **kind: object) -> pb.Request:
-        """A request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
+        """Make a request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
         return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
 
     def start(self, frame: Frame, what: str, *, ahead: bool = False) -> PendingRequest:
@@ -128,12 +128,12 @@ class Connection:
                 return reply
 
     def farewell(self, frame: Frame) -> None:
-        """Send a last word; whether it arrives is not this worker's concern any more."""
+        """Send a last word; whether it arrives matters to nobody any more."""
         with contextlib.suppress(TransportError, FleetError):
             self._channel.start(frame, FAREWELL_S).result()
 
     def forked_channel(self) -> Channel:
-        """For a forked child of this process, which may not use this one."""
+        """Open one for a forked child of this process, which may not use this one."""
         return self._channel.forked()
 
     @property
@@ -227,7 +227,7 @@ class Connection:
         raise self.reported_failure()
 
     def _checked_size(self, frame: Frame, what: str) -> int:
-        """What a frame weighs. A server would hang up in the midst of a request that is too large for it."""
+        """Return what a frame weighs. A server would hang up in the midst of a request that is too large for it."""
         most, nbytes = self._knobs.security.max_message_bytes, frame.nbytes
         if nbytes > most:
             raise ConfigurationError(
@@ -240,7 +240,7 @@ class Connection:
         return nbytes
 
     def end(self, call: Call) -> None:
-        """Nobody waits for this call any more."""
+        """Note that nobody waits for this call any more."""
         with self._lock:
             self._under_way.discard(call)
 
@@ -250,13 +250,13 @@ class Connection:
             return self._failure
 
     def reported_failure(self) -> FleetError:
-        """What ended this connection, to be raised to the user."""
+        """Return what ended this connection, to be raised to the user."""
         assert self._failure is not None
         self.reported = True
         return self._failure.again()
 
     def answered(self, reply: Frame) -> Frame:
-        """A reply to the user's request; one that says that the job is over ends the connection."""
+        """Check a reply to the user's request; one that says that the job is over ends the connection."""
         self._heard()
         with self._lock:
             self.received_bytes += reply.nbytes
@@ -297,7 +297,7 @@ class Connection:
 
 
 def _give_up(call: Call) -> None:
-    """Nobody wants the reply any more."""
+    """Cancel a call of which nobody wants the reply any more."""
     call.cancel()
     with contextlib.suppress(TransportError, FleetError):
         call.result()  # what the network keeps for the call goes with its end
@@ -325,7 +325,7 @@ class PendingRequest:
         self._call.send()
 
     def result(self) -> Frame:
-        """The reply. Errors the server sent are raised, as is whatever ended the connection."""
+        """Wait for the reply. Errors the server sent are raised, as is whatever ended the connection."""
         connection = self._connection
         retries = 0
         broken_at = connection.clock.now()
@@ -351,19 +351,19 @@ class PendingRequest:
 
 
 class Connections:
-    """To all servers, which are asked together."""
+    """Connects the worker to all servers, and asks them together."""
 
     def __init__(self, by_server: Sequence[Connection], progress: Progress) -> None:
         self.by_server = by_server
         self._progress = progress
 
     def ask(self, what: str, at_once: int | None = None, **kind: object) -> list[Frame]:
-        """The same request to every server, as ``Connection.request`` has it."""
+        """Send the same request to every server, as ``Connection.request`` has it."""
         step = self._progress.completed
         return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
 
     def ask_all(self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None) -> list[Frame]:
-        """One request to every server, all under way at once, or so many."""
+        """Send one request to every server, all under way at once, or so many."""
         failure: FleetError | None = None
         replies = []
         numbered = list(enumerate(self.by_server))
@@ -390,18 +390,18 @@ class Connections:
         return replies
 
     def farewell(self, **word: object) -> None:
-        """A last word to every server, whether it arrives or not."""
+        """Send a last word to every server, whether it arrives or not."""
         for connection in self.by_server:
             connection.farewell(Frame(connection.request(self._progress.completed, **word)))
 
     @property
     def reported(self) -> bool:
-        """Whether the user has been told what ended one of them."""
+        """Say whether the user knows what ended one of them."""
         return any(connection.reported for connection in self.by_server)
 
     @property
-    def is_sound(self) -> bool:
-        """Whether this worker is in the job, and has heard of no end of it."""
+    def is_healthy(self) -> bool:
+        """Say whether this worker is in the job, and has heard of no end of it."""
         return any(connection.is_joined for connection in self.by_server) and all(
             connection.failure is None for connection in self.by_server
         )

@@ -1,4 +1,4 @@
-"""What a forked child of a worker may do: look rows up.
+"""A forked child of a worker may look rows up, and nothing else.
 
 It does so over connections of its own, as a request on one of the parent's would mix with the parent's. Nobody counts
 on it: it sends no heartbeats, has no step, and may read nothing that servers would remember the worker to have read.
@@ -22,6 +22,8 @@ from fleet.ps.worker.trained_model import TrainedModel
 
 
 class ForkedReader:
+    """Looks rows up in a forked child."""
+
     def __init__(
         self, connections: Connections, trained: TrainedModel, progress: Progress, mode: str, policy: Policy
     ) -> None:
@@ -45,7 +47,7 @@ class ForkedReader:
 
 
 class _Link:
-    """To one server, for whoever does not wait longer than the deadline."""
+    """Connects the child to one server, and waits no longer than the deadline."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -40,7 +40,7 @@ from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, Tr
 
 
 class TableReplica:
-    """The rows of one table that this worker holds, with their optimizer state; and what they were agreed to be."""
+    """Holds rows of one table with their optimizer state, and the values that were agreed on."""
 
     def __init__(self, spec: TableSpec, rule: str) -> None:
         kernel = RULES[rule].rows
@@ -50,7 +50,7 @@ class TableReplica:
         self._touched: list[Ids] = []
 
     def read(self, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
-        """The rows of ids, which are distinct. What is not held is fetched, and held if it is to be trained."""
+        """Return the rows of distinct ids. What is not held is fetched, and held if it is to be trained."""
         if training:
             self.hold(ids, fetch)
             return self._mine.read(ids, training)
@@ -67,7 +67,7 @@ class TableReplica:
             self._mine.load(missing, {WEIGHT: fetched})
 
     def missing(self, ids: Ids) -> Ids:
-        """The ids among these that are not held."""
+        """Return those of the ids that are not held."""
         missing: Ids = ids[~self._mine.known(ids)]
         return missing
 
@@ -85,7 +85,7 @@ class TableReplica:
         return ids, change / change.dtype.type(divisor)
 
     def agree(self, ids: Ids, change: Array) -> None:
-        """The servers have added this change."""
+        """Note that the servers have added this change."""
         self._agreed.add(ids, change)
         self._touched.clear()
 
@@ -102,6 +102,8 @@ class TableReplica:
 
 
 class Replica:
+    """Holds what the worker trains: parameters and rows, and the values that were agreed on."""
+
     def __init__(
         self,
         described: Description,
@@ -130,7 +132,7 @@ class Replica:
         return self._tables[index].missing(ids)
 
     def train(self, update: Callable[[], None], rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
-        """One step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
+        """Take one step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
         for index, (ids, _) in rows.items():  # what was read in evaluation mode is not held yet
             self._tables[index].hold(ids, partial(fetch, index))
         with self._tables_aside():
@@ -141,7 +143,7 @@ class Replica:
 
     @contextmanager
     def _tables_aside(self) -> Iterator[None]:
-        """Gradients of rows are none of torch's optimizers' business."""
+        """Hide gradients of rows from torch's optimizers."""
         weights = [handle.weight for handle in self._described.handles]
         grads = [weight.grad for weight in weights]
         for weight in weights:
@@ -155,7 +157,7 @@ class Replica:
     # ---------------------------------------------------------------- agreeing with the servers
 
     def change(self) -> Change:
-        """How far this worker has come, its share of it. Nothing is altered."""
+        """Return this worker's share of how far it has come. Nothing is altered."""
         dense = [
             {dtype: (value - agreed[dtype]).div_(self._workers) for dtype, value in now.items()}
             for now, agreed in zip(self._values(), self._agreed, strict=True)
@@ -164,7 +166,7 @@ class Replica:
         return Change(dense, {index: change for index, change in rows.items() if change is not None})
 
     def agree(self, change: Change, values: Sequence[Flat], others: Iterable[tuple[int, Ids, Array]]) -> None:
-        """The servers have added ``change``, and have these values now; ``others`` have changed these rows."""
+        """Take in what the servers have: these values, with ``change`` added, and the rows that ``others`` changed."""
         fresh = []
         for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
             fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
@@ -250,7 +252,7 @@ class GeoTraining:
             replica.restore(spec.name, *assembly.whole(spec.name))
 
     def step(self, update: Callable[[], None]) -> None:
-        """One step, in which ``update`` runs the user's optimizers."""
+        """Take one step, in which ``update`` runs the user's optimizers."""
         assert self.replica is not None
         if self._gradients.check_finite:
             self._gradients.dense()
@@ -263,7 +265,7 @@ class GeoTraining:
             self._agree(self.replica)
 
     def flush(self) -> None:
-        """Have the servers know of everything that this worker has trained."""
+        """Tell the servers of everything that this worker has trained."""
         if self.replica is not None and self._unsent:
             self._agree(self.replica)
 
@@ -281,7 +283,7 @@ class GeoTraining:
         self._pusher.deliver(Push(self._unsent, frames, take, at_a_stretch=True))
 
     def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
-        """Table, ids and values of the rows that the servers say others have changed."""
+        """Yield table, ids and values of the rows that others have changed."""
         for server, (layout, reply) in enumerate(zip(self._trained.layouts, replies, strict=True)):
             tensors = iter(reply.tensors[len(layout.dtypes) :])
             for index in reply.message.changed:

@@ -1,4 +1,4 @@
-"""Gradients of several steps become one push: dense ones added up, rows by id; then averaged, or not for plain SGD.
+"""Merges the gradients of several steps into one push: adds them up, rows by id, and takes the mean where that is due.
 
 Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the
 usual size. Which of the two is decided for each param group.
@@ -35,7 +35,7 @@ class GradientMerge:
 
     @torch.no_grad()
     def add(self, gradients: Gradients) -> Gradients | None:
-        """Take one step's gradients; they come back, merged with those before, when it is time to send."""
+        """Take one step's gradients; return them, merged with those before, when it is time to send."""
         self._count += 1
         missing = len(gradients.dense) - len(self._dense)
         self._dense += [None] * missing
@@ -53,7 +53,7 @@ class GradientMerge:
         return self.rest() if self._count == self.steps else None
 
     def rest(self) -> Gradients | None:
-        """What has not been sent yet, if there is anything."""
+        """Return what has not been sent yet, if there is anything."""
         if self._count == 0:
             return None
         spec = self._described.spec

@@ -1,4 +1,4 @@
-"""A worker's hello to every server, and what their answers must agree on, these and those to its pushes."""
+"""A worker says hello to every server, and checks that their answers agree, these and those to its pushes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_loads(connections: Connections, known: Sequence[int], replies: Sequenc
 
 
 def _aborted(connections: Connections, error: ServerLostError) -> ServerLostError:
-    """The others must not go on either."""
+    """Keep the others from going on as well."""
     connections.farewell(abort=pb.Abort(reason=str(error)))
     return error
 

@@ -48,7 +48,7 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
 
 
 @contextlib.contextmanager
-def given_up_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
+def withdrawn_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
     """Have the servers forget what they begin in here under this name, a checkpoint or other values, if it comes to
     nothing."""
     try:

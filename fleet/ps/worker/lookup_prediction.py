@@ -1,4 +1,4 @@
-"""What a forward will look up, known when it begins: a model that asks table by table then sends one request for all.
+"""Predicts what a forward will look up: a model that asks table by table then sends one request for all.
 
 Most models take the ids of each table straight out of their input: ``batch["user"]``, ``ids[:, 3]``. A forward shows
 which: each tensor it looks up is compared with those it was called with. The next one asks for all of them before it
@@ -62,6 +62,8 @@ class View:
 
 @dataclass(frozen=True)
 class Expected:
+    """A look-up that is expected of a forward."""
+
     handle: TableHandle
     training: bool
     view: View
@@ -69,7 +71,7 @@ class Expected:
 
 @dataclass
 class Known:
-    """What there is to know of a part of a model, in training or in evaluation."""
+    """Records what is known of a part of a model, in training or in evaluation."""
 
     plan: list[Expected] = field(default_factory=list)
     credit: float = PATIENCE
@@ -85,7 +87,7 @@ class Known:
 
 @dataclass
 class Forward:
-    """One that runs."""
+    """A forward that runs."""
 
     module: torch.nn.Module
     known: Known
@@ -137,8 +139,8 @@ class LookupPrediction:
         for module in list(self._hooks):
             self._leave_alone(module)
 
-    def saw(self, wanted: Sequence[Wanted]) -> None:
-        """Something looks these up, with one request."""
+    def observe(self, wanted: Sequence[Wanted]) -> None:
+        """Note a request that looks these up."""
         if not self._running:
             return
         plain = [each for each in wanted if _is_plain(each.ids)]

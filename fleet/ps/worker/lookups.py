@@ -148,6 +148,8 @@ class Prefetched:
 
 
 class RowReader:
+    """Reads rows for forwards: asks the servers, or takes what was fetched ahead."""
+
     def __init__(self, connections: Sequence[ServerLink], version_after: Callable[[int], int]) -> None:
         """``version_after``: the version that this worker needs when it has completed so many more steps."""
         self._connections = connections
@@ -285,12 +287,12 @@ class RowReader:
         }
 
     def offer(self, ahead: Mapping[int, Prefetched]) -> None:
-        """From now on forwards may use this; what was there before is given up."""
+        """Let forwards use this from now on, and nothing that was offered before."""
         self.abandon(self._offered)
         self._offered = ahead
 
     def abandon(self, ahead: Mapping[int, Prefetched]) -> None:
-        """No forward will use this."""
+        """Give up what no forward will use."""
         for fetch in {each.fetch for each in ahead.values()}:
             fetch.abandon()
 
@@ -309,7 +311,7 @@ class RowReader:
         return begun
 
     def drop_predicted(self, begun: Mapping[int, Prefetched] | None) -> None:
-        """The look-ups that were predicted are over; all of them for None."""
+        """Drop what was fetched for look-ups that are over; for all of them if None."""
         over = [each for each in self._predicted if begun is None or each is begun]
         self._predicted[:] = [each for each in self._predicted if begun is not None and each is not begun]
         for each in over:

@@ -57,7 +57,7 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
-    """Written by the first worker that calls it; the others wait until it has been."""
+    """Save it by the first worker that calls; the others wait until it is there."""
     state = serving.state_to_save(model, worker.trained.parts()[1], example_inputs)
 
     def write(_: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The state of this worker's own objects on its way to server 0, to be kept or saved, and on its way back."""
+"""The state of a worker's own objects travels to server 0, which stores it, and back."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Shares:
 
 
 class OwnStates:
+    """Gives the state of this worker's own objects to server 0, and gets it back."""
+
     def __init__(self, keeper: Connection, progress: Progress, most_bytes: int) -> None:
         """``keeper`` is the connection to server 0; a message may have ``most_bytes``."""
         self._keeper = keeper
@@ -51,17 +53,17 @@ class OwnStates:
         self._unsent = data
 
     def take(self) -> Bytes | None:
-        """What goes with the step that is taken now."""
+        """Return what goes with the step that is taken now."""
         data, self._unsent = self._unsent, None
         return data
 
-    def attach_to(self, push: pb.Push, kept: Bytes | None) -> list[WireTensor]:
+    def attach_to(self, push: pb.Push, state: Bytes | None) -> list[WireTensor]:
         """Put into a push for server 0 what it has to know of the state; the tensors to come last in it."""
-        keeping = pb.Keeping(kept=kept is not None, gives=self.gives, asks=self.asks)
+        keeping = pb.Keeping(kept=state is not None, gives=self.gives, asks=self.asks)
         self.asks = ""
         if keeping.ByteSize():
             push.keeping.CopyFrom(keeping)
-        return [] if kept is None else [WireTensor.of(kept)]
+        return [] if state is None else [WireTensor.of(state)]
 
     # ---------------------------------------------------------------- for a checkpoint
 
@@ -95,7 +97,7 @@ class OwnStates:
             self._under_way.send()
 
     def forget_given(self) -> None:
-        """What was given belongs to steps that are no more."""
+        """Forget what was given: it belongs to steps that are no more."""
         self.wait_until_given()
         self._given = None
 
@@ -114,7 +116,7 @@ class OwnStates:
         return answer
 
     def collected(self, shares: Shares, answer: dict[str, Any]) -> Iterator[tuple[int, int, Bytes]]:
-        """What was collected, one worker after the other."""
+        """Yield what was collected, one worker after the other."""
         for worker, steps in zip(answer["workers"], answer["steps"], strict=True):
             yield worker, steps, self._collected_of(worker, shares)
 
@@ -129,7 +131,7 @@ class OwnStates:
     # ---------------------------------------------------------------- back
 
     def recall(self) -> Bytes | None:
-        """What server 0 has for this worker."""
+        """Return what server 0 has for this worker."""
         reply = self._ask("its state", recall=pb.Recall())
         if not reply.message.granted:
             return None

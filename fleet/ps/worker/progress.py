@@ -1,4 +1,4 @@
-"""How far a worker has come, by its own count and by the servers': what requests start from, and calls are told by."""
+"""Counts how far a worker has come: the steps that it has taken, and those that the servers have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fleet.ps.wire.frame import Frame
 
 
 class Progress:
+    """Counts steps, calls, and how often the servers' values were replaced."""
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         #: pushes that the servers have
@@ -76,7 +78,7 @@ class Progress:
         return sum(self.loads)
 
     def name_of_call(self, call: str) -> str:
-        """A name for a call that is carried out once for the job: the same on every worker that makes it."""
+        """Name a call that is carried out once for the job: alike on every worker that makes it."""
         if self._policy.shares_steps and self._calls_after != self.completed:
             self._calls.clear()
             self._calls_after = self.completed

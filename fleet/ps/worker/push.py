@@ -1,4 +1,4 @@
-"""A push: what a step, or several, have left behind, as frames for the servers; and its way there.
+"""Makes a push of what a step, or several, have left behind: frames for the servers, and their way there.
 
 Gradients, or the changes of a GEO worker, are cut for the servers and travel in as many bits as the strategy gives
 them. Where these are few, dense gradients are rounded to the nearest, and what rounding leaves of each block stays here
@@ -53,7 +53,7 @@ class Clocks:
     rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
 
     def or_earlier(self, other: Clocks) -> Clocks:
-        """Of both the earlier, for gradients that become one."""
+        """Return the earlier of both, for gradients that become one."""
         return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
 
 
@@ -76,7 +76,7 @@ class Gradients:
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
-        """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""
+        """Return the same, untouched by what becomes of a parameter's .grad; those of rows are nobody else's."""
         return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
 
 
@@ -99,8 +99,8 @@ class Push:
     take: Callable[[Sequence[Frame]], object]
     at_a_stretch: bool = False
 
-    def kept(self) -> Push:
-        """The same, whatever the user does with the gradients now."""
+    def copied(self) -> Push:
+        """Return the same, untouched by what the user does with the gradients now."""
         return replace(self, frames=[frame.kept() for frame in self.frames])
 
 
@@ -120,12 +120,12 @@ def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[by
 
 
 def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor]) -> Flat:
-    """All blocks of a server end to end."""
+    """Join all blocks of a server."""
     return {dtype: joined(blocks, layout.sizes[dtype]) for dtype, blocks in cut(layout, tensors)[1].items()}
 
 
 def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
-    """Of all blocks end to end, those that are not zero all through."""
+    """Return those of all blocks that are not zero all through."""
     present = bytearray(len(layout.slots))
     pieces: dict[str, list[torch.Tensor]] = {}
     for slot in layout.slots:
@@ -141,7 +141,7 @@ def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
 
 @torch.no_grad()
 def joined(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
-    """Flat tensors end to end, ``size`` elements together, in memory of their own."""
+    """Join flat tensors, ``size`` elements together, in memory of their own."""
     return torch.cat(pieces, out=buffers.take_flat(size, pieces[0].dtype))
 
 
@@ -158,6 +158,8 @@ Sent = tuple[bytes, Sequence[WireTensor]]
 
 
 class ErrorFeedback:
+    """Encodes dense gradients in few bits, and adds what rounding left of each block to its next gradient."""
+
     def __init__(self, narrow: Narrow, layouts: Sequence[DenseLayout]) -> None:
         self._narrow = narrow
         self._layouts = layouts
@@ -171,14 +173,14 @@ class ErrorFeedback:
         ]
 
     def grown(self, layouts: Sequence[DenseLayout]) -> ErrorFeedback:
-        """The same for layouts that go on from these."""
+        """Return the same for layouts that go on from these."""
         fresh = ErrorFeedback(self._narrow, layouts)
         for left, before in zip(fresh._left, self._left, strict=True):
             for dtype, tensor in before.items():
                 left[dtype][: len(tensor)] = tensor
         return fresh
 
-    def narrowed(
+    def encode(
         self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
     ) -> tuple[list[Sent], Callable[[], None]]:
         """The gradients of every server's ``blocks`` as they travel, joined by what earlier ones have left; and what to
@@ -233,7 +235,7 @@ def as_read(
     dense: Sequence[Sent],
     rows: Mapping[int, Sequence[WireTensor]],
 ) -> Change:
-    """A GEO worker's change as the servers will read what travels of it."""
+    """Return a GEO worker's change as the servers will read it."""
     if narrow.is_plain:
         return change
     wholes = []
@@ -288,7 +290,7 @@ class Pusher:
         self._feedback = ErrorFeedback(self._narrow, self._trained.layouts)
 
     def grow(self) -> None:
-        """Further parameters have joined the job."""
+        """Make room for further parameters, which have joined the job."""
         self._feedback = self._feedback.grown(self._trained.layouts)
 
     # ---------------------------------------------------------------- delivery
@@ -303,7 +305,7 @@ class Pusher:
                 replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}")
             check_delivered(self._connections, step, replies)
         except BaseException as error:
-            self._in_doubt = push.kept() if _is_unanswered(error) else None
+            self._in_doubt = push.copied() if _is_unanswered(error) else None
             raise
         if push.at_a_stretch:
             whole(lambda: self._finish(push, step, replies), "fleet-exchange")
@@ -353,15 +355,15 @@ class Pusher:
     # ---------------------------------------------------------------- frames
 
     def encode(self, gradients: Gradients, *, brings_values: bool = True) -> tuple[list[Frame], Callable[[], None]]:
-        """The frames, and what to call when they have arrived. The answer to them ``brings_values``, or does not."""
+        """Return the frames, and what to call when they have arrived. Their answer ``brings_values``, or does not."""
         layouts = self._trained.layouts
-        dense, arrived = self._feedback.narrowed([cut(layout, gradients.dense) for layout in layouts])
+        dense, arrived = self._feedback.encode([cut(layout, gradients.dense) for layout in layouts])
         return self._frames(gradients, dense, self._encoded_rows(gradients.rows), brings_values=brings_values), arrived
 
     def encode_change(
         self, change: Change, clocks: Clocks, steps: int, state: Array | None
     ) -> tuple[list[Frame], Change]:
-        """The frames, and the change as servers will read it."""
+        """Return the frames, and the change as servers will read it."""
         layouts = self._trained.layouts
         packed = [without_zeros(layout, flat) for layout, flat in zip(layouts, change.dense, strict=True)]
         dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
@@ -378,7 +380,7 @@ class Pusher:
         *,
         brings_values: bool = True,
     ) -> list[Frame]:
-        """With what travels of the blocks of every server and of the rows of every table."""
+        """Make frames of what travels of every server's blocks and of every table's rows."""
         step = self._progress.completed + 1
         by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
 
@@ -402,7 +404,7 @@ class Pusher:
         return [push(server, connection) for server, connection in enumerate(self._connections.by_server)]
 
     def _encoded_rows(self, rows: Mapping[int, Rows]) -> dict[int, list[WireTensor]]:
-        """Of every table its ids, and what travels of their gradients."""
+        """Return the ids of every table, and what travels of their gradients."""
         worker, step = self._worker, self._progress.completed + 1
         sent = {}
         for index, (ids, grads) in rows.items():
@@ -413,7 +415,7 @@ class Pusher:
         return sent
 
     def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:
-        """For every server its part of what travels of some rows; ids come first."""
+        """Split what travels of some rows by server; ids come first."""
         servers = len(self._connections.by_server)
         if servers == 1:
             return [tensors]
@@ -422,5 +424,5 @@ class Pusher:
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Whether an error leaves open what has become of a push: no answer, or an interruption."""
+    """Say whether an error leaves open what has become of a push: no answer, or an interruption."""
     return isinstance(error, DeadlineError) or not isinstance(error, FleetError)

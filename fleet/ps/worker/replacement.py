@@ -1,4 +1,4 @@
-"""``load_persistables`` and ``load_state_dict``: other values for a running job, brought by one worker for all.
+"""``load_persistables`` and ``load_state_dict`` bring other values into a running job, by one worker for all.
 
 A checkpoint is read by the servers, each its part, and taken over when all of them have; plain tensors are sent to
 them. Whoever makes the call goes on with the new values when it returns, and every other worker with its next step or
@@ -21,7 +21,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBu
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.numeric.jit import Array
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.worker.lease import given_up_if_it_fails, once
+from fleet.ps.worker.lease import once, withdrawn_if_it_fails
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.upload import replace
 
@@ -42,7 +42,7 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
         attempt = granted["name"]
         asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
         while True:
-            with given_up_if_it_fails(worker, attempt):
+            with withdrawn_if_it_fails(worker, attempt):
                 worker.connections.ask(f"loading {where}", load=asked)
             try:
                 return _take_over(worker, attempt)
@@ -82,7 +82,7 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
 
     def send(granted: dict[str, Any]) -> None:
         attempt = granted["name"]
-        with given_up_if_it_fails(worker, attempt):
+        with withdrawn_if_it_fails(worker, attempt):
             replace(worker.connections, worker.trained, worker.progress.completed, found.dense, found.rows)
         _take_over(worker, attempt)
 

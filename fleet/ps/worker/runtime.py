@@ -53,6 +53,8 @@ from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class WorkerRuntime:
+    """Carries out what the user calls while the job runs."""
+
     def __init__(
         self,
         assignment: Assignment,
@@ -166,7 +168,7 @@ class WorkerRuntime:
             self._geo.begin_from(values)
 
     def reload(self) -> None:
-        """The servers' values have been replaced by others: take them over, and forget all that was known of theirs."""
+        """Take over the servers' values, which others have replaced, and forget all that was known of the former."""
         self.flush()
         replies = self._values.fetch("values that were loaded")
         check_loads(self.connections, self.progress.loads, replies)
@@ -220,7 +222,7 @@ class WorkerRuntime:
 
     @property
     def replica(self) -> Replica | None:
-        """What is trained here, where anything is."""
+        """The parameters and rows that are trained here, where any are."""
         return None if self._geo is None else self._geo.replica
 
     def during_backward(self) -> AbstractContextManager[None]:
@@ -295,7 +297,7 @@ class WorkerRuntime:
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
-                self._prediction.saw(wanted)
+                self._prediction.observe(wanted)
             self._training.looked_up()
             return found
 
@@ -316,7 +318,7 @@ class WorkerRuntime:
                 return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
 
     def offer(self, prefetched: Mapping[int, Prefetched]) -> None:
-        """From now on forwards may use this; what was there before is given up."""
+        """Let forwards use this from now on, and nothing that was offered before."""
         with self.callers:
             self.rows.offer(prefetched)
 
@@ -357,7 +359,7 @@ class WorkerRuntime:
         return summary(self.assignment.index, self._strategy.mode, self.progress.steps, surveys, self.read_figures())
 
     def read_figures(self) -> dict[str, float]:
-        """What this worker tells of itself, from any thread."""
+        """Read this worker's figures, from any thread."""
         return self.figures.read(
             step=self.progress.taken,
             steps=self.progress.own,
@@ -401,12 +403,12 @@ class WorkerRuntime:
 
     def abort(self, reason: str) -> None:
         """Tell the servers, as far as they can be reached, that this worker failed and the job with it."""
-        if not self.stopped and self.connections.is_sound:  # else it follows another one's failure
+        if not self.stopped and self.connections.is_healthy:  # else it follows another one's failure
             claim(self._knobs.observing.record_dir, self._knobs.job_id, str(self.assignment), reason)
         self._part(abort=pb.Abort(reason=reason[-4000:]))
 
     def end(self, reason: str) -> None:
-        """This worker cannot go on, by no fault of the job's: an elastic one goes on without it."""
+        """Leave a job in which this worker cannot go on, by no fault of the job's; an elastic one goes on."""
         if self._strategy.elastic:
             self._part(bye=pb.Bye())
         else:

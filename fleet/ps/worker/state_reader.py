@@ -1,4 +1,4 @@
-"""Reading a server's state piece by piece, for a checkpoint or to take it over."""
+"""Reads a server's state piece by piece, for a checkpoint or to take it over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleet.ps.worker.connection import Connection
 
 
 def exported(connection: Connection, step: int, checkpoint: str = "") -> Iterator[Piece]:
-    """The pieces of a server's state: first the dense blocks, then the tables. ``step`` is the worker's; with a
+    """Yield the pieces of a server's state: first the dense blocks, then the tables. ``step`` is the worker's; with a
     ``checkpoint`` that the server has begun they are what belongs into that."""
     cursor = FIRST
     while cursor:

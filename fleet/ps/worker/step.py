@@ -1,4 +1,4 @@
-"""A step whose optimizers run on the servers: the gradients leave, and new values come back when the mode lets them.
+"""Takes a step whose optimizers run on the servers: gradients leave, and new values come when the mode lets them.
 
 In the synchronous modes a step is one push, of which a part may leave while the backward still runs; the
 half-asynchronous mode makes one push of several steps. In the asynchronous mode the communicator pushes and fetches.
@@ -41,7 +41,7 @@ class UserGradients:
 
     @torch.no_grad()
     def dense(self) -> list[torch.Tensor | None]:
-        """The flat gradient of every parameter, on the CPU."""
+        """Return the flat gradient of every parameter, on the CPU."""
         grads = [param.grad for param in self._trained.description.params]
         # With many small parameters each look at a gradient counts.
         flat = [
@@ -65,7 +65,7 @@ class UserGradients:
         return grad.reshape(-1).to("cpu")
 
     def rows(self) -> dict[int, Rows]:
-        """For every table that was used, distinct ids and the gradients of their rows."""
+        """Return, for every table that was used, distinct ids and the gradients of their rows."""
         rows: dict[int, Rows] = {}
         for index, handle in enumerate(self._trained.description.handles):
             collected = [(ids.numpy(), grads.numpy()) for ids, grads in handle.collected()]
@@ -124,7 +124,7 @@ class RemoteTraining:
         self._early: EarlyGradients | None = None
 
     def start(self) -> None:
-        """The first values are there: what works beside the user's thread may begin."""
+        """Begin what works beside the user's thread: the first values are there."""
         if not self._policy.awaits_answers:
             self._communicator = Communicator(
                 self._communication,
@@ -138,7 +138,7 @@ class RemoteTraining:
         self._early = self._make_early()
 
     def grow(self) -> None:
-        """Further parameters have joined the job."""
+        """Take in further parameters, which have joined the job."""
         self._merge = self._make_merge(self._steps_per_push)
         if self._early is not None:
             self._early.close()
@@ -148,7 +148,7 @@ class RemoteTraining:
         return GradientMerge(self._trained.description, steps, self._communication.is_sgd_optimizer)
 
     def _make_early(self) -> EarlyGradients | None:
-        """What lets gradients leave ahead of their push, where each step is one push, of gradients as they are."""
+        """Make what sends gradients ahead of their push, where each step is one push, of gradients as they are."""
         params = self._trained.description.params
         may_leave = self._policy.sends_gradients_early(self._communication.max_merge_var_num)
         if not (may_leave and self._pusher.is_plain and worthwhile(params)):
@@ -158,11 +158,11 @@ class RemoteTraining:
     # ---------------------------------------------------------------- the user's thread
 
     def during_backward(self) -> AbstractContextManager[None]:
-        """What surrounds a backward that the step follows at once: its gradients may leave."""
+        """Surround a backward that the step follows at once: its gradients may leave."""
         return nullcontext() if self._early is None else self._early.leaving()
 
     def looked_up(self) -> None:
-        """The rows of a forward are there."""
+        """Note that the rows of a forward are there."""
         if self._communicator is not None:
             self._communicator.looked_up()
 
@@ -235,7 +235,7 @@ class RemoteTraining:
             self._communicator.end()
 
     def close(self) -> None:
-        """The connections are closed: wait for the threads."""
+        """Wait for the threads, when the connections are closed."""
         if self._early is not None:
             self._early.close()
         if self._communicator is not None:

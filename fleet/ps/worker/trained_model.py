@@ -1,4 +1,4 @@
-"""What is trained, as the job has it, and how the servers' dense values come into the user's parameters."""
+"""Holds what is trained, as the job has it, and writes the servers' dense values into the user's parameters."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Flat = Mapping[str, torch.Tensor]
 
 
 class TrainedModel:
-    """The user's parameters and tables as they are described, and their plan."""
+    """Holds the user's parameters and tables as they are described, and their plan."""
 
     def __init__(self, description: Description, server_num: int) -> None:
         self._server_num = server_num
         self.adopt(description)
 
     def adopt(self, description: Description) -> None:
-        """From now on this is trained, which goes on from what was before."""
+        """Train this from now on; it begins with what was trained before."""
         self.description = description
         self.plan = make_plan(description.spec)
         self.layouts = [dense_layout(self.plan, server) for server in range(self._server_num)]
         self.writer = ParameterWriter(description.params, self.layouts)
 
     def attach(self, source: RowSource, first_table: int = 0) -> None:
-        """Tables, from the given one on, have their rows from ``source``."""
+        """Let tables, from the given one on, have their rows from ``source``."""
         for handle in self.description.handles[first_table:]:
             handle.source = source
             if handle.uploaded:
@@ -80,7 +80,7 @@ class DenseValues:
         return self._connections.ask(what, at_once, pull=pull)
 
     def read(self, replies: Sequence[Frame]) -> list[Flat]:
-        """The values of every server's blocks, as it sent them."""
+        """Return the values of every server's blocks, as it sent them."""
         self._progress.notice(replies)
         self.read_at = {server: reply.message.clock for server, reply in enumerate(replies)}
         return [

@@ -1,4 +1,4 @@
-"""Values that a worker gives the servers: the initial ones, and others by name."""
+"""A worker gives values to the servers: the initial ones, and others by name."""
 
 from __future__ import annotations
 
