@@ -76,7 +76,7 @@ ONLY: dict[str, dict[str, str]] = {
         "base/turns.py": "turns",
         "checkpoint/manifest.py": "reader",
         "checkpoint/pieces.py": "writers",
-        "collective/store_monitor.py": "clerk",
+        "collective/store_monitor.py": "monitor",
         "base/exit_guard.py": "lock",
         "launch/supervisor.py": "waiters",
         "telemetry/observer.py": "observer",

@@ -9,7 +9,7 @@ import json
 
 from fleet.errors import CheckpointError, MissedError, ProtocolError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.server.checkpoint_share import Errand, write_share
+from fleet.ps.server.checkpoint_share import BackgroundTask, write_share
 from fleet.ps.server.context import Floor
 from fleet.ps.server.job import Job
 from fleet.ps.server.pending import Arrival, Waiting
@@ -20,7 +20,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
 
-class Checkpointing:
+class CheckpointRequests:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
 
@@ -66,7 +66,7 @@ class Checkpointing:
         else:
             job.errand.answer(arrival.respond)
 
-    def _begin(self, job: Job, arrival: Arrival) -> Errand:
+    def _begin(self, job: Job, arrival: Arrival) -> BackgroundTask:
         floor, shard, save = self._floor, self._floor.shard(), arrival.request.save
         server = shard.server
         if floor.memory is not None and job.policy.shares_steps and save.version != job.gate.version:
@@ -81,19 +81,19 @@ class Checkpointing:
             with floor.lock:
                 if floor.ending.over or job.begun[0] != save.id:
                     raise CheckpointError("the checkpoint was given up", where=str(floor.endpoint))
-                if job.standing is None:
+                if job.frozen is None:
                     _check_standstill(job, save.version)
-                if job.standing is None and job.policy.shares_steps and is_of_rows(cursor):
-                    job.standing = shard.stand(job.begun[1], hand_on)
+                if job.frozen is None and job.policy.shares_steps and is_of_rows(cursor):
+                    job.frozen = shard.freeze(job.begun[1], hand_on)
                     errand.let_go_on()
                 dense_state = job.policy.has_dense_state_on_servers
-                return shard.export(cursor, job.begun[1], dense_state=dense_state, standing=job.standing)
+                return shard.export(cursor, job.begun[1], dense_state=dense_state, frozen=job.frozen)
 
         def write() -> Frame:
             return write_share(save.folder, save.proof, server, export, floor.clock, behind=save.begin)
 
         what = f"writing the share of server {floor.endpoint} into {save.folder}"
-        errand = Errand(save.id, write, what)
+        errand = BackgroundTask(save.id, write, what)
         if not job.policy.shares_steps:
             errand.let_go_on()
         errand.start()

@@ -23,7 +23,7 @@ from fleet.ps.server.context import Floor
 from fleet.ps.server.durability import Keeping
 from fleet.ps.server.job import NOTHING, Job, Origin, Restore
 from fleet.ps.server.pending import Arrival, Outbox
-from fleet.ps.server.replacement import Replacing
+from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.uploads import check_upload, write_upload
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
@@ -32,8 +32,8 @@ from fleet.ps.wire.wire_errors import error_reply
 _log = logging.getLogger("fleet.server")
 
 
-class Filling:
-    def __init__(self, floor: Floor, keeping: Keeping, replacing: Replacing, restore: Restore | None) -> None:
+class Initialization:
+    def __init__(self, floor: Floor, keeping: Keeping, replacing: Replacement, restore: Restore | None) -> None:
         """``restore`` is the checkpoint to start from, if there is one."""
         self._floor = floor
         self._keeping = keeping

@@ -17,14 +17,14 @@ from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import gate_of, policy_of
 from fleet.ps.consistency.gate import Gate
 from fleet.ps.consistency.policy import Policy
-from fleet.ps.server.checkpoint_share import Errand
+from fleet.ps.server.checkpoint_share import BackgroundTask
 from fleet.ps.server.claims import Claims
-from fleet.ps.server.early_gradients import Parts
-from fleet.ps.server.object_states import Share, States
+from fleet.ps.server.early_gradients import EarlyGradients
+from fleet.ps.server.object_states import ObjectState, ObjectStates
 from fleet.ps.server.pending import Waiting
-from fleet.ps.server.reductions import Hall
-from fleet.ps.table.frozen_view import Standing
-from fleet.ps.table.previous_round import Before
+from fleet.ps.server.reductions import Reductions
+from fleet.ps.table.frozen_view import FrozenView
+from fleet.ps.table.previous_round import PreviousRound
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -49,9 +49,9 @@ class Job:
     plan: Plan
     job_id: str
     gate: Gate
-    hall: Hall
+    hall: Reductions
     claims: Claims
-    states: States
+    states: ObjectStates
     shard: Shard | None = None
     initialized: bool = False
     #: the plans before further parameters joined, the first one first
@@ -63,7 +63,7 @@ class Job:
     #: (worker, step) -> what it pushed, until its round is applied
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: gradients that came ahead of their pushes
-    parts: Parts = field(default_factory=Parts)
+    parts: EarlyGradients = field(default_factory=EarlyGradients)
     #: pulls that came before the initial values, with the version they need
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request the gate or the hall holds back
@@ -80,18 +80,18 @@ class Job:
     steps: dict[int, int] = field(default_factory=dict)
     #: all dense values at some version, as they were answered last
     snapshot: tuple[int, list[torch.Tensor]] | None = None
-    before: Before | None = None
+    before: PreviousRound | None = None
     #: the checkpoint that was begun last, and from which epoch on rows belong into it
     begun: tuple[str, int] = ("", 0)
     #: the rows that belong into it, where they have to be as they were when it began
-    standing: Standing | None = None
+    frozen: FrozenView | None = None
     #: the newest one that exists: its id and where it is
     last: tuple[str, str] = ("", "")
     #: what is being done for a checkpoint, or was last, and the worker that asked for it
-    errand: Errand | None = None
+    errand: BackgroundTask | None = None
     asked_by: int | None = None
     #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
-    loaded: tuple[str, Restore, Shard, Mapping[int, Share]] | None = None
+    loaded: tuple[str, Restore, Shard, Mapping[int, ObjectState]] | None = None
     #: other values that have been uploaded, likewise
     uploads: list[tuple[pb.Upload, Sequence[WireTensor]]] = field(default_factory=list)
     #: the attempt that was taken over last
@@ -147,10 +147,10 @@ class Job:
         self.snapshot = None
         rows = self.shard.apply(contributions, keep=keep)
         if not self.policy.awaits_answers:  # no answer would be there any sooner for who needs it
-            self.shard.settle()
-        self.before = Before(version - 1, dense, rows) if keep else None
+            self.shard.apply_pending()
+        self.before = PreviousRound(version - 1, dense, rows) if keep else None
 
-    def before_for(self, worker: int, version: int) -> Before | None:
+    def before_for(self, worker: int, version: int) -> PreviousRound | None:
         """What there was at a version, for a worker that has started again and computes its last step once more."""
         is_last = self.before is not None and self.before.version == version
         return self.before if is_last and self.gate.delivered(worker) > version else None
@@ -158,9 +158,9 @@ class Job:
     def give_up(self) -> None:
         """Whatever was begun, a checkpoint or other values, is not to be."""
         self.begun, self.errand, self.loaded, self.uploads = ("", 0), None, None, []
-        if self.standing is not None:
-            self.standing.leave()
-            self.standing = None
+        if self.frozen is not None:
+            self.frozen.leave()
+            self.frozen = None
 
     @cached_property
     def policy(self) -> Policy:
@@ -214,8 +214,8 @@ def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
     what only another one may do."""
     workers, policy = spec.settings.worker_num, policy_of(spec.settings)
     claims = Claims(where, deadline_s, lambda: job.grant(), only_first=policy.saves_on_first_worker)
-    states = States(lockstep=policy.shares_steps)
-    job = Job(make_plan(spec), job_id, gate_of(spec.settings, workers), Hall(workers), claims, states)
+    states = ObjectStates(lockstep=policy.shares_steps)
+    job = Job(make_plan(spec), job_id, gate_of(spec.settings, workers), Reductions(workers), claims, states)
     return job
 
 
@@ -232,7 +232,7 @@ class Restore:
     lacks: Callable[[JobSpec], frozenset[str]]
     strict: bool
     #: reads the states of the workers that it has
-    states: Callable[[], Mapping[int, Share]]
+    states: Callable[[], Mapping[int, ObjectState]]
     #: the workers whose states those are -> after how many of their steps
     steps: Mapping[int, int]
     #: how many workers the job had

@@ -20,7 +20,7 @@ from fleet.telemetry.figures import LONGEST_NAME, MOST_FIGURES
 from fleet.telemetry.process import ProcessFigures
 
 
-class Ledger:
+class Statistics:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._process = ProcessFigures(clock)

@@ -25,7 +25,7 @@ from fleet.ps.wire.wire_errors import error_reply
 _MOST_TEXT = 1000
 
 
-class Training:
+class StepRequests:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
 
