@@ -141,6 +141,11 @@ class Host:
             self._start()
         listener.close()
 
+    def disturb(self, act: Callable[[Service], object]) -> None:
+        """Do something to the server between two requests."""
+        with self._one_at_a_time:
+            act(self.service)
+
     @property
     def snapshots(self) -> Durability:
         return durability_of(self.service)

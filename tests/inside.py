@@ -55,12 +55,12 @@ def flush(fleet: Fleet) -> None:
 
 def lines_of(worker: Any) -> Any:
     """The worker's connections to all servers, which it asks together."""
-    return worker.floor.lines
+    return worker.connections
 
 
 def connections(fleet: Fleet) -> Sequence[Any]:
     """The worker's connections, one a server."""
-    return lines_of(worker_of(fleet)).clients  # type: ignore[no-any-return]
+    return lines_of(worker_of(fleet)).by_server  # type: ignore[no-any-return]
 
 
 def under_way(fleet: Fleet) -> list[int]:
@@ -70,30 +70,30 @@ def under_way(fleet: Fleet) -> list[int]:
 
 def description_of(fleet: Fleet) -> Any:
     """The job as the worker has described it to the servers."""
-    return worker_of(fleet).floor.trained.description
+    return worker_of(fleet).trained.description
 
 
 def completed(fleet: Fleet) -> int:
     """Steps of this worker that are done."""
-    return worker_of(fleet).floor.progress.completed  # type: ignore[no-any-return]
+    return worker_of(fleet).progress.completed  # type: ignore[no-any-return]
 
 
 def take_fresh(optimizer: Any) -> None:
     """Put the values that have arrived behind the user's back into the parameters."""
     worker = runtime_of(optimizer)
-    fresh = worker._stepping._communicator.fresh()
+    fresh = worker._training._communicator.fresh()
     if fresh is not None:
-        worker.floor.fetching.take(fresh)
+        worker._values.write(fresh)
 
 
 def running_forwards(optimizer: Any) -> int:
     """How many forwards are thought to run."""
-    return len(runtime_of(optimizer)._foresight._running)
+    return len(runtime_of(optimizer)._prediction._running)
 
 
 def is_in_a_meeting(fleet: Fleet) -> bool:
     """Whether a barrier or a reduction of this worker waits for its answer."""
-    return bool(worker_of(fleet)._meeting._in_doubt)
+    return bool(worker_of(fleet)._barrier._in_doubt)
 
 
 # ---------------------------------------------------------------- a server

@@ -28,7 +28,7 @@ from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Directory
-from fleet.errors import CheckpointError, ConfigurationError, DeadlineError
+from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ServerLostError
 from fleet.ps.server import checkpoint_reader as loading
 from fleet.ps.server.checkpoint_share import write_pieces
 from fleet.ps.server.durability.state_directory import Journal, Kind, StateDirectory
@@ -649,19 +649,44 @@ def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(t
         DyingJob(trains("adam"), kept, workers=1, servers=1, model_dir=str(newer))
 
 
+def go_on_from_elsewhere(service: Service) -> None:
+    gate = gate_of(service)
+    gate.resume(dict.fromkeys(gate.clocks, 1700), {}, 1700)
+
+
 def test_servers_that_go_on_from_different_steps_are_told_apart_at_once(tmp_path: Path) -> None:
     """One of them takes what comes for repetitions."""
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 2:
-            gate = gate_of(job.hosts[1].service)
-            gate.resume(dict.fromkeys(gate.clocks, 1700), {}, 1700)
+            job.hosts[1].disturb(go_on_from_elsewhere)
 
     for strategy in (*STRICT.values(), *FREE.values()):
         job = DyingJob(counts(strategy, torch.optim.SGD, between=disturb), tmp_path, workers=1)
         job.join(job.start())
         assert re.search(r"servers are not at the same step.*got server0:1 at \d, server1:1 at 1700", str(job.errors))
         assert set(job.errors) == {"worker 0", "server 0", "server 1"}
+
+
+def test_nobody_looks_up_at_servers_that_another_thread_of_the_worker_has_ended(tmp_path: Path) -> None:
+    """They are gone, and would be asked again until the deadline for a server that is silent."""
+
+    def body(made: Fleet, index: int) -> None:
+        rows = torch.nn.Embedding(9, 2, sparse=True)
+        sgd = torch.optim.SGD(rows.parameters(), lr=0.125)
+        wrapped = made.distributed_optimizer(sgd, FREE["async"], model=rows)
+        made.init_worker()
+        wrapped.minimize(rows(torch.arange(9)).sum())
+        made.barrier_worker()
+        job.hosts[1].disturb(go_on_from_elsewhere)
+        wrapped.minimize(rows(torch.arange(9)).sum())  # a thread sends it and sees the servers' answers
+        until(lambda: all(host.service.ended.is_set() for host in job.hosts))
+        with pytest.raises(ServerLostError, match="servers are not at the same step"):
+            rows(torch.arange(9))
+
+    job = DyingJob(body, tmp_path, workers=1)
+    job.join(job.start(), PATIENCE_S)
+    assert set(job.errors) == {"server 0", "server 1"}
 
 
 # ---------------------------------------------------------------- what is on the disk

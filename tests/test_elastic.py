@@ -239,7 +239,7 @@ def test_one_that_cannot_start_leaves_again(monkeypatch: pytest.MonkeyPatch) -> 
         raise DeadlineError("a server did not come up")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fleet.ps.worker.fetch.Fetching.ask", fails)
+        patch.setattr("fleet.ps.worker.trained_model.DenseValues.fetch", fails)
         with pytest.raises(DeadlineError, match="did not come up"):
             one.join()
     zero.train(2)

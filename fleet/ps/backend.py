@@ -297,7 +297,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     @property
     def steps_taken(self) -> int:
-        return self._running_worker("steps_taken").floor.progress.taken
+        return self._running_worker("steps_taken").progress.taken
 
     def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
         """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
@@ -307,8 +307,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         worker = self._running_worker("keep_state()")
         data = encoded(state)
         with worker.callers:
-            worker.settle("keep_state()")
-            worker.floor.own.keep(data)
+            worker.finish_interrupted("keep_state()")
+            worker.own_states.send_with_step(data)
 
     def load_state(self, state: object) -> bool:
         return loading.load_own_state(self._running_worker("load_state()"), state)
@@ -326,7 +326,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return collecting.state_dict(self._running_worker("state_dict()"), model, tables=tables)
 
     def resume_step(self) -> int:
-        return self._joined_worker("resume_step()").floor.progress.steps
+        return self._joined_worker("resume_step()").progress.steps
 
 
 def _run_quietly(server: ServerRuntime) -> None:
