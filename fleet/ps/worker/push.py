@@ -311,7 +311,11 @@ class Pusher:
             whole(lambda: self._finish(push, step, replies), "fleet-exchange")
         else:
             self._finish(push, step, replies)
-        if progress.replaced:
+        self.reload_if_replaced()
+
+    def reload_if_replaced(self) -> None:
+        """Have the servers' values taken over, if they say that others have replaced them."""
+        if self._progress.replaced:
             self._reload()
 
     def finish_interrupted(self) -> None:
