@@ -11,6 +11,7 @@ from typing import Any
 
 from fleet import Fleet
 from fleet.base import exit_guard
+from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
 
@@ -100,23 +101,49 @@ def is_in_a_meeting(fleet: Fleet) -> bool:
 
 def found_job(service: Service) -> Any:
     """The server's job, None before the first hello."""
-    return service.floor.job
+    return service.job
 
 
 def job_of(service: Service) -> Any:
     """The server's job, which has begun."""
-    return service.floor.running()
+    assert service.job is not None
+    return service.job
 
 
 def shard_of(service: Service) -> Shard:
-    return service.floor.shard()
+    return job_of(service).held()  # type: ignore[no-any-return]
+
+
+def gate_of(service: Service) -> Any:
+    return job_of(service).rounds.gate
+
+
+def parked(service: Service) -> Any:
+    """The requests that wait, by their tickets."""
+    return job_of(service).rounds.parked
+
+
+def outgrown(service: Service) -> set[int]:
+    """The workers that do not know of all parameters."""
+    return {*job_of(service).plans.outgrown}
+
+
+def task_of(service: Service) -> Any:
+    """What is done for a checkpoint on a thread of its own, or was last."""
+    job = found_job(service)
+    return None if job is None else job.background.task
 
 
 def reductions_of(service: Service) -> Any:
     """What workers have brought to their barriers and reductions."""
-    return job_of(service).hall
+    return job_of(service).reductions
 
 
 def end_of(service: Service) -> Any:
     """Whether and how the job ends on the server."""
-    return service.floor.ending
+    return service.end
+
+
+def durability_of(service: Service) -> Durability:
+    assert service.durability is not None
+    return service.durability

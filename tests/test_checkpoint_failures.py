@@ -698,7 +698,7 @@ def test_a_server_that_starts_again_knows_what_was_begun_and_done() -> None:
     claims.release("done", 0, "", [])
     claims.joined(2)
     assert answers(claims, "begun", 0) == [True]
-    again.resume(json.loads(json.dumps(claims.told())), 0.0)
+    again.restore(json.loads(json.dumps(claims.dump())), 0.0)
     assert answers(again, "done", 1) == [False], "it need not do that once more"
     assert answers(again, "begun", 1) == [], "it waits for worker 0"
     again.release("begun", 0, "", [])

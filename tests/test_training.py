@@ -19,7 +19,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
-from inside import job_of
+from inside import outgrown
 from small_job import STRATEGIES as MODES
 from test_hostile import member_and_other
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -211,10 +211,9 @@ def test_a_worker_that_leaves_without_further_parameters_is_not_waited_for() -> 
     ask(0, {"extend": extend, "step": 0})
     ask(0, {"upload": pb.Upload(blocks=[2])}, [WireTensor.of(np.ones(2, np.float32))])
     ask(0, {"ready": pb.Ready()})
-    job = job_of(service)
-    assert {*job.outgrown} == {1}
+    assert outgrown(service) == {1}
     ask(1, {"bye": pb.Bye()})
-    assert not job.outgrown
+    assert not outgrown(service)
 
 
 def test_the_first_contributing_workers_learning_rate_rules_the_round() -> None:

@@ -24,8 +24,7 @@ from fleet.checkpoint.state import Bytes, encoded
 from fleet.errors import FleetError, NotInitializedError, StateError
 from fleet.optimizer import DistributedOptimizer
 from fleet.ps.resume_query import resume
-from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.job import Restore
+from fleet.ps.server.checkpoint_reader import Restore, restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network

@@ -148,7 +148,7 @@ class Connection:
 
     def close(self) -> None:
         self._closing.set()
-        self._fail(FleetError("the connection is closed", where=str(self.endpoint)))
+        self.fail(FleetError("the connection is closed", where=str(self.endpoint)))
         self._channel.close()
         if self._heartbeat is not None and self._heartbeat is not threading.current_thread():
             self._heartbeat.join()
@@ -167,15 +167,15 @@ class Connection:
             except TransportError:
                 pass
             except FleetError as error:
-                self._fail(error)
+                self.fail(error)
                 return
             except Exception as error:  # without heartbeats a wait could have no end
-                self._fail(FleetError(f"the heartbeat to {self.endpoint} failed", got=repr(error)))
+                self.fail(FleetError(f"the heartbeat to {self.endpoint} failed", got=repr(error)))
                 raise
             now = self._clock.now()
             silent_s = now - self._last_heard
             if silent_s > self._knobs.rpc_deadline_s:
-                self._fail(self._silence_error(silent_s))
+                self.fail(self._silence_error(silent_s))
                 return
             if min(silent_s, now - noticed) > every_s:
                 noticed = now
@@ -205,7 +205,8 @@ class Connection:
             todo="Look at the server's log and at the network between the two.",
         )
 
-    def _fail(self, error: FleetError) -> None:
+    def fail(self, error: FleetError) -> None:
+        """End the line: whoever waits for an answer, or asks from now on, is told this, unless it has ended before."""
         with self._lock:
             self._failure = self._failure or error
             under_way = list(self._under_way)
@@ -264,7 +265,7 @@ class Connection:
             return raise_if_error(reply)
         except FATAL as error:
             self.reported = True
-            self._fail(error)
+            self.fail(error)
             raise
 
     @property
@@ -393,6 +394,11 @@ class Connections:
         """Send a last word to every server, whether it arrives or not."""
         for connection in self.by_server:
             connection.farewell(Frame(connection.request(self._progress.completed, **word)))
+
+    def fail(self, error: FleetError) -> None:
+        """End all of them, for whichever thread asks."""
+        for connection in self.by_server:
+            connection.fail(error)
 
     @property
     def reported(self) -> bool:

@@ -67,8 +67,9 @@ def check_loads(connections: Connections, known: Sequence[int], replies: Sequenc
 
 
 def _aborted(connections: Connections, error: ServerLostError) -> ServerLostError:
-    """Keep the others from going on as well."""
+    """Keep the others from going on as well, and other threads of this worker from waiting for servers that end now."""
     connections.farewell(abort=pb.Abort(reason=str(error)))
+    connections.fail(error)
     return error
 
 
