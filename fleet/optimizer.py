@@ -1,4 +1,4 @@
-"""The optimizer the user holds: real groups of the user's own, and a step that is the job's."""
+"""The optimizer that the user holds has the groups of the user's own, and takes the job's steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class Stepper(Protocol):
-    """What carries out a step: the worker's side of a running job."""
+    """Carries out a step: the worker's side of a running job."""
 
     figures: WorkerFigures
 
     @property
     def trains_here(self) -> bool:
-        """Whether the wrapped optimizers do step in this process; else the servers do what they would."""
+        """Say whether the wrapped optimizers do step in this process; else the servers do what they would."""
         ...
 
     def step_here(self, update: Callable[[], None]) -> None: ...
@@ -31,20 +31,20 @@ class Stepper(Protocol):
 
 
 class RemoteStepper(Stepper, Protocol):
-    """One that may train elsewhere."""
+    """Carries out a step whose optimizers may run elsewhere."""
 
     def during_backward(self) -> AbstractContextManager[None]:
-        """Surrounds a backward that a step follows at once."""
+        """Surround a backward that a step follows at once."""
         ...
 
     def step(self) -> None: ...
 
 
 class Guard:
-    """A step hook that keeps optimizers from stepping by themselves, unless it is open."""
+    """Keeps optimizers from stepping by themselves, as a step hook, unless it is open."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], todo: str) -> None:
-        """Takes the place of the guards that they have already."""
+        """Replaces the guards that they have already."""
         self.is_open = False
         self._todo = todo
         for optimizer in optimizers:
@@ -65,19 +65,19 @@ def _guards(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def guard_until_wrapped(optimizers: Sequence[torch.optim.Optimizer], todo: str) -> None:
-    """Those that no job has wrapped yet must not step by themselves until one has."""
+    """Keep optimizers that no job has wrapped yet from stepping by themselves until one has."""
     Guard([optimizer for optimizer in optimizers if not _guards(optimizer)], todo)
 
 
 def _pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """The user's."""
+    """Return the user's own."""
     return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
 
 
 def _run_hooks(
     optimizer: torch.optim.Optimizer, hooks: Iterable[Callable[..., Any]], given: tuple[Any, ...] = ()
 ) -> None:
-    """The user's hooks see a step happen, wherever it does."""
+    """Let the user's hooks see a step, wherever it happens."""
     for hook in list(hooks):
         if hook(optimizer, given, {}) is not None:
             raise UnsupportedError(
@@ -142,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the job: send this worker's gradients, have new values. ``closure`` is called once, before."""
+        """Take a step of the job: send this worker's gradients, have new values. ``closure`` is called once, before."""
         given = () if closure is None else (closure,)
         with record_function("Optimizer.step#DistributedOptimizer.step"):
             _run_hooks(self, self._optimizer_step_pre_hooks.values(), given)
@@ -194,14 +194,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._stepper().figures.saw(loss)
 
     def _is_preceded(self) -> bool:
-        """Whether something of the user's runs before a step: what it does to gradients may leave no trace."""
+        """Say whether something of the user's runs before a step: what it does to gradients may leave no trace."""
         hooks = [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]
         for optimizer in self._wrapped:
             hooks += _pre_hooks(optimizer)
         return bool(hooks) or self._has_other_step()
 
     def _has_other_step(self) -> bool:
-        """Whether this very object has a ``step`` beside its class's. That of torch's schedulers only counts."""
+        """Say whether this very object has a ``step`` beside its class's. That of torch's schedulers only counts."""
         step: Any = vars(self).get("step")
         if step is None:
             return False
@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For backwards that only accumulate. Outside of ``minimize`` nothing leaves before ``step`` anyway."""
+        """Surround backwards that only accumulate. Outside of ``minimize`` nothing leaves before ``step`` anyway."""
         yield
 
     def __getstate__(self) -> NoReturn:

@@ -26,11 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import fleet.nn
 from fleet import Fleet
+from fleet.base.cluster import Endpoint
 from fleet.errors import DeadlineError, StateError, UnsupportedError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import ParamSpec
 from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker.push import COPIED
 
@@ -697,6 +699,53 @@ def test_sixty_four_workers_on_one_server_over_grpc(free_endpoints: Callable[[in
     job = Job(body, 64, network=GrpcNetwork(threads=12), endpoints=free_endpoints(1))
     for got in job.run():
         assert torch.equal(got, torch.full((3,), -3 * 31.5))
+
+
+class SeesPushes(LoopbackNetwork):
+    """Notes the files of the package that a push has come through when it reaches the transport."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: list[list[str]] = []
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        channel: Any = super().connect(endpoint)
+        start = channel.start
+
+        def noting(frame: Frame, *args: Any, **options: Any) -> Any:
+            if frame.message.HasField("push"):
+                self.ways.append(self.way())
+            return start(frame, *args, **options)
+
+        channel.start = noting
+        return channel
+
+    @staticmethod
+    def way() -> list[str]:
+        package, caller = Path(fleet.__file__).parent, sys._getframe()
+        files: list[str] = []
+        while caller := caller.f_back:  # type: ignore[assignment]
+            file = Path(caller.f_code.co_filename)
+            if package in file.parents and file.relative_to(package).as_posix() not in files:
+                files.append(file.relative_to(package).as_posix())
+        return files[::-1]
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp"])
+def test_a_gradient_passes_five_files_to_the_transport(mode: str) -> None:
+    def body(fleet_: Fleet, _worker: int) -> None:
+        model = torch.nn.Sequential(fleet.nn.Embedding(10, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet_.distributed_optimizer(optimizer, MODES[mode](), model=model)
+        fleet_.init_worker()
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        fleet_.stop_worker()
+
+    network = SeesPushes()
+    Job(body, network=network).run()
+    worker = [f"ps/worker/{name}.py" for name in ("runtime", "step", "push", "connection")]
+    assert network.ways == [["optimizer.py", *worker]]
 
 
 def test_a_step_whose_answer_never_came_is_not_taken_for_another() -> None:

@@ -28,9 +28,7 @@ from fleet.ps.server.checkpoint_reader import Restore, restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker import checkpoint_save as saving
-from fleet.ps.worker import model_export as collecting
-from fleet.ps.worker import replacement as loading
+from fleet.ps.worker import checkpoint_save, model_export, replacement
 from fleet.ps.worker.checkpoint_save import CheckpointStates, Rest
 from fleet.ps.worker.describe import Description, describe, go_remote
 from fleet.ps.worker.prefetch import Batch, prefetch
@@ -289,7 +287,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
         """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
-        return saving.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
+        return checkpoint_save.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
     saves_behind = True
@@ -311,19 +309,21 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             worker.own_states.send_with_step(data)
 
     def load_state(self, state: object) -> bool:
-        return loading.load_own_state(self._running_worker("load_state()"), state)
+        return replacement.load_own_state(self._running_worker("load_state()"), state)
 
     def load_persistables(self, dirname: object) -> None:
-        loading.load(self._running_worker("load_persistables()"), dirname)
+        replacement.load(self._running_worker("load_persistables()"), dirname)
 
     def load_state_dict(self, model: object, state: object) -> None:
-        loading.load_state(self._running_worker("load_state_dict()"), model, state)
+        replacement.load_state(self._running_worker("load_state_dict()"), model, state)
 
     def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
-        collecting.save_inference_model(self._running_worker("save_inference_model()"), dirname, model, example_inputs)
+        model_export.save_inference_model(
+            self._running_worker("save_inference_model()"), dirname, model, example_inputs
+        )
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
-        return collecting.state_dict(self._running_worker("state_dict()"), model, tables=tables)
+        return model_export.state_dict(self._running_worker("state_dict()"), model, tables=tables)
 
     def resume_step(self) -> int:
         return self._joined_worker("resume_step()").progress.steps

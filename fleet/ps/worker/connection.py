@@ -206,7 +206,7 @@ class Connection:
         )
 
     def fail(self, error: FleetError) -> None:
-        """End the line: whoever waits for an answer, or asks from now on, is told this, unless it has ended before."""
+        """End the connection, unless it has ended before: whoever waits for an answer, or asks later, gets this."""
         with self._lock:
             self._failure = self._failure or error
             under_way = list(self._under_way)

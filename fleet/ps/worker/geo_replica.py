@@ -26,15 +26,12 @@ from fleet.numeric.ids import unique
 from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
 from fleet.plan.specs import TableSpec
+from fleet.ps.table.shard import Piece
 from fleet.ps.table.table import WEIGHT, Table
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Connections
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.lookups import RowReader
-from fleet.ps.worker.object_states import OwnStates
-from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Change, Clocks, Push, Pusher, Rows, pack
-from fleet.ps.worker.state_reader import exported
 from fleet.ps.worker.step import UserGradients
 from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel
 
@@ -210,9 +207,6 @@ class GeoTraining:
         trained: TrainedModel,
         values: DenseValues,
         rows: RowReader,
-        own_states: OwnStates,
-        connections: Connections,
-        progress: Progress,
         fetch_rows: Callable[[int, Ids], Array],
     ) -> None:
         """``fetch_rows`` brings rows of a table from the servers, to be trained."""
@@ -223,31 +217,25 @@ class GeoTraining:
         self._trained = trained
         self._values = values
         self._rows = rows
-        self._own_states = own_states
-        self._connections = connections
-        self._progress = progress
         self._fetch_rows = fetch_rows
         self._unsent = 0  #: steps since the replica last agreed with the servers
         self._state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with these
         #: from the first values on
         self.replica: Replica | None = None
 
-    def begin_from(self, values: list[Flat]) -> None:
-        """Train on these values of the servers from now on."""
+    def begin_from(self, values: list[Flat], state: Iterable[Piece] | None) -> None:
+        """Train on these values of the servers from now on. ``state``: what they have of a checkpoint, if of any."""
         trained = self._trained
         self.replica = Replica(trained.description, trained.layouts, trained.writer, self._workers, values)
-        if self._progress.steps:
-            self._restore(self.replica)
+        if state is not None:
+            self._restore(self.replica, state)
 
-    def _restore(self, replica: Replica) -> None:
+    def _restore(self, replica: Replica, state: Iterable[Piece]) -> None:
         """Take over the optimizer state that the job's checkpoint has for the dense parameters."""
         params = self._trained.plan.spec.params
         assembly = Assembly({spec.name: spec.numel for spec in params}, "what the servers restored")
-        for connection in self._connections.by_server:
-            for piece in exported(connection, self._progress.completed):
-                if "dense" not in piece.about:
-                    break
-                assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
+        for piece in state:
+            assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
         for spec in params:
             replica.restore(spec.name, *assembly.whole(spec.name))
 
@@ -257,9 +245,8 @@ class GeoTraining:
         if self._gradients.check_finite:
             self._gradients.dense()
         self.replica.train(update, self._gradients.rows(), self._fetch_rows)
-        self._progress.take_step()
+        state = self._gradients.end_step()
         self._unsent += 1
-        state = self._own_states.take()
         self._state = self._state if state is None else state
         if self._unsent >= self._steps_per_push:
             self._agree(self.replica)

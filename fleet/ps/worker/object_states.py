@@ -21,8 +21,8 @@ _log = logging.getLogger("fleet.worker")
 
 @dataclass(frozen=True)
 class Shares:
-    """The states of the workers' own objects that belong into a checkpoint: all that were given under a name, by
-    everyone who makes this call, or by those who have said that they give theirs."""
+    """Names the states of the workers' own objects that belong into a checkpoint: those given under a name, by everyone
+    who makes this call, or by those who have said that they give theirs."""
 
     name: str
     everyone: bool

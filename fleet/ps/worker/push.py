@@ -47,7 +47,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Clocks:
-    """By server: how many updates the dense values, and each table, had had when they were read there."""
+    """Counts, by server, the updates that the dense values and each table had had when they were read there."""
 
     dense: Mapping[int, int] = field(default_factory=dict)
     rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
@@ -63,8 +63,8 @@ def _earlier(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one step, or several, left behind: the flat gradient of every parameter, and ids with gradients of the
-    tables used; and when the values were read that they were computed on."""
+    """Holds what one step, or several, left behind: the flat gradient of every parameter, and ids with gradients of
+    the tables used; and when the values were read that they were computed on."""
 
     dense: Sequence[torch.Tensor | None]
     rows: Mapping[int, Rows]
@@ -82,8 +82,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Change:
-    """How far a GEO worker has come: for every server all its blocks end to end, and the touched rows of every
-    table."""
+    """Says how far a GEO worker has come: for every server all its blocks, and the touched rows of every table."""
 
     dense: Sequence[Flat]
     rows: Mapping[int, Rows]
@@ -91,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Push:
-    """What is sent to all servers as one step of the worker: how many of the user's are in it, the frame for each
+    """Is sent to all servers as one step of the worker. It has the number of the user's steps in it, a frame for each
     server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted."""
 
     steps: int
@@ -105,8 +104,8 @@ class Push:
 
 
 def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
-    """Which blocks of a server are there, and these, by element type in their order. ``tensors`` has a flat one, or
-    None, a parameter."""
+    """Cut out a server's blocks: return which are there, and these, by element type in their order. ``tensors`` has
+    a flat one, or None, a parameter."""
     present = bytes([tensors[param] is not None for param in layout.params])
     pieces = {
         dtype: [
@@ -146,8 +145,8 @@ def joined(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
 
 
 def end_to_end(pieces: list[torch.Tensor], size: int) -> WireTensor:
-    """The same as one tensor that travels: large ones from where they are, small ones in a copy, which costs less than
-    to send each."""
+    """Make one tensor that travels of several: large ones leave from where they are, small ones in a copy, which costs
+    less than to send each."""
     if size * pieces[0].itemsize < len(pieces) * COPIED:
         return WireTensor.of(joined(pieces, size))
     return EndToEnd(pieces)
@@ -183,8 +182,8 @@ class ErrorFeedback:
     def encode(
         self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
     ) -> tuple[list[Sent], Callable[[], None]]:
-        """The gradients of every server's ``blocks`` as they travel, joined by what earlier ones have left; and what to
-        call when they have arrived. Those that travel as they are may leave from where they are."""
+        """Return the gradients of every server's ``blocks`` as they travel, with what earlier ones have left, and what
+        to call when they have arrived. Those that travel as they are may leave from where they are."""
         sent: list[Sent] = []
         left: list[Flat] = []
         for layout, before, (present, by_dtype) in zip(self._layouts, self._left, blocks, strict=True):
@@ -218,8 +217,8 @@ def encoded(narrow: Narrow, flat: Flat) -> list[WireTensor]:
 
 
 def places(layout: DenseLayout, present: bytes, flat: Flat, whole: Flat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The blocks that are present, as they lie end to end in ``flat``, and their places in ``whole``, which has all of
-    some element types."""
+    """Yield the blocks that are present, as they lie in ``flat``, with their places in ``whole``, which has all
+    blocks of some element types."""
     if all(present):
         yield from ((flat[dtype], tensor) for dtype, tensor in whole.items())
         return
@@ -311,7 +310,11 @@ class Pusher:
             whole(lambda: self._finish(push, step, replies), "fleet-exchange")
         else:
             self._finish(push, step, replies)
-        if progress.replaced:
+        self.reload_if_replaced()
+
+    def reload_if_replaced(self) -> None:
+        """Have the servers' values taken over, if they say that others have replaced them."""
+        if self._progress.replaced:
             self._reload()
 
     def finish_interrupted(self) -> None:

@@ -42,6 +42,7 @@ from fleet.ps.worker.lookups import Prefetched, RowReader
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
+from fleet.ps.worker.state_reader import exported_dense
 from fleet.ps.worker.step import RemoteTraining, UserGradients
 from fleet.ps.worker.summary import summary
 from fleet.ps.worker.trained_model import DenseValues, TrainedModel
@@ -88,7 +89,7 @@ class WorkerRuntime:
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         self.own_states = own = OwnStates(first_server, progress, knobs.security.max_message_bytes)
         check_finite = strategy.check_finite or knobs.check_finite
-        gradients = UserGradients(trained, progress, worker, check_finite=check_finite)
+        gradients = UserGradients(trained, values, rows, own, progress, worker, check_finite=check_finite)
         self._pusher = pusher = Pusher(
             connections, trained, progress, own, figures, worker, strategy.wire_dtype, self.reload
         )
@@ -101,11 +102,7 @@ class WorkerRuntime:
             pusher,
             trained,
             values,
-            rows,
-            own,
-            progress,
             figures,
-            self.reload,
         )
         self._geo: GeoTraining | None = None
         if policy.trains_on_workers:
@@ -117,9 +114,6 @@ class WorkerRuntime:
                 trained,
                 values,
                 rows,
-                own,
-                connections,
-                progress,
                 self._fetch_to_train,
             )
         self._barrier = Barrier(first_server, progress, figures, self.callers, self.reload)
@@ -165,7 +159,9 @@ class WorkerRuntime:
     def _begin_from(self, replies: Sequence[Frame]) -> None:
         values = self._values.write(replies)
         if self._geo is not None:
-            self._geo.begin_from(values)
+            # What a checkpoint has of the optimizers' state; they start without any.
+            completed, is_restored = self.progress.completed, self.progress.steps > 0
+            self._geo.begin_from(values, exported_dense(self.connections, completed) if is_restored else None)
 
     def reload(self) -> None:
         """Take over the servers' values, which others have replaced, and forget all that was known of the former."""

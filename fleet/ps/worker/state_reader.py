@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fleet.ps.table.shard import FIRST, Piece
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Connection
+from fleet.ps.worker.connection import Connection, Connections
 
 
 def exported(connection: Connection, step: int, checkpoint: str = "") -> Iterator[Piece]:
@@ -21,3 +21,12 @@ def exported(connection: Connection, step: int, checkpoint: str = "") -> Iterato
         cursor, about = reply.message.cursor, json.loads(reply.message.about)
         names = about.pop("tensors")
         yield Piece(about, dict(zip(names, (tensor.torch() for tensor in reply.tensors), strict=True)), cursor)
+
+
+def exported_dense(connections: Connections, step: int) -> Iterator[Piece]:
+    """Yield the pieces of all servers' dense blocks."""
+    for connection in connections.by_server:
+        for piece in exported(connection, step):
+            if "dense" not in piece.about:
+                break
+            yield piece

@@ -6,7 +6,7 @@ half-asynchronous mode makes one push of several steps. In the asynchronous mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from fleet.base.settings import CommunicatorKnobs
 from fleet.errors import NonFiniteGradientError, UnsupportedError
+from fleet.numeric.jit import Array
 from fleet.numeric.merge import merge
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
@@ -33,11 +34,43 @@ from fleet.telemetry.worker_figures import WorkerFigures
 class UserGradients:
     """Reads the gradients that the user's backwards have left on the parameters and in the tables' handles."""
 
-    def __init__(self, trained: TrainedModel, progress: Progress, worker: int, *, check_finite: bool) -> None:
+    def __init__(
+        self,
+        trained: TrainedModel,
+        values: DenseValues,
+        table_rows: RowReader,
+        own_states: OwnStates,
+        progress: Progress,
+        worker: int,
+        *,
+        check_finite: bool,
+    ) -> None:
         self._trained = trained
+        self._values = values
+        self._table_rows = table_rows
+        self._own_states = own_states
         self._progress = progress
         self._worker = worker
         self.check_finite = check_finite
+
+    def take(self, early: EarlyGradients | None) -> Gradients:
+        """Take a step: return what it leaves behind, but for what has left ``early``."""
+        description = self._trained.description
+        options = description.options()
+        dense = self.dense()
+        attempt = 0
+        if early is not None:
+            attempt, sent = early.sent([param.grad for param in description.params])
+            dense = [None if index in sent else grad for index, grad in enumerate(dense)]
+        # When the values were read that the gradients were computed on; rows are read anew in the next step.
+        rows, read = self.rows(), Clocks(self._values.read_at, self._table_rows.take_clocks())
+        return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step())
+
+    def end_step(self) -> Array | None:
+        """Count a step; return the state of the worker's own objects that goes with it."""
+        state = self._own_states.take()
+        self._progress.take_step()
+        return state
 
     @torch.no_grad()
     def dense(self) -> list[torch.Tensor | None]:
@@ -98,14 +131,9 @@ class RemoteTraining:
         pusher: Pusher,
         trained: TrainedModel,
         values: DenseValues,
-        rows: RowReader,
-        own_states: OwnStates,
-        progress: Progress,
         figures: WorkerFigures,
-        reload: Callable[[], None],
     ) -> None:
-        """Threads are named after ``name``. ``reload`` is called when a server says that its values have been
-        replaced."""
+        """Threads are named after ``name``."""
         self._policy = policy
         self._communication = communication
         self._name = name
@@ -113,11 +141,7 @@ class RemoteTraining:
         self._pusher = pusher
         self._trained = trained
         self._values = values
-        self._rows = rows
-        self._own_states = own_states
-        self._progress = progress
         self._figures = figures
-        self._reload = reload
         self._steps_per_push = policy.steps_per_push(communication.max_merge_var_num)
         self._merge = self._make_merge(self._steps_per_push)
         self._communicator: Communicator | None = None
@@ -130,7 +154,7 @@ class RemoteTraining:
                 self._communication,
                 self._make_merge(0),
                 partial(self._pusher.deliver_behind, at_once=self._communication.thread_pool_size),
-                self._fetch_behind,
+                partial(self._values.fetch_behind, self._communication.thread_pool_size),
                 self._name,
                 values_bytes=self._trained.most_values_bytes,
                 gives_way=bool(self._trained.description.handles) and self._policy.lets_reads_go_first,
@@ -169,17 +193,7 @@ class RemoteTraining:
     def step(self) -> None:
         """Push what this worker's gradients are now, or put them aside for a push that is due later; return with the
         values that the mode lets it go on with."""
-        description = self._trained.description
-        options = description.options()
-        dense = self._gradients.dense()
-        attempt = 0
-        if self._early is not None:
-            attempt, sent = self._early.sent([param.grad for param in description.params])
-            dense = [None if index in sent else grad for index, grad in enumerate(dense)]
-        # When the values were read that the gradients were computed on; rows are read anew in the next step.
-        rows, read = self._gradients.rows(), Clocks(self._values.read_at, self._rows.take_clocks())
-        gradients = Gradients(dense, rows, read, options, ahead=attempt, state=self._own_states.take())
-        self._progress.take_step()
+        gradients = self._gradients.take(self._early)
         if self._communicator is not None:
             self._leave_to(self._communicator, gradients)
         elif self._steps_per_push == 1:
@@ -195,8 +209,7 @@ class RemoteTraining:
         fresh = communicator.fresh()
         if fresh is not None:
             self._values.write(fresh)
-        if self._progress.replaced:
-            self._reload()
+        self._pusher.reload_if_replaced()
 
     def _push(self, gradients: Gradients) -> None:
         frames, arrived = self._pusher.encode(gradients)
@@ -214,13 +227,6 @@ class RemoteTraining:
         rest = self._merge.rest()
         if rest is not None:
             self._push(rest)
-
-    # ---------------------------------------------------------------- the communicator
-
-    def _fetch_behind(self) -> list[Frame]:
-        return self._values.fetch(
-            f"parameters after step {self._progress.completed}", self._communication.thread_pool_size
-        )
 
     @property
     def queued(self) -> int:

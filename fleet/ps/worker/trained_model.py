@@ -79,6 +79,10 @@ class DenseValues:
         pull = pb.Pull(version=self._progress.version_needed(), dense=True)
         return self._connections.ask(what, at_once, pull=pull)
 
+    def fetch_behind(self, at_once: int) -> list[Frame]:
+        """Fetch from a thread beside the user's, from so many servers at once."""
+        return self.fetch(f"parameters after step {self._progress.completed}", at_once)
+
     def read(self, replies: Sequence[Frame]) -> list[Flat]:
         """Return the values of every server's blocks, as it sent them."""
         self._progress.notice(replies)
