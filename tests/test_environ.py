@@ -7,7 +7,15 @@ import pytest
 import fleet
 from fleet import Fleet
 from fleet.base import launcher_variables
-from fleet.base.settings import SETTINGS, CommunicatorKnobs, Knobs, ObservingKnobs, SecurityKnobs, rows
+from fleet.base.settings import (
+    SETTINGS,
+    CommunicatorKnobs,
+    Knobs,
+    ObservingKnobs,
+    SecurityKnobs,
+    rows,
+    under_present_names,
+)
 from fleet.base.unknown_variables import ROLE_VARIABLES, remarks
 from fleet.errors import ConfigurationError
 
@@ -155,13 +163,22 @@ def test_the_rows_of_a_role_maker_are_what_it_reads(
 )
 def test_a_setting_under_the_name_it_had(older: str, newer: str, text: str, other: str) -> None:
     assert SETTINGS[older] is SETTINGS[newer]
-    assert Knobs.read({older: text}) == Knobs.read({newer: text}) == Knobs.read({older: f" {text} ", newer: text})
-    assert Knobs.read({older: text}) != Knobs()
+    read = Knobs.read({older: text})
+    assert read == Knobs.read({newer: text}) == Knobs.read({older: f" {text} ", newer: text}) != Knobs()
     assert remarks({older: text}) == []
     with pytest.raises(ConfigurationError, match=f"{older} is not usable"):
         Knobs.read({older: "a b"})
     with pytest.raises(ConfigurationError, match=f"{older} and {newer} .*; got '{text}' and '{other}'. Unset {older}"):
         Knobs.read({older: text, newer: other})
+
+
+def test_what_a_launcher_hands_on_has_the_names_of_now() -> None:
+    given = {"FLEET_BEAT": "0.5", "FLEET_STARTUP_DEADLINE": "7", "FLEET_STARTUP_DEADLINE_S": "7.0", "PATH": "/bin"}
+    handed_on = {"FLEET_HEARTBEAT_S": "0.5", "FLEET_STARTUP_DEADLINE_S": "7.0", "PATH": "/bin"}
+    assert under_present_names(given) == handed_on
+    assert under_present_names({"FLEET_BEAT": " ", "FLEET_HEARTBEAT_S": "2"}) == {"FLEET_HEARTBEAT_S": "2"}
+    with pytest.raises(ConfigurationError, match="FLEET_BEAT and FLEET_HEARTBEAT_S"):
+        under_present_names({**given, "FLEET_HEARTBEAT_S": "1"})
 
 
 def test_a_misspelt_older_name_means_the_newer() -> None:

@@ -1,28 +1,46 @@
-"""The order of a job's calls in one process, the same in every kind of job: wrap the optimizer once, start once."""
+"""The order of a job's calls in one process, the same in every kind of job: wrap the optimizer once, start once, stop
+last; and the calls that a worker answers in the same way, whatever its job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from fleet.base import exit_guard
+from fleet.base.clock import Clock
+from fleet.base.cluster import Assignment
+from fleet.base.settings import Knobs
+from fleet.base.turns import Callers
 from fleet.errors import NotInitializedError, StateError
 
 
-class Stoppable(Protocol):
+class Worker(exit_guard.Guarded, Protocol):
+    """What runs between ``init_worker`` and ``stop_worker``."""
+
     @property
-    def stopped(self) -> bool: ...
+    def callers(self) -> Callers: ...
+
+    @property
+    def figures(self) -> Any: ...
+
+    def summary(self) -> dict[str, Any]: ...
+
+    def stop(self) -> None: ...
 
 
-W = TypeVar("W", bound=Stoppable)
+W = TypeVar("W", bound=Worker)
 S = TypeVar("S")
 
 
 class Lifecycle(Generic[W, S]):
     """What a backend derives from: ``W`` is its running worker, ``S`` its strategy."""
 
-    def __init__(self) -> None:
+    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
+        self._assignment = assignment
+        self._knobs = knobs
+        self._clock = clock
         self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S] | None = None
         self._worker: W | None = None
         self._has_resumed = False
@@ -30,6 +48,8 @@ class Lifecycle(Generic[W, S]):
     @property
     def running(self) -> bool:
         return self._worker is not None and not self._worker.stopped
+
+    # ---------------------------------------------------------------- the order of calls
 
     def _refuse_second_optimizer(self) -> None:
         if self._parts is not None:
@@ -57,3 +77,74 @@ class Lifecycle(Generic[W, S]):
                 todo="Wrap the optimizer with fleet.distributed_optimizer(optimizer, model=model) first.",
             )
         return self._parts
+
+    def _started(self, worker: W) -> None:
+        """From now on it is the job's, and the job hears of it if its process ends without a goodbye."""
+        self._worker = worker
+        exit_guard.guard(worker)
+
+    def _running_worker(self, call: str) -> W:
+        """Who does what this call asks for; never a fork of the process that joined the job."""
+        worker = self._joined_worker(call)
+        worker.callers.refuse_forked(call)
+        return worker
+
+    def _joined_worker(self, call: str) -> W:
+        worker = self._worker
+        if worker is None and self._assignment.is_server:
+            raise StateError(
+                f"{call} was called on a server",
+                where=str(self._assignment),
+                todo="Guard it with fleet.is_worker().",
+            )
+        if worker is None:
+            raise NotInitializedError(
+                f"{call} came before fleet.init_worker()",
+                where=str(self._assignment),
+                todo="Call fleet.init_worker() first.",
+            )
+        if worker.stopped:
+            raise StateError(
+                f"{call} came after the job ended for this worker (fleet.stop_worker)",
+                where=str(self._assignment),
+                todo="Call it before fleet.stop_worker(), which is the last call of all.",
+            )
+        return worker
+
+    # ---------------------------------------------------------------- the end
+
+    def stop_worker(self) -> None:
+        worker = self._worker
+        if worker is None:
+            if self._assignment.is_worker:
+                raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
+            raise StateError(f"stop_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
+        worker.callers.refuse_forked("stop_worker()")
+        exit_guard.release(worker)
+        try:
+            worker.stop()
+        finally:
+            self._after_worker()
+        self._done()
+
+    def abort(self, reason: str) -> None:
+        """End the job for everybody: this worker failed."""
+        if self._worker is not None:
+            exit_guard.release(self._worker)
+            self._worker.abort(reason)
+            self._after_worker()
+
+    def _after_worker(self) -> None:
+        """What is to be done when the worker has ended, well or not."""
+
+    def _done(self) -> None:
+        if self._assignment.when_done is not None:
+            self._assignment.when_done()
+
+    # ---------------------------------------------------------------- what happened
+
+    def summary(self) -> dict[str, Any]:
+        return self._running_worker("summary()").summary()
+
+    def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
+        self._running_worker("report()").figures.report(examples, loss, others)

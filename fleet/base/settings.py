@@ -394,6 +394,17 @@ SETTINGS: Mapping[str, Setting] = {
 } | {row.name: row for row in IDLE}
 
 
+def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment with every setting under the name that it has now, for processes that are started with it."""
+    present = dict(environ)
+    for row in {row.formerly: row for row in SETTINGS.values() if row.formerly in environ}.values():
+        row.values(environ)  # refuses two names that do not agree
+        older = present.pop(row.formerly)
+        if not present.get(row.name, "").strip():
+            present[row.name] = older
+    return present
+
+
 def _token(token: str, path: str) -> str:
     """The shared token. No error here may show it, nor what a wrong path happened to point to."""
     if token and path:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 
-from fleet.base import exit_guard
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.lifecycle import Lifecycle
@@ -26,7 +25,7 @@ from fleet.collective.resumption import Resumption, resume
 from fleet.collective.synchronized_optimizer import SynchronizedOptimizer
 from fleet.collective.trainable import refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
-from fleet.errors import ConfigurationError, NotInitializedError, StateError, UnsupportedError
+from fleet.errors import ConfigurationError, StateError, UnsupportedError
 from fleet.nn.trainables import members
 from fleet.strategy.collective import DistributedStrategy, as_collective
 
@@ -37,11 +36,8 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     """Where CUDA is, a new backend chooses this worker's device by its local rank."""
 
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
-        super().__init__()
+        super().__init__(assignment, knobs, clock)
         _refuse_protection(knobs)
-        self._assignment = assignment
-        self._knobs = knobs
-        self._clock = clock
         self._statistics = StatisticsGroup()
         self._device = _choose_device(assignment)
         #: in which the workers meet from ``resume_from`` on, and what they go on from
@@ -134,33 +130,12 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         except BaseException as error:
             worker.abort(f"{type(error).__name__}: {error}")
             raise
-        self._worker = worker
-        exit_guard.guard(worker)
-
-    def stop_worker(self) -> None:
-        if self._worker is None:
-            raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
-        self._worker.callers.refuse_forked("stop_worker()")
-        exit_guard.release(self._worker)
-        self._worker.stop()
-        if self._assignment.when_done is not None:
-            self._assignment.when_done()
-
-    def abort(self, reason: str) -> None:
-        """End the job for everybody: this worker failed."""
-        if self._worker is not None:
-            exit_guard.release(self._worker)
-            self._worker.abort(reason)
+        self._started(worker)
 
     def _running_worker(self, call: str) -> CollectiveWorker:
-        if self._worker is None:
-            raise NotInitializedError(
-                f"{call} came before fleet.init_worker()",
-                where=str(self._assignment),
-                todo="Call fleet.init_worker() first.",
-            )
-        self._worker.check(call)
-        return self._worker
+        worker = self._joined_worker(call)
+        worker.check(call)
+        return worker
 
     # ---------------------------------------------------------------- among workers
 
@@ -178,14 +153,6 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
                 return worker.reductions.all_reduce(f"{call}()", value, output, op)
 
         return reduce
-
-    # ---------------------------------------------------------------- what happened
-
-    def summary(self) -> dict[str, Any]:
-        return self._running_worker("summary()").summary()
-
-    def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
-        self._running_worker("report()").figures.report(examples, loss, others)
 
     # ---------------------------------------------------------------- state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fleet.base.outcome import telling
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import FleetError
 
@@ -19,12 +20,5 @@ def write_once(worker: CollectiveWorker, what: str, write: Callable[[], None]) -
         if failure:
             raise FleetError(f"worker {int(writer)} could not write {what}", got=failure)
         return
-    failure = "it was interrupted"
-    try:
+    with telling(lambda failure: monitor.ask(lambda store: store.set(f"{key}/outcome", failure))):
         write()
-        failure = ""
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        monitor.ask(lambda store: store.set(f"{key}/outcome", failure))

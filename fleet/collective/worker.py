@@ -326,12 +326,6 @@ class CollectiveWorker:
         return 0 if exchange is None else exchange.sent_bytes
 
     def check(self, call: str) -> None:
-        """Refuse a call after the end, or in another process, and tell of a failure."""
+        """Refuse a call in another process, and tell of a failure."""
         self.callers.refuse_forked(call)
-        if self.stopped:
-            raise StateError(
-                f"{call} came after the job ended for this worker (fleet.stop_worker)",
-                where=str(self.assignment),
-                todo="Call it before fleet.stop_worker(), which is the last call of all.",
-            )
         self.group.monitor.check()

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options
@@ -131,7 +131,7 @@ def _run(argv: list[str], prog: str) -> int:
             record_dir=record_dir,
             live=_wants_live_view(options.view),
             grace_s=options.grace,
-            inherited=PROCESS_ENVIRONMENT,
+            inherited=under_present_names(PROCESS_ENVIRONMENT),
             max_restarts=options.max_restarts,
         )
 

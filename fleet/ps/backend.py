@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fleet.base import exit_guard
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.lifecycle import Lifecycle
@@ -57,10 +56,7 @@ def real_network(knobs: Knobs) -> Network:
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock, network: Network | None) -> None:
-        super().__init__()
-        self._assignment = assignment
-        self._knobs = knobs
-        self._clock = clock
+        super().__init__(assignment, knobs, clock)
         self._given_network = LoopbackNetwork() if network is None and assignment.embedded else network
         self._network = self._given_network or real_network(knobs)
         self._restore: Restore | None = None
@@ -190,12 +186,11 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             worker.start(self._resumed)
         except BaseException:
             worker.close()
-            self._join_embedded()
+            self._after_worker()
             raise
         if model is not None:
             worker.watch(model)
-        self._worker = worker
-        exit_guard.guard(worker)
+        self._started(worker)
 
     def _describe(self) -> Description:
         """The user's optimizers and model as they are now."""
@@ -205,56 +200,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         a = self._assignment
         return describe(optimizers, model, strategy, a.server_num, a.worker_num)
 
-    def stop_worker(self) -> None:
-        worker = self._worker
-        if worker is None:
-            if self._assignment.is_worker:
-                raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
-            raise StateError(f"stop_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
-        worker.callers.refuse_forked("stop_worker()")
-        exit_guard.release(worker)
-        try:
-            worker.stop()
-        finally:
-            self._join_embedded()
-        self._done()
-
-    def _done(self) -> None:
-        if self._assignment.when_done is not None:
-            self._assignment.when_done()
-
-    def abort(self, reason: str) -> None:
-        """End the job for everybody: this worker failed."""
-        if self._worker is not None:
-            exit_guard.release(self._worker)
-            self._worker.abort(reason)
-            self._join_embedded()
-
-    def _join_embedded(self) -> None:
+    def _after_worker(self) -> None:
         if self._embedded is not None:
             self._embedded.join(timeout=10.0)
-
-    def _running_worker(self, call: str) -> WorkerRuntime:
-        """Who does what this call asks for; never a fork of the process that joined the job."""
-        worker = self._joined_worker(call)
-        worker.callers.refuse_forked(call)
-        return worker
-
-    def _joined_worker(self, call: str) -> WorkerRuntime:
-        where = str(self._assignment)
-        if self._worker is None and self._assignment.is_server:
-            raise StateError(f"{call} was called on a server", where=where, todo="Guard it with fleet.is_worker().")
-        if self._worker is None:
-            raise NotInitializedError(
-                f"{call} came before fleet.init_worker()", where=where, todo="Call fleet.init_worker() first."
-            )
-        if self._worker.stopped:
-            raise StateError(
-                f"{call} came after the job ended for this worker (fleet.stop_worker)",
-                where=where,
-                todo="Call it before fleet.stop_worker(), which is the last call of all.",
-            )
-        return self._worker
 
     def prefetch(
         self, batches: Iterable[Batch], lookup: Callable[[Batch], Mapping[Any, Any]], depth: int
@@ -270,14 +218,6 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         """What reduces (value, output, op) over the workers, on behalf of ``call``."""
         worker = self._running_worker(f"{call}()")
         return lambda value, output, op: worker.all_reduce(f"{call}()", value, output, op)
-
-    # ---------------------------------------------------------------- what happened
-
-    def summary(self) -> dict[str, Any]:
-        return self._running_worker("summary()").summary()
-
-    def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
-        self._running_worker("report()").figures.report(examples, loss, others)
 
     # ---------------------------------------------------------------- state
 

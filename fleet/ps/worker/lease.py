@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fleet.base.outcome import telling
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -30,21 +31,18 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
         claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
     if not claim.message.granted:
         return
-    failure = "it was interrupted"
-    try:
-        act({"name": name, **json.loads(claim.message.about)})
-        failure = ""
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        release = pb.Release(name=name, failure=failure)
+
+    def release(failure: str) -> None:
+        request = arbiter.request(step, release=pb.Release(name=name, failure=failure))
         try:
-            arbiter.call(Frame(arbiter.request(step, release=release)), f"release of {name}")
+            arbiter.call(Frame(request), f"release of {name}")
         except FleetError as error:
             if not failure:
                 raise
             _log.warning("the failure of %s could not be reported: %s", name, error)
+
+    with telling(release):
+        act({"name": name, **json.loads(claim.message.about)})
 
 
 @contextlib.contextmanager
