@@ -82,13 +82,19 @@ docs: $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server --directory build/site --bind 127.0.0.1"
 
+# Code on pages is as wide as the site shows it.
+PAGES := README.md CONTRIBUTING.md $(shell find docs examples benchmarks -name '*.md')
+FORMAT_PAGES := $(BIN)/ruff format --isolated --line-length 88
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(FORMAT_PAGES) --check $(PAGES)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(FORMAT_PAGES) $(PAGES)
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -26,13 +26,13 @@ from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.durable_state import NOTED, Shot
 from fleet.ps.server.service import Service
 from fleet.ps.server.snapshots import Snapshots
-from fleet.ps.server.state_directory import Durable, Kind
+from fleet.ps.server.state_directory import Kind, StateDirectory
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 
 #: A line that breaks while its server is heard has to be one that is killed, however often. A server that was killed
 #: amid goodbyes stays for four heartbeats: who has not heard its own answered asks again in less, if slowly.
-ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_BEAT": "0.5"}
+ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_HEARTBEAT_S": "0.5"}
 
 #: When a server is killed: before it has seen a request, with the request in its journal, when it has carried it out
 #: and nobody has heard so, or when its answers are on their way.
@@ -101,7 +101,7 @@ class Host:
     def _start(self) -> None:
         endpoint = Endpoint.parse(self.job.endpoints[self.index])
         knobs = Knobs.read(self.job.environ)
-        self.durable = Durable(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
+        self.durable = StateDirectory(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
         self.service = Service(endpoint, knobs, Hurrying(self.job.through), restore=restore, durable=self.durable)
@@ -235,7 +235,7 @@ class Host:
         """Die with the next record in the journal; other servers of this process do not."""
 
         def dying(kind: Kind, buffers: Any) -> None:
-            Durable.record(self.durable, kind, buffers)
+            StateDirectory.record(self.durable, kind, buffers)
             # Nobody else may go on either: what is begun from here on would lack what was noted down.
             self.snapshots._closed = True
             raise Killed
@@ -256,7 +256,7 @@ class Crashes:
     def __enter__(self) -> Crashes:
         self._patch = pytest.MonkeyPatch()
         moments = [(Directory, "create"), (Directory, "publish")]
-        moments += [(Durable, "_journal"), (Durable, "adopt"), (Durable, "clean")]
+        moments += [(StateDirectory, "_journal"), (StateDirectory, "adopt"), (StateDirectory, "clean")]
         for owner, name in moments:
             self._patch.setattr(owner, name, self._dying(getattr(owner, name)))
         return self

@@ -19,9 +19,9 @@ from fleet.ps.wire.transport import Network
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 #: Long enough for a busy machine.
-PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "60"}
+PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE_S": "60"}
 #: For who waits until somebody is given up on: a busy machine may let nobody speak for a second.
-SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_BEAT": "0.05"}
+SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_HEARTBEAT_S": "0.05"}
 
 Body = Callable[[Fleet, int], Any]
 

@@ -42,7 +42,7 @@ class Rank:
         from fleet import Fleet
         from fleet.role_maker import UserDefinedCollectiveRoleMaker
 
-        made = Fleet(environ={"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "30", **environ})
+        made = Fleet(environ={"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE_S": "30", **environ})
         made.init(UserDefinedCollectiveRoleMaker(self.rank, self.endpoints))
         self.jobs.append(made)
         return made

@@ -157,7 +157,7 @@ def deadly(place, name, content):
 Directory.create = deadly
 sys.exit(main(sys.argv[1:]))
 """
-    environ = {"FLAGS_rpc_deadline": "4000", "FLEET_STARTUP_DEADLINE": "60"}
+    environ = {"FLAGS_rpc_deadline": "4000", "FLEET_STARTUP_DEADLINE_S": "60"}
     (endpoint,) = free_endpoints(1)
     server = subprocess.Popen(
         [sys.executable, "-c", script, "server", "--endpoint", endpoint],

@@ -43,13 +43,15 @@ def script(name: str) -> str:
 
 def commands(name: str, page: str = DOORS) -> list[str]:
     """The commands of a page that start ``name``, in its order."""
-    found = [line for line in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in line.splitlines()]
+    blocks = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
+    found = [line for block in blocks for line in block.splitlines()]
     return [line for line in found if re.search(rf"python {re.escape(name)}( |$)", line)]
 
 
 def commands_with(name: str) -> list[str]:
     """The commands of the page that start ``name`` with variables in front."""
-    return re.findall(rf"^PADDLE_\S+=.* python {re.escape(name)}$", DOORS, re.MULTILINE)
+    page = DOORS.replace("\\\n", " ")
+    return re.findall(rf"^PADDLE_\S+=.* python {re.escape(name)}$", page, re.MULTILINE)
 
 
 def shell(processes: Processes, command: str, cwd: Path = ROOT) -> subprocess.Popen[str]:

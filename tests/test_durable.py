@@ -35,7 +35,7 @@ from fleet.ps.server.checkpoint_share import write_pieces
 from fleet.ps.server.durable_state import Memory
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.service import Service
-from fleet.ps.server.state_directory import Durable, Kind
+from fleet.ps.server.state_directory import Kind, StateDirectory
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -268,7 +268,7 @@ def goes_on(
     return state(made, late)
 
 
-REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.05"}
+REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.05"}
 
 
 @cache
@@ -555,14 +555,14 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 ) -> None:
     """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what
     the journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
-    restored, read_in, go_on = loading._restore_dense, Durable.records, threading.Event()
+    restored, read_in, go_on = loading._restore_dense, StateDirectory.records, threading.Event()
     servers = []
 
     def held_up(*given: Any) -> None:
         assert go_on.wait(PATIENCE_S)
         restored(*given)
 
-    def slowly(durable: Durable) -> Iterator[Any]:
+    def slowly(durable: StateDirectory) -> Iterator[Any]:
         servers.append(durable)
         for record in read_in(durable):
             yield record
@@ -583,7 +583,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
     run_job(first, 2, 1)
     expected = run_job(trains("adam"), 2, 1, model_dir=str(tmp_path / "first"))
     monkeypatch.setattr(loading, "_restore_dense", held_up)
-    monkeypatch.setattr(Durable, "records", slowly)
+    monkeypatch.setattr(StateDirectory, "records", slowly)
     folder = tmp_path / "durable"
     job = DyingJob(
         trains("adam"), folder, servers=1, plan=plan, model_dir=str(tmp_path / "first"), journal_bytes=1 << 30
@@ -651,7 +651,7 @@ def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(t
         made.save_persistables(dirname=str([older, newer][step]))
 
     run_job(trains("adam", steps=2, between=saves), 1, 1)
-    durable_ = Durable(str(kept), Endpoint.parse("server0:1"), "os")
+    durable_ = StateDirectory(str(kept), Endpoint.parse("server0:1"), "os")
     origin = loading.restore_from(str(older))
     Memory(durable_).begun(Saved(origin.id, origin.url))
     durable_.close()
@@ -819,7 +819,7 @@ def test_requests_are_answered_while_a_snapshot_is_written(
     if where == "before its first piece":
         monkeypatch.setattr("fleet.ps.server.snapshots.write_pieces", waiting(write_pieces))
     else:
-        monkeypatch.setattr(Durable, "publish", waiting(Durable.publish))
+        monkeypatch.setattr(StateDirectory, "publish", waiting(StateDirectory.publish))
     job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
     same(job.run(), run_job(trains("adam", steps=6), 2, 1))
     assert not threads[0].is_alive()
@@ -977,7 +977,7 @@ def test_the_journal_is_on_the_disk_within_the_interval(
             return self.time
 
     synced: list[int] = []
-    kept, clock = Durable(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
+    kept, clock = StateDirectory(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
     service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, durable=kept)
     monkeypatch.setattr("fleet.ps.server.journal.os.fsync", synced.append)
     found = []
@@ -1182,7 +1182,7 @@ def test_initial_values_that_were_not_kept_end_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["sync", "geo", "async"])
 def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mode: str) -> None:
     """The servers tell it different numbers of its steps."""
-    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 6:
@@ -1235,8 +1235,8 @@ def test_values_that_replaced_others_and_were_not_kept_end_the_job(tmp_path: Pat
 # ---------------------------------------------------------------- whose state it is
 
 
-def durable(tmp_path: Path, endpoint: str = "server0:1") -> Durable:
-    return Durable(str(tmp_path), Endpoint.parse(endpoint), "always")
+def durable(tmp_path: Path, endpoint: str = "server0:1") -> StateDirectory:
+    return StateDirectory(str(tmp_path), Endpoint.parse(endpoint), "always")
 
 
 def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
@@ -1246,7 +1246,7 @@ def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
         yield Kind.GIVEN, [bytes(100)]
         raise OSError(errno.ENOSPC, "no room")
 
-    kept = Durable(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
+    kept = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
     kept.record(Kind.REQUEST, [bytes(1000)])
     assert kept.is_due
     with pytest.raises(OSError, match="no room"):
@@ -1258,7 +1258,7 @@ def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
 
 
 def test_what_is_carried_along_is_not_written_more_often_than_as_much_has_happened(tmp_path: Path) -> None:
-    kept = Durable(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
+    kept = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
     draft = kept.begin({}, [(Kind.GIVEN, [bytes(5000)])], on_top=False, behind=True)
     kept.adopt(draft, kept.publish(draft))
     for _ in range(4):
@@ -1307,7 +1307,7 @@ def test_state_of_another_placement_is_refused(
 
 def started_again(directory: Path, endpoint: str) -> Service:
     """A server that starts again with what was kept there."""
-    durable = Durable(str(directory), Endpoint.parse(endpoint), "os")
+    durable = StateDirectory(str(directory), Endpoint.parse(endpoint), "os")
     try:
         service = Service(Endpoint.parse(endpoint), Knobs.read(PATIENT), SystemClock(), durable=durable)
     except ConfigurationError:
@@ -1416,7 +1416,7 @@ def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_that_was_no_part_of_it_is_refused(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE": "2"}
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE_S": "2"}
     job = DyingJob(trains("adam"), tmp_path / "left", workers=1, servers=1, environ=environ)
     job.join(job.start())
     assert "goes on with a job whose state it has kept, and this worker was not part of it" in str(

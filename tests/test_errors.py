@@ -43,7 +43,7 @@ from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import StrategyFactory
 from fleet.telemetry.cause import claimed
 
-HASTY = {**SOON, "FLEET_STARTUP_DEADLINE": "2"}
+HASTY = {**SOON, "FLEET_STARTUP_DEADLINE_S": "2"}
 
 torch.manual_seed(2)
 TEMPLATE = torch.nn.Linear(3, 2)
@@ -165,7 +165,7 @@ def test_wait_port_false_does_not_wait() -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="nowhere:4711"):
         join(made, strategy=config)
-    assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE"])
+    assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE_S"])
 
 
 def test_no_worker_ever_comes(caplog: pytest.LogCaptureFixture) -> None:

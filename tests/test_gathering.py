@@ -709,7 +709,7 @@ def test_a_gathering_whose_answer_never_came_is_finished_by_the_next_call() -> N
             assert fleet.all_reduce_worker(value).tolist() == [3.0]
         return [fleet.all_reduce_worker(5), fleet.all_reduce_worker(worker, op="max")]
 
-    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_BEAT": "0.01"}
+    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_HEARTBEAT_S": "0.01"}
     assert in_job(body, 2, network=network, environ=environ) == [[10, 1]] * 2
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import fleet
-from fleet.base import settings as environ
+from fleet.base.unknown_variables import KNOWN
 from fleet.launch import cli
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +36,16 @@ def blocks(page: str, kind: str) -> list[str]:
 def test_python_is_python(page: str) -> None:
     for index, code in enumerate(blocks(page, "python")):
         compile(code, f"{page}, block {index}", "exec")
+
+
+#: What a column of the site shows; more is cut off, or has to be scrolled to.
+COLUMNS = 88
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_as_wide_as_the_site_shows(page: str) -> None:
+    shown = [line for kind in ("python", "sh", "yaml") for block in blocks(page, kind) for line in block.splitlines()]
+    assert [line for line in shown if len(line) > COLUMNS] == []
 
 
 # ---------------------------------------------------------------- pasted into a script
@@ -179,9 +190,15 @@ def test_every_variable_is_known_and_on_its_page() -> None:
     mentioned = {
         name for page in PAGES.values() for name in re.findall(r"\b(?:FLEET|FLAGS)_\w*[A-Za-z]\b(?!_|\*)", page)
     }
-    known = environ._KNOWN
-    assert mentioned - known - {"FLAGS_communicator", "FLAGS_rpc", "FLEET_TLS"} == set()
-    assert [name for name in known if f"`{name}`" not in PAGES["docs/environment.md"]] == []
+    assert mentioned - KNOWN - {"FLAGS_communicator", "FLAGS_rpc", "FLEET_TLS"} == set()
+    assert [name for name in KNOWN if f"`{name}`" not in PAGES["docs/environment.md"]] == []
+
+
+def test_the_page_of_variables_says_what_the_table_says() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "variables.py"))
+    page = PAGES["docs/environment.md"]
+    assert {found["name"] for found in script["TABLE"].finditer(page)} == set(script["TABLES"])
+    assert script["written"](page) == page, "python docs/variables.py writes it"
 
 
 def test_every_extra_is_there() -> None:
@@ -224,6 +241,24 @@ def there(name: str) -> bool:
                 return False
         found = getattr(found, part)
     return True
+
+
+#: What pages name and a reader writes, or somebody else has.
+OF_READERS = {"train.py", "script.py", "plain.py", "clicks.py", "score.py"}
+OF_READERS |= {"sync.py", "nccl2.py", "several.py", "fleet_api.py"}  # docs/doors.md
+
+
+def test_every_file_is_there() -> None:
+    """By its path, or by the end of one: what is moved is moved in the pages as well."""
+    folders = ("fleet", "tests", "examples", "benchmarks", "docs")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    missing = [
+        f"{page}: {name}"
+        for page, text in PAGES.items()
+        for name in sorted(set(re.findall(r"(?<![\w./-])(?:\.\./)*((?:\w[\w.-]*/)*\w+\.py)\b", text)))
+        if name not in OF_READERS and not any(path.endswith(f"/{name}") for path in there)
+    ]
+    assert missing == []
 
 
 def test_every_option_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,7 @@ def test_a_killed_worker_that_starts_again(
 ) -> None:
     """It goes on with the job's next step, and everybody ends where they would have ended."""
     endpoints = free_endpoints(2)
-    beating = {"FLEET_BEAT": "0.2"}
+    beating = {"FLEET_HEARTBEAT_S": "0.2"}
     here = Here(endpoints, 2, "again", **beating).start(servers=[0, 1], workers=[0])
     worker = processes.worker(1, endpoints, 2, "again", **beating)
     assert worker.stdout is not None
@@ -299,7 +299,7 @@ def test_a_killed_server_is_an_error_after_the_deadline(
     processes: Processes, free_endpoints: Callable[[int], list[str]]
 ) -> None:
     endpoints = free_endpoints(1)
-    hasty = {"FLAGS_rpc_deadline": "1500", "FLEET_BEAT": "0.2"}
+    hasty = {"FLAGS_rpc_deadline": "1500", "FLEET_HEARTBEAT_S": "0.2"}
     server = processes.server(endpoints[0], endpoints, 1, **hasty)
     here = Here(endpoints, 1, "slow", **hasty).start(workers=[0])
     here.heard("joined")
@@ -316,7 +316,7 @@ def test_a_server_and_a_worker_that_are_paused(
     """As a debugger does it, or a frozen container. Less than the deadline costs time only; a worker that is paused for
     longer is given up on, and finds nobody when it wakes."""
     endpoints = free_endpoints(1)
-    hasty = {"FLAGS_rpc_deadline": "5000", "FLEET_BEAT": "0.2"}
+    hasty = {"FLAGS_rpc_deadline": "5000", "FLEET_HEARTBEAT_S": "0.2"}
     server = processes.server(endpoints[0], endpoints, 2, **hasty)
     workers = [processes.worker(index, endpoints, 2, "again", **hasty) for index in range(2)]
 

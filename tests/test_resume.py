@@ -212,7 +212,7 @@ def test_killed_as_a_whole(
     """Killed, and started again, with the same end: to the bit, where the numbers are the same."""
     die_at, newest = MOMENTS[moment]
     root = tmp_path / "ckpt"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1"}
     if durable:
         environ["FLEET_DURABLE_DIR"] = str(tmp_path / "durable")
     with monkeypatch.context() as patch:
@@ -274,7 +274,12 @@ def test_killed_while_it_reads_a_checkpoint(
 ) -> None:
     """A durable server that has heard of the job and has no values yet begins with what all of them begin with."""
     root = tmp_path / "ckpt"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(tmp_path / "durable")}
+    environ = {
+        **PATIENT,
+        "FLEET_JOB_ID": "j",
+        "FLEET_HEARTBEAT_S": "0.1",
+        "FLEET_DURABLE_DIR": str(tmp_path / "durable"),
+    }
     Resuming(root, trains(root, steps=4), 2, 2).run()
     with monkeypatch.context() as patch:
         restored, job = loading._restore_dense, Resuming(root, trains(root), 2, 2, environ=environ)
@@ -402,7 +407,7 @@ def test_servers_that_do_not_know_each_other(tmp_path: Path, whole: list[torch.T
             return made
 
     root = tmp_path / "ckpt"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1"}
     if durable:
         environ["FLEET_DURABLE_DIR"] = str(tmp_path / "durable")
     Strangers(root, trains(root, die_at=5), 2, 2, environ=environ).run_until_killed()
@@ -423,7 +428,7 @@ def again(job: Resuming, role: Role, index: int, root: Path) -> tuple[Fleet, int
 
 def test_a_worker_that_starts_again(tmp_path: Path, whole: list[torch.Tensor]) -> None:
     """The others are past it."""
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.05"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.05"}
 
     def body(fleet: Fleet, index: int) -> Any:
         if index == 1:
@@ -450,7 +455,12 @@ class Left(BaseException):
 
 
 def test_a_durable_server_that_starts_again(tmp_path: Path, whole: list[torch.Tensor]) -> None:
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(tmp_path / "durable")}
+    environ = {
+        **PATIENT,
+        "FLEET_JOB_ID": "j",
+        "FLEET_HEARTBEAT_S": "0.1",
+        "FLEET_DURABLE_DIR": str(tmp_path / "durable"),
+    }
     root = tmp_path / "ckpt"
 
     class Restarting(Resuming):
@@ -498,7 +508,7 @@ def test_servers_that_kept_different_steps(tmp_path: Path, monkeypatch: pytest.M
     """One of them has an older copy of what it had; every role is told, before anything begins."""
     monkeypatch.setattr(resuming, "LINGER_S", 0.5)
     root, durable = tmp_path / "ckpt", tmp_path / "durable"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(durable)}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1", "FLEET_DURABLE_DIR": str(durable)}
 
     def body(fleet: Fleet, index: int) -> None:
         model, optimizer = join(fleet)
@@ -582,7 +592,7 @@ def test_all_are_told_the_jobs_step_where_each_goes_on_after_its_own(tmp_path: P
             raise Left
 
     run_job(first, 2, 2)
-    job = Resuming(tmp_path, then, 2, 2, environ={**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"})
+    job = Resuming(tmp_path, then, 2, 2, environ={**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1"})
     job.join(job.start())
     assert job.told == {"worker 0": 2, "worker 1": 2, "server 0": 2, "server 1": 2}
     assert isinstance(job.errors.pop("worker 1"), Left), job.errors
@@ -711,7 +721,7 @@ def test_what_is_no_root(lonely: Fleet, tmp_path: Path) -> None:
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    network, environ = LoopbackNetwork(), {**PATIENT, "FLEET_STARTUP_DEADLINE": "0.2"}
+    network, environ = LoopbackNetwork(), {**PATIENT, "FLEET_STARTUP_DEADLINE_S": "0.2"}
     endpoints = ["here:1", "there:1", "nowhere:1"]
     with pytest.raises(DeadlineError, match=r"server 1 \(there:1\), server 2 \(nowhere:1\) did not come; at server 0"):
         server(endpoints, 0, environ, network).resume_from(tmp_path)

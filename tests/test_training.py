@@ -715,7 +715,7 @@ def test_a_step_whose_answer_never_came_is_not_taken_for_another() -> None:
         optimizer.minimize(100 * weight.sum())
         return weight.detach().clone()
 
-    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_BEAT": "0.01"}
+    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_HEARTBEAT_S": "0.01"}
     (got,) = run_job(body, 1, network=network, environ=environ)
     assert torch.equal(got, torch.full((2,), -101.0))
 

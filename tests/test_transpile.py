@@ -731,7 +731,7 @@ def test_a_trainer_is_made_once_and_closed_once() -> None:
 
 @pytest.mark.parametrize(("setting", "argument"), [(False, None), (True, False), (False, False)])
 def test_without_waiting_a_server_that_is_not_there_is_an_error_at_once(setting: bool, argument: bool | None) -> None:
-    patient = {**PATIENT, "FLEET_STARTUP_DEADLINE": "1000"}
+    patient = {**PATIENT, "FLEET_STARTUP_DEADLINE_S": "1000"}
     network = LoopbackNetwork()
     t = DistributeTranspiler(config(wait_port=setting), environ=patient, network=network)
     t.transpile(0, program(), "a:1")

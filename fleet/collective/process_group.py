@@ -145,7 +145,7 @@ class Group:
                     f"{host}, which keeps the job's store, did not answer within {deadline_s:g} s",
                     where=f"worker {self.rank}",
                     got=str(error).partition("\n")[0][:200],
-                    todo="Start it, or raise FLEET_STARTUP_DEADLINE.",
+                    todo="Start it, or raise FLEET_STARTUP_DEADLINE_S.",
                 ) from None
             store.set_timeout(_STORE_TIMEOUT)
             if launched:  # it outlives jobs
@@ -189,7 +189,7 @@ class Group:
                 raise DeadlineError(
                     f"workers {names} did not come within {deadline_s:g} s",
                     where=f"worker {self.rank} of {self.size}",
-                    todo="Start them, or raise FLEET_STARTUP_DEADLINE.",
+                    todo="Start them, or raise FLEET_STARTUP_DEADLINE_S.",
                 )
             if missing and waits.is_due():
                 _log.warning("worker %d waits for workers %s, %.0f s so far", self.rank, names, waits.so_far_s)
