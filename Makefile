@@ -54,10 +54,10 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
-# Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way. Two tests
-# at a time: most of them wait for something most of the time.
+# Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way. Three
+# tests at a time, on two cores as well: most of them wait for something part of the time.
 test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(ARGS)
 
 # ---------------------------------------------------------------------------------------------- for contributors
 

@@ -74,7 +74,8 @@ def test_all_other_pairs_go_together() -> None:
         for other in SET:
             names = {one, other} | {NEED[name] for name in (one, other) if name in NEED}
             if not any(pair <= names for pair in excluded):
-                as_collective(DistributedStrategy(**{name: SET[name] for name in names}))
+                taken = as_collective(DistributedStrategy(**{name: SET[name] for name in names}))
+                assert {name: getattr(taken, name) for name in names} == {name: SET[name] for name in names}
 
 
 def test_what_the_user_sets_later_comes_too_late() -> None:

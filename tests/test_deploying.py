@@ -204,23 +204,23 @@ def manifest(name: str) -> Any:
     return yaml.safe_load((KUBERNETES / name).read_text())
 
 
-def is_valid(resource: Any) -> None:
+def assert_valid(resource: Any) -> None:
     """By Kubernetes' own schema, in which nothing may be misspelt."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     kubernetes_validate.validate(resource, "1.31", strict=True)
 
 
-def is_valid_by_our_schema(resource: Any, schema: str) -> None:
+def assert_valid_by_our_schema(resource: Any, schema: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate(resource, json.loads((ROOT / "tests" / "schemas" / schema).read_text()))
 
 
 def test_the_jobset_is_one() -> None:
     jobset = manifest("jobset.yaml")
-    is_valid_by_our_schema(jobset, "jobset.json")
+    assert_valid_by_our_schema(jobset, "jobset.json")
     names = [job["name"] for job in jobset["spec"]["replicatedJobs"]]
     for job in jobset["spec"]["replicatedJobs"]:
-        is_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
+        assert_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
         assert all(before["name"] in names[: names.index(job["name"])] for before in job.get("dependsOn", []))
     assert set(jobset["spec"]["successPolicy"]["targetReplicatedJobs"]) <= set(names)
 
@@ -234,15 +234,15 @@ def test_the_jobset_with_tls_is_one() -> None:
         container["env"] += more["env"]
         container["volumeMounts"] = more["volumeMounts"]
         pod["volumes"] = patch["volumes"]
-        is_valid({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod})
+        assert_valid({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod})
 
 
 def test_the_paddle_job_is_one() -> None:
     job = manifest("paddlejob.yaml")
-    is_valid_by_our_schema(job, "paddlejob.json")
+    assert_valid_by_our_schema(job, "paddlejob.json")
     for kind in ("ps", "worker"):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **job["spec"][kind]["template"]}
-        is_valid(pod)
+        assert_valid(pod)
 
 
 def test_a_schema_finds_what_is_misspelt() -> None:
@@ -252,10 +252,10 @@ def test_a_schema_finds_what_is_misspelt() -> None:
     job = jobset["spec"]["replicatedJobs"][0]
     job["dependOn"] = []
     with pytest.raises(jsonschema.ValidationError, match="dependOn"):
-        is_valid_by_our_schema(jobset, "jobset.json")
+        assert_valid_by_our_schema(jobset, "jobset.json")
     job["template"]["spec"]["template"]["spec"]["containers"][0]["readinessProb"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="readinessProb"):
-        is_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job["template"]})
+        assert_valid({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job["template"]})
 
 
 Pod = tuple[str, dict[str, str]]

@@ -137,6 +137,7 @@ def test_what_pointers_point_at_is_there() -> None:
         for path in re.findall(r"fleet((?:\.\w+)+)", todo):
             place: Any = fleet
             for part in path.split(".")[1:]:
+                assert hasattr(place, part), f"fleet{path}, to which this points: {todo}"
                 place = getattr(place, part)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from fleet import Fleet
 from fleet.base.clock import SystemClock
@@ -232,7 +233,12 @@ def test_visits_to_nobody_end() -> None:
         silent.bind(("127.0.0.1", 0))
         refused = Endpoint("127.0.0.1", silent.getsockname()[1])
         nowhere = Endpoint("[fe80::1]", 9)  # needs an interface, and has none
-        visit([(refused, b"token"), (nowhere, b"token")], 0, CLOCK)
+        visiting = threading.Thread(
+            target=visit, args=([(refused, b"token"), (nowhere, b"token")], 0, CLOCK), daemon=True
+        )
+        visiting.start()
+        visiting.join(PATIENCE_S)
+        assert not visiting.is_alive()
 
 
 def test_own_addresses_begin_with_loopback_and_name_none_twice() -> None:

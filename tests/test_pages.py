@@ -35,7 +35,10 @@ def blocks(page: str, kind: str) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_is_python(page: str) -> None:
     for index, code in enumerate(blocks(page, "python")):
-        compile(code, f"{page}, block {index}", "exec")
+        try:
+            compile(code, f"{page}, block {index}", "exec")
+        except SyntaxError as error:
+            pytest.fail(f"{error}: {error.text}")
 
 
 #: What a column of the site shows; more is cut off, or has to be scrolled to.

@@ -547,6 +547,7 @@ def test_a_server_without_anything_listens_to_no_public_address(files: Files) ->
 
 
 def test_what_allows_a_public_address(files: Files) -> None:
+    """Without any of these, listening raises a ConfigurationError, as a test above shows."""
     for environ in (
         {"FLEET_AUTH_TOKEN": SECRET},
         {**files.issued("127.0.0.1"), **files.trusting()},

@@ -636,7 +636,11 @@ def test_a_slow_starter_is_waited_for() -> None:
 
 
 def test_workers_without_any_step() -> None:
-    run_job(lambda fleet_, worker: _start_only(fleet_), 3, 2)
+    def body(fleet_: Fleet, worker: int) -> int:
+        _start_only(fleet_)
+        return fleet_.resume_step()
+
+    assert run_job(body, 3, 2) == [0, 0, 0]
 
 
 def _start_only(fleet_: Fleet) -> None:

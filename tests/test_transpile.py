@@ -702,8 +702,10 @@ def test_transpiling_again_leaves_a_running_trainer_alone() -> None:
     t.transpile(0, again, "a:1")
     with serving(network):
         trainer = t.get_trainer_program()
+        before = values(trainer.model)
         transpiled(program=again)
         trainer.minimize(loss_of(trainer.model, 0, 0))
+        assert not any(torch.equal(was, now) for was, now in zip(before, values(trainer.model), strict=True))
         trainer.close()
 
 
