@@ -213,7 +213,7 @@ def _environment() -> dict[str, str]:
         **kept,
         **threads,
         **quiet,
-        "FLEET_STARTUP_DEADLINE": "900",
+        "FLEET_STARTUP_DEADLINE_S": "900",
     }  # many processes on few cores take long to start
 
 

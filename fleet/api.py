@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Assignment
 from fleet.base.pointers import directory_first, missing
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, remark
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.unknown_variables import remark
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase

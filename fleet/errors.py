@@ -208,31 +208,31 @@ class AuthenticationError(FleetError, PermissionError):
     """
 
 
-class PlaceTakenError(IdentityError):
+class DuplicateWorkerError(IdentityError):
     """Another process has this worker's place, and was heard of lately. If it has died the place is free soon.
 
     Examples:
         >>> serve()
         >>> first = join()
-        >>> join(FLEET_BEAT="0.05")  # four heartbeats later
+        >>> join(FLEET_HEARTBEAT_S="0.05")  # four heartbeats later
         Traceback (most recent call last):
             ...
-        fleet.errors.PlaceTakenError: there is already a worker 0; at ...; got a second one at ...
+        fleet.errors.DuplicateWorkerError: there is already a worker 0; at ...; got a second one at ...
         >>> first.stop_worker()
     """
 
 
-class StillBusyError(FleetError, RuntimeError):
+class ServerBusyError(FleetError, RuntimeError):
     """A server has not finished an earlier job yet. A worker that waits for its servers asks again.
 
     Examples:
         >>> serve(worker_num=2)
         >>> first, second = join(0, worker_num=2), join(1, worker_num=2)
         >>> first.stop_worker()
-        >>> join(0, worker_num=2, FLEET_STARTUP_DEADLINE="0.2")  # one of the next job, which waits no longer
+        >>> join(0, worker_num=2, FLEET_STARTUP_DEADLINE_S="0.2")  # one of the next job, which waits no longer
         Traceback (most recent call last):
             ...
-        fleet.errors.StillBusyError: this server has not finished an earlier job yet; at ...; the earlier one ...
+        fleet.errors.ServerBusyError: this server has not finished an earlier job yet; at ...; the earlier one ...
         >>> second.stop_worker()
     """
 
@@ -242,7 +242,7 @@ class ServerLostError(FleetError, ConnectionError):
 
     Examples:
         >>> serve(FLAGS_rpc_deadline="300")
-        >>> worker = join(FLEET_BEAT="60")  # its heart beats too rarely
+        >>> worker = join(FLEET_HEARTBEAT_S="60")  # its heart beats too rarely
         >>> second_job().join()  # so its server gives it up, and ends
         >>> serve()
         >>> worker.barrier_worker()
@@ -336,3 +336,8 @@ class MissedError(CheckpointError):
         ...     optimizer.minimize(loss())
         ...     checkpoints.after_step()  # a server that is killed now raises nothing here
     """
+
+
+#: Names that two of them had before; still the same classes.
+PlaceTakenError = DuplicateWorkerError
+StillBusyError = ServerBusyError

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from harness import PATIENT, Body, Job, until
+from inside import found_job
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
@@ -25,13 +26,13 @@ from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.durable_state import NOTED, Shot
 from fleet.ps.server.service import Service
 from fleet.ps.server.snapshots import Snapshots
-from fleet.ps.server.state_directory import Durable, Kind
+from fleet.ps.server.state_directory import Kind, StateDirectory
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 
 #: A line that breaks while its server is heard has to be one that is killed, however often. A server that was killed
 #: amid goodbyes stays for four heartbeats: who has not heard its own answered asks again in less, if slowly.
-ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_BEAT": "0.5"}
+ENVIRON = {**PATIENT, "FLAGS_rpc_retry_times": "100000", "FLEET_HEARTBEAT_S": "0.5"}
 
 #: When a server is killed: before it has seen a request, with the request in its journal, when it has carried it out
 #: and nobody has heard so, or when its answers are on their way.
@@ -65,6 +66,23 @@ def at(kind: str, moment: str, server: int = 0, times: int = 1) -> Plan:
     return plan
 
 
+class Hurrying(SystemClock):
+    """Runs twenty times as fast once all workers of a job are through: whom its servers then wait for in vain, they do
+    not wait for long."""
+
+    def __init__(self, through: threading.Event) -> None:
+        self._through = through
+        self._since: float | None = None
+
+    def now(self) -> float:
+        now = super().now()
+        if not self._through.is_set():
+            return now
+        if self._since is None:
+            self._since = now
+        return now + 19 * (now - self._since)
+
+
 class Host:
     """One endpoint, where one server after the other serves a job."""
 
@@ -83,10 +101,10 @@ class Host:
     def _start(self) -> None:
         endpoint = Endpoint.parse(self.job.endpoints[self.index])
         knobs = Knobs.read(self.job.environ)
-        self.durable = Durable(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
+        self.durable = StateDirectory(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
-        self.service = Service(endpoint, knobs, SystemClock(), restore=restore, durable=self.durable)
+        self.service = Service(endpoint, knobs, Hurrying(self.job.through), restore=restore, durable=self.durable)
         self._watch_snapshots(self.service)
         self._listener = self.job.network.listen(endpoint, self._handler(self.service))
 
@@ -109,7 +127,7 @@ class Host:
             self.kills += 1
             listener = self._listener
             # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
-            job = self.service.floor.job
+            job = found_job(self.service)
             for thread in threading.enumerate():
                 if job is not None and job.errand is not None and thread.name == f"fleet-{job.errand.name}":
                     thread.join()
@@ -212,7 +230,7 @@ class Host:
         """Die with the next record in the journal; other servers of this process do not."""
 
         def dying(kind: Kind, buffers: Any) -> None:
-            Durable.record(self.durable, kind, buffers)
+            StateDirectory.record(self.durable, kind, buffers)
             # Nobody else may go on either: what is begun from here on would lack what was noted down.
             self.snapshots._closed = True
             raise Killed
@@ -233,7 +251,7 @@ class Crashes:
     def __enter__(self) -> Crashes:
         self._patch = pytest.MonkeyPatch()
         moments = [(Directory, "create"), (Directory, "publish")]
-        moments += [(Durable, "_journal"), (Durable, "adopt"), (Durable, "clean")]
+        moments += [(StateDirectory, "_journal"), (StateDirectory, "adopt"), (StateDirectory, "clean")]
         for owner, name in moments:
             self._patch.setattr(owner, name, self._dying(getattr(owner, name)))
         return self
@@ -279,6 +297,9 @@ class DyingJob(Job):
         self.journal_bytes = journal_bytes
         self.held = held
         self.counted = {*NOTED, "load", "save", *(["pull"] if reading else [])}
+        #: all workers are
+        self.through = threading.Event()
+        self._under_way = set(range(workers))
         self.hosts = [Host(self, index) for index in range(servers)]
 
     def serve(self, index: int) -> None:
@@ -286,6 +307,12 @@ class DyingJob(Job):
             self.hosts[index].serve()
         except BaseException as error:
             self.errors[f"server {index}"] = error
+
+    def work(self, index: int) -> None:
+        super().work(index)
+        self._under_way.discard(index)
+        if not self._under_way:
+            self.through.set()
 
     @property
     def kills(self) -> int:

@@ -31,6 +31,7 @@ import psutil
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 from harness import until
+from inside import found_job
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Binding, Endpoint
@@ -197,7 +198,7 @@ class Target:
         replies: list[Frame] = []
         try:
             self.handle(frame, replies.append)
-            job = self._service.floor.job
+            job = found_job(self._service)
             until(lambda: job is None or job.errand is None or job.errand.is_done)
             for reply in replies:
                 read_frame(pb.Reply, reply.pieces())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would import it, for longer than some jobs here wait for anybody
+from inside import abort
 from patience import PATIENCE_S
 
 from fleet import Fleet
@@ -18,9 +19,9 @@ from fleet.ps.wire.transport import Network
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 #: Long enough for a busy machine.
-PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "60"}
+PATIENT = {"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE_S": "60"}
 #: For who waits until somebody is given up on: a busy machine may let nobody speak for a second.
-SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_BEAT": "0.05"}
+SOON = {**PATIENT, "FLAGS_rpc_deadline": "2000", "FLEET_HEARTBEAT_S": "0.05"}
 
 Body = Callable[[Fleet, int], Any]
 
@@ -76,8 +77,8 @@ class Job:
             fleet.stop_worker()
         except BaseException as error:
             self.errors[f"worker {index}"] = error
-            if fleet is not None and fleet._chosen is not None:
-                fleet._chosen.abort("".join(traceback.format_exception(error)))
+            if fleet is not None:
+                abort(fleet, "".join(traceback.format_exception(error)))
 
     def start(self) -> list[threading.Thread]:
         servers = [(self.serve, index) for index in range(len(self.endpoints))]

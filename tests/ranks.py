@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inside import abort
 from patience import PROCESSES_S
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -41,7 +42,7 @@ class Rank:
         from fleet import Fleet
         from fleet.role_maker import UserDefinedCollectiveRoleMaker
 
-        made = Fleet(environ={"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE": "30", **environ})
+        made = Fleet(environ={"FLAGS_rpc_deadline": "60000", "FLEET_STARTUP_DEADLINE_S": "30", **environ})
         made.init(UserDefinedCollectiveRoleMaker(self.rank, self.endpoints))
         self.jobs.append(made)
         return made
@@ -63,8 +64,7 @@ def serve(checks: Mapping[str, Check]) -> None:
         except BaseException:
             told["error"] = traceback.format_exc()
             for job in me.jobs:
-                if job._chosen is not None:
-                    job._chosen.abort(told["error"])
+                abort(job, told["error"])
         told["seconds"] = round(time.monotonic() - began, 2)
         print("\n" + json.dumps(told), flush=True)
         if "error" in told:

@@ -88,20 +88,20 @@ def asked(endpoint: Endpoint, environ: Environ) -> int:
     ],
 )
 def test_where_a_server_listens(text: str, at: str) -> None:
-    assert str(Knobs.read({"FLEET_BIND": text}).binding.of(Endpoint("ps0", 6174))) == at
+    assert str(Knobs.read({"FLEET_BIND_ADDRESS": text}).binding.of(Endpoint("ps0", 6174))) == at
 
 
 @pytest.mark.parametrize("text", ["a b", "10.0.0.1:0", "10.0.0.1:x", "1:2:3", ":7"])
 def test_what_is_no_place_to_listen(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"FLEET_BIND is not usable; expected an address of this machine"):
-        Knobs.read({"FLEET_BIND": text})
+    with pytest.raises(ConfigurationError, match=r"FLEET_BIND_ADDRESS is not usable; expected an address of this"):
+        Knobs.read({"FLEET_BIND_ADDRESS": text})
 
 
 @pytest.mark.parametrize("direct", ["", "off"])
 def test_a_server_is_reached_where_it_does_not_listen_itself(listen: Callable[..., Listener], direct: str) -> None:
     """As behind a forwarded port: others know one address, the machine has another."""
     public, bound = Endpoint("server.example.com", 6174), Endpoint("127.0.0.2", free_port("127.0.0.2"))
-    environ = {"FLEET_BIND": str(bound), "FLEET_DIRECT_PORT": direct}
+    environ = {"FLEET_BIND_ADDRESS": str(bound), "FLEET_DIRECT_PORT": direct}
     listen(public, environ)
     assert asked(bound, {}) == 7
     with pytest.raises(PortInUseError, match=f"port {bound.port} is in use; at {bound}"):
@@ -110,7 +110,7 @@ def test_a_server_is_reached_where_it_does_not_listen_itself(listen: Callable[..
 
 def test_a_refusal_names_the_address_that_the_worker_knows(listen: Callable[..., Listener]) -> None:
     port = free_port()
-    listen(Endpoint("server.example.com", 6174), {"FLEET_BIND": f"127.0.0.1:{port}", **TOKEN})
+    listen(Endpoint("server.example.com", 6174), {"FLEET_BIND_ADDRESS": f"127.0.0.1:{port}", **TOKEN})
     with pytest.raises(AuthenticationError, match=r"at the server at server\.example\.com:6174"):
         asked(Endpoint("127.0.0.1", port), {})
 
@@ -120,8 +120,8 @@ def test_all_addresses_take_a_token_and_then_serve_both_kinds(listen: Callable[.
     port = free_port()
     for everywhere in ("0.0.0.0", "::"):
         with pytest.raises(ConfigurationError, match="would let anybody in"):
-            listen(Endpoint("127.0.0.1", port), {"FLEET_BIND": everywhere})
-    listen(Endpoint("127.0.0.1", port), {"FLEET_BIND": "::", "FLEET_DIRECT_PORT": "0", **TOKEN})
+            listen(Endpoint("127.0.0.1", port), {"FLEET_BIND_ADDRESS": everywhere})
+    listen(Endpoint("127.0.0.1", port), {"FLEET_BIND_ADDRESS": "::", "FLEET_DIRECT_PORT": "0", **TOKEN})
     for address in ("127.0.0.1", "[::1]"):
         assert asked(Endpoint(address, port), TOKEN) == 7
 
@@ -139,7 +139,7 @@ def test_a_name_for_loopback_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplo
         exposure.warn_if_only_here(Endpoint("node1", 1))
     assert caplog.messages == [
         "node1 is 127.0.1.1 on this machine, where no other machine reaches it: "
-        "set FLEET_BIND to an address that they reach"
+        "set FLEET_BIND_ADDRESS to an address that they reach"
     ]
 
 

@@ -76,7 +76,7 @@ ONLY: dict[str, dict[str, str]] = {
         "base/turns.py": "turns",
         "checkpoint/manifest.py": "reader",
         "checkpoint/pieces.py": "writers",
-        "collective/store_monitor.py": "clerk",
+        "collective/store_monitor.py": "monitor",
         "base/exit_guard.py": "lock",
         "launch/supervisor.py": "waiters",
         "telemetry/observer.py": "observer",
@@ -167,6 +167,20 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
     },
+}
+
+#: Who else writes the name of a consistency mode, and what it is there. Files in ``ps.consistency`` may; all others ask
+#: the job's policy.
+MODE_NAMES = {
+    "strategy/parameter_server.py": "what the user may choose",
+    "plan/config.py": "an option of the source system's configuration",
+    "plan/specs.py": "the default of the wire's and the checkpoints' text",
+}
+#: What a mode's flags were called, and what else has such a name.
+MODE_FLAGS = {"adds", "behind", "lockstep"}
+FLAGS_OF_OTHERS = {
+    "checkpoint/resume_choice.py": "of what a server holds, as it travels",
+    "telemetry/view.py": "a figure",
 }
 
 FILES = {
@@ -309,3 +323,44 @@ def test_only_listed_files_do_it(names: str) -> None:
     listed = set(ONLY[names])
     assert sorted(users - listed) == [], f"may not use {names}; or list them, with a reason"
     assert sorted(listed - users) == [], f"need {names} no more; take them off the list"
+
+
+@cache
+def mode_names() -> set[str]:
+    """The names of all modes, read from the files that define them."""
+    calls = [
+        node
+        for module in FILES
+        if is_in(module, ("ps.consistency",))
+        for node in nodes(module)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Mode"
+    ]
+    return {ast.literal_eval(call.args[0]) for call in calls}
+
+
+def of_modes(module: str) -> tuple[set[str], set[str]]:
+    """The names of modes that stand in a file as text, and what it reads of a mode that only a policy may."""
+    written, read = set(), set()
+    for node in nodes(module):
+        if isinstance(node, ast.Constant) and node.value in mode_names():
+            written.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            whose = ast.unparse(node.value).rpartition(".")[2]
+            if node.attr in MODE_FLAGS or (node.attr == "name" and whose in ("mode", "_mode", "MODE", "policy")):
+                read.add(ast.unparse(node))
+    return written, read
+
+
+def test_modes_are_told_apart_in_their_own_files_only() -> None:
+    assert mode_names() == {"sync", "async", "half_async", "geo", "ssp"}
+    found = {
+        FILES[module].relative_to(ROOT / "fleet").as_posix(): of_modes(module)
+        for module in FILES
+        if not is_in(module, ("ps.consistency",))
+    }
+    writers = {file for file, (written, _) in found.items() if written}
+    readers = {file: sorted(read) for file, (_, read) in found.items() if read and file not in FLAGS_OF_OTHERS}
+    assert readers == {}, "ask the policy of the job, and give it the question if it has none"
+    assert sorted(writers - set(MODE_NAMES)) == [], "tell modes apart in fleet/ps/consistency/ only"
+    assert sorted(set(MODE_NAMES) - writers) == [], "take them off the list"
+    assert sorted(file for file in FLAGS_OF_OTHERS if not found[file][1]) == [], "take them off the list"

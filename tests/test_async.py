@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import PATIENT, Job, run_job
+from inside import take_fresh
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
@@ -307,10 +308,7 @@ def test_what_has_gathered_is_merged_into_one_push(momentum: float, summed: bool
         eventually(lambda: arrived(weight, optimizer, expected), f"{expected}")
 
     def arrived(weight: torch.nn.Parameter, optimizer: Any, expected: float) -> bool:
-        worker = optimizer._stepper()
-        fresh = worker._stepping._communicator.fresh()
-        if fresh is not None:
-            worker.floor.fetching.take(fresh)
+        take_fresh(optimizer)
         return abs(weight[0].item() - expected) < 1e-5
 
     run_job(body, 1, 1, network=network)

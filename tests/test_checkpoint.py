@@ -966,7 +966,7 @@ def test_a_server_with_a_bad_checkpoint_ends_the_job_with_that_reason(broken: Pa
     def body(fleet_: Fleet, worker: int) -> None:
         join(fleet_, MAKES["adam"])
 
-    patient = {**PATIENT, "FLEET_STARTUP_DEADLINE": "600", "FLAGS_rpc_deadline": "600000"}
+    patient = {**PATIENT, "FLEET_STARTUP_DEADLINE_S": "600", "FLAGS_rpc_deadline": "600000"}
     job = Job(body, 2, 1, model_dir=str(broken), environ=patient)
     job.join(job.start(), 30)
     assert sorted(job.errors) == ["server 0", "worker 0", "worker 1"]

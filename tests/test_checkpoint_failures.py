@@ -23,6 +23,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, run_job, until
+from inside import connections, lines_of, worker_of
 from small_job import STRATEGIES, join, same, train
 
 from fleet import Checkpoints, Fleet
@@ -69,10 +70,6 @@ def version_at(dirname: object) -> int:
 
 def everything(path: Path) -> list[str]:
     return sorted(str(each.relative_to(path)) for each in path.rglob("*"))
-
-
-def runtime(fleet_: Fleet) -> Any:
-    return fleet_._chosen._worker
 
 
 # ---------------------------------------------------------------------------------------------- killed
@@ -160,7 +157,7 @@ def deadly(place, name, content):
 Directory.create = deadly
 sys.exit(main(sys.argv[1:]))
 """
-    environ = {"FLAGS_rpc_deadline": "4000", "FLEET_STARTUP_DEADLINE": "60"}
+    environ = {"FLAGS_rpc_deadline": "4000", "FLEET_STARTUP_DEADLINE_S": "60"}
     (endpoint,) = free_endpoints(1)
     server = subprocess.Popen(
         [sys.executable, "-c", script, "server", "--endpoint", endpoint],
@@ -550,13 +547,13 @@ def test_a_server_that_cannot_take_over_ends_the_job() -> None:
 
     def body(fleet_: Fleet, worker: int) -> None:
         model, optimizer = join(fleet_)
-        client = runtime(fleet_).floor.lines.clients[0]
+        client = connections(fleet_)[0]
         with pytest.raises(FleetError, match="to be taken over are not here"):
             client.call(Frame(client.request(0, ready=pb.Ready(anew=True, attempt="none such"))), "other values")
         train(model, optimizer, range(2))
         with pytest.raises(FleetError, match="to be taken over are not here"):
-            loading._take_over(runtime(fleet_), "none such")
-        assert runtime(fleet_).stopped
+            loading._take_over(worker_of(fleet_), "none such")
+        assert worker_of(fleet_).stopped
 
     job = Job(body, 1, 1)
     job.join(job.start())
@@ -716,7 +713,7 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
     claimed, patience = threading.Event(), {**PATIENT, "FLAGS_rpc_deadline": "3000"}
 
     def let_die(worker: WorkerRuntime) -> None:
-        lines = worker.floor.lines
+        lines = lines_of(worker)
         ask_all = lines.ask_all
 
         def dying(make: Any, what: str, *rest: Any) -> Any:
@@ -737,7 +734,7 @@ def test_a_worker_that_dies_in_the_middle_holds_nobody_up(
         fleet_.save_persistables(tmp_path / "ckpt")
         train(model, optimizer, range(2))
         if worker == 0:
-            let_die(runtime(fleet_))
+            let_die(worker_of(fleet_))
         fleet_.barrier_worker()
         if worker:
             assert claimed.wait(30)

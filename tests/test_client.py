@@ -22,9 +22,9 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.errors import (
     DeadlineError,
+    DuplicateWorkerError,
     FleetError,
     JobAbortedError,
-    PlaceTakenError,
     PlanMismatchError,
     ProtocolError,
     ServerLostError,
@@ -231,7 +231,7 @@ def test_no_hello_waits_beyond_the_deadline(caplog: pytest.LogCaptureFixture) ->
 def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for() -> None:
     """When it is there again, it waits for the dead one's heartbeats as long as any server does."""
     clock = Ticking()
-    taken = PlaceTakenError("there is already a worker 3")
+    taken = DuplicateWorkerError("there is already a worker 3")
 
     class Answer(BrokenCall):
         def result(self) -> Frame:
@@ -252,7 +252,7 @@ def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for(
     assert client.hello(hello(client), wait=True).message.version == 8
     taken_for_good = ServerClient(Endpoint("server", 1), Restarting(), Knobs(beat_s=0.1), clock, WORKER, 78)
     clock.time = 5.5
-    with pytest.raises(PlaceTakenError):
+    with pytest.raises(DuplicateWorkerError):
         taken_for_good.hello(hello(client), wait=True)
 
 

@@ -33,7 +33,7 @@ def start(free_endpoints: Callable[[int], list[str]]) -> Iterator[Start]:
         environ |= {
             "PADDLE_TRAINER_ENDPOINTS": ",".join(free_endpoints(WORKERS)),
             "FLAGS_rpc_deadline": str(round(DEADLINE_S * 1000)),
-            "FLEET_STARTUP_DEADLINE": "12" if variant == "absent" else "60",
+            "FLEET_STARTUP_DEADLINE_S": "12" if variant == "absent" else "60",
             "OMP_NUM_THREADS": "1",
         }
         for rank in range(WORKERS):

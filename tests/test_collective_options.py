@@ -12,7 +12,7 @@ import torch
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.collective.dgc import Residual, clip_factor, kept, sparsity_at
 from fleet.collective.exchange import neighbours
-from fleet.collective.liveness import Silence, stopped
+from fleet.collective.liveness import Liveness, stopped
 from fleet.errors import ConfigurationError
 from fleet.strategy.collective import _EXCLUSIONS, as_collective
 from fleet.strategy.pace import Pace
@@ -184,11 +184,11 @@ def test_what_is_sent_is_cleared_and_what_is_not_adds_up() -> None:
 
 
 def test_silence_is_measured_from_the_last_beat_that_counted_up() -> None:
-    silence = Silence()
-    assert silence.heard(1, 5, 10.0) == 0.0
-    assert silence.heard(1, 5, 12.5) == 2.5
-    assert silence.heard(1, 6, 13.0) == 0.0
-    assert silence.heard(1, 6, 14.0) == 1.0
+    silence = Liveness()
+    assert silence.still_for(1, 5, 10.0) == 0.0
+    assert silence.still_for(1, 5, 12.5) == 2.5
+    assert silence.still_for(1, 6, 13.0) == 0.0
+    assert silence.still_for(1, 6, 14.0) == 1.0
     assert stopped({0: 3, 1: 6, 2: 9}, {0: 4, 1: 6, 2: 9}) == [1, 2]
 
 

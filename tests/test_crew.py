@@ -13,7 +13,7 @@ from harness import until
 from patience import PATIENCE_S
 
 from fleet.ps.wire import leader_pool as module
-from fleet.ps.wire.leader_pool import SPARE, Crew, Work
+from fleet.ps.wire.leader_pool import SPARE, LeaderPool, Work
 
 
 class Job:
@@ -22,7 +22,7 @@ class Job:
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._releases: list[threading.Event] = []
-        self.crew = Crew("crew-test", self.next)
+        self.crew = LeaderPool("crew-test", self.next)
 
     def next(self) -> Work | None:
         return self._given.get()

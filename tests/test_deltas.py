@@ -15,6 +15,7 @@ import torch
 from harness import PATIENT, run_job, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside import completed, connections, flush
 from small_job import STRATEGIES, Net, join, same, train
 
 import fleet.nn
@@ -187,8 +188,7 @@ def test_a_mode_that_is_none(tmp_path: Path) -> None:
 
 def state_of(fleet_: Fleet) -> dict[str, Any]:
     """All that the servers hold now, by name."""
-    floor = fleet_._chosen._worker.floor  # type: ignore[union-attr]
-    return named(piece for client in floor.lines.clients for piece in exported(client, floor.progress.completed))
+    return named(piece for client in connections(fleet_) for piece in exported(client, completed(fleet_)))
 
 
 def state_in(dirname: Path) -> dict[str, Any]:
@@ -453,7 +453,7 @@ def test_all_workers_are_at_the_same_step_after_one_has_loaded(tmp_path: Path) -
             fleet_.load_persistables(tmp_path / "ckpt")
             assert fleet_.resume_step() == 2
         else:
-            client = fleet_._chosen._worker.floor.lines.clients[1]  # type: ignore[union-attr]
+            client = connections(fleet_)[1]
             start = client.start
 
             def watched(*args: Any, **options: Any) -> Any:
@@ -486,12 +486,12 @@ def test_an_asynchronous_worker_learns_of_a_load_from_its_next_push(tmp_path: Pa
             loaded.set()
             return
         train(model, optimizer, range(9))
-        fleet_._chosen._worker.flush()  # type: ignore[union-attr]
+        flush(fleet_)
         trained.set()
         assert loaded.wait(30)
         for _ in range(2):
             optimizer.minimize(model.dense(torch.zeros(1, 4)).sum() * 0)
-            fleet_._chosen._worker.flush()  # type: ignore[union-attr]
+            flush(fleet_)
         assert fleet_.resume_step() == 4
 
     seldom = {**PATIENT, "FLAGS_communicator_min_send_grad_num_before_recv": "1000"}

@@ -180,7 +180,7 @@ class TestSeveralMachines:
             sys.executable, str(ROOT / "tests" / "scripts" / "forward.py"), "10.79.0.1:7000", "10.78.0.2:6174"
         )
         job = {"PADDLE_PSERVERS_IP_PORT_LIST": "gateway:7000", "PADDLE_TRAINERS": "1", "PADDLE_TRAINER_ID": "0"}
-        serving = {**job, "TRAINING_ROLE": "PSERVER", "PADDLE_PSERVER_ID": "0", "FLEET_BIND": "10.78.0.2:6174"}
+        serving = {**job, "TRAINING_ROLE": "PSERVER", "PADDLE_PSERVER_ID": "0", "FLEET_BIND_ADDRESS": "10.78.0.2:6174"}
         started = [
             shell(server, f"python {TRAIN}", tmp_path, **serving),
             shell(worker, f"python {TRAIN}", tmp_path, **job, TRAINING_ROLE="TRAINER"),

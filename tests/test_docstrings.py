@@ -47,7 +47,7 @@ def public() -> dict[str, Any]:
     for space, kind in NAMESPACES.items():
         found |= {f"{space}.{name}": value for name, value in inspect.getmembers(kind, inspect.isfunction)}
     errors = inspect.getmembers(fleet.errors, inspect.isclass)
-    found |= {f"fleet.errors.{name}": error for name, error in errors}
+    found |= {f"fleet.errors.{name}": error for name, error in errors if error.__name__ == name}
     return {
         name: value
         for name, value in found.items()

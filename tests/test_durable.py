@@ -18,6 +18,7 @@ import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
+from inside import found_job, job_of, leave
 from patience import PATIENCE_S
 
 import fleet.nn
@@ -33,7 +34,7 @@ from fleet.ps.server.checkpoint_share import write_pieces
 from fleet.ps.server.durable_state import Memory
 from fleet.ps.server.journal import Journal
 from fleet.ps.server.service import Service
-from fleet.ps.server.state_directory import Durable, Kind
+from fleet.ps.server.state_directory import Kind, StateDirectory
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -207,7 +208,7 @@ def test_a_worker_killed_in_the_midst_of_a_push(tmp_path: Path, journal_bytes: i
             first.init(UserDefinedRoleMaker(1, Role.WORKER, 2, job.endpoints))
             with pytest.raises(DeadlineError, match="push of step 3"):
                 steps(first, 1)
-            first._chosen._worker.close()  # type: ignore[union-attr]
+            leave(first)
             if isinstance(job, DyingJob):
                 job.hosts[0].kill()
         return steps(made, index)
@@ -266,7 +267,7 @@ def goes_on(
     return state(made, late)
 
 
-REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.05"}
+REJOINING = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.05"}
 
 
 @pytest.mark.parametrize("journal_bytes", [None, 1, 1 << 30], ids=["in memory", "snapshots", "a journal alone"])
@@ -283,7 +284,7 @@ def test_a_worker_comes_back_to_a_job_that_parameters_have_joined(
         first = job.fleet(Role.WORKER, index)
         with pytest.raises(EndedError):
             goes_on(first, index, until_step=ended)
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         if isinstance(job, DyingJob):
             for host in job.hosts:
                 host.kill()
@@ -322,7 +323,7 @@ def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server
             patch.setattr(Late, "groups", struck)
             with pytest.raises((DeadlineError, EndedError)):
                 goes_on(first, index, until_step=4)
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         return goes_on(made, index)
 
     job = Job(body, 2, 2, environ=REJOINING)
@@ -337,7 +338,7 @@ def test_who_brings_values_of_later_parameters_is_lost() -> None:
             return goes_on(made, index)
         with pytest.raises(EndedError):
             goes_on(made, index, until_step=2)
-        return made._chosen._worker.close()  # type: ignore[union-attr]
+        return leave(made)
 
     job = Job(body, 2, 2, environ=SOON)
     job.join(job.start())
@@ -351,7 +352,7 @@ def test_a_worker_that_comes_back_and_lacks_parameters_is_told(tmp_path: Path) -
         first = job.fleet(Role.WORKER, index)
         with pytest.raises(EndedError):
             goes_on(first, index, until_step=4)
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         return goes_on(made, index, add=False)
 
     job = Job(body, 2, 2, environ=REJOINING)
@@ -535,14 +536,14 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 ) -> None:
     """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what
     the journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
-    restored, read_in, go_on = loading._restore_dense, Durable.records, threading.Event()
+    restored, read_in, go_on = loading._restore_dense, StateDirectory.records, threading.Event()
     servers = []
 
     def held_up(*given: Any) -> None:
         assert go_on.wait(PATIENCE_S)
         restored(*given)
 
-    def slowly(durable: Durable) -> Iterator[Any]:
+    def slowly(durable: StateDirectory) -> Iterator[Any]:
         servers.append(durable)
         for record in read_in(durable):
             yield record
@@ -563,7 +564,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
     run_job(first, 2, 1)
     expected = run_job(trains("adam"), 2, 1, model_dir=str(tmp_path / "first"))
     monkeypatch.setattr(loading, "_restore_dense", held_up)
-    monkeypatch.setattr(Durable, "records", slowly)
+    monkeypatch.setattr(StateDirectory, "records", slowly)
     folder = tmp_path / "durable"
     job = DyingJob(
         trains("adam"), folder, servers=1, plan=plan, model_dir=str(tmp_path / "first"), journal_bytes=1 << 30
@@ -631,7 +632,7 @@ def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(t
         made.save_persistables(dirname=str([older, newer][step]))
 
     run_job(trains("adam", steps=2, between=saves), 1, 1)
-    durable_ = Durable(str(kept), Endpoint.parse("server0:1"), "os")
+    durable_ = StateDirectory(str(kept), Endpoint.parse("server0:1"), "os")
     origin = loading.restore_from(str(older))
     Memory(durable_).begun(Saved(origin.id, origin.url))
     durable_.close()
@@ -650,7 +651,7 @@ def test_servers_that_go_on_from_different_steps_are_told_apart_at_once(tmp_path
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 2:
-            gate = job.hosts[1].service.floor.running().gate
+            gate = job_of(job.hosts[1].service).gate
             gate.resume(dict.fromkeys(gate.clocks, 1700), {}, 1700)
 
     for strategy in (*STRICT.values(), *FREE.values()):
@@ -774,7 +775,7 @@ def test_requests_are_answered_while_a_snapshot_is_written(
     if where == "before its first piece":
         monkeypatch.setattr("fleet.ps.server.snapshots.write_pieces", waiting(write_pieces))
     else:
-        monkeypatch.setattr(Durable, "publish", waiting(Durable.publish))
+        monkeypatch.setattr(StateDirectory, "publish", waiting(StateDirectory.publish))
     job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
     same(job.run(), run_job(trains("adam", steps=6), 2, 1))
     assert not threads[0].is_alive()
@@ -932,7 +933,7 @@ def test_the_journal_is_on_the_disk_within_the_interval(
             return self.time
 
     synced: list[int] = []
-    kept, clock = Durable(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
+    kept, clock = StateDirectory(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
     service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, durable=kept)
     monkeypatch.setattr("fleet.ps.server.journal.os.fsync", synced.append)
     found = []
@@ -1137,13 +1138,13 @@ def test_initial_values_that_were_not_kept_end_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["sync", "geo", "async"])
 def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mode: str) -> None:
     """The servers tell it different numbers of its steps."""
-    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
 
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 6:
             # In GEO the journal also has what was handed out.
             host.misfortune = without_last(8 if mode == "geo" else 3)
-            made._chosen._worker.close()  # type: ignore[union-attr]
+            leave(made)
             host.kill()
             raise EndedError
 
@@ -1190,8 +1191,8 @@ def test_values_that_replaced_others_and_were_not_kept_end_the_job(tmp_path: Pat
 # ---------------------------------------------------------------- whose state it is
 
 
-def durable(tmp_path: Path, endpoint: str = "server0:1") -> Durable:
-    return Durable(str(tmp_path), Endpoint.parse(endpoint), "always")
+def durable(tmp_path: Path, endpoint: str = "server0:1") -> StateDirectory:
+    return StateDirectory(str(tmp_path), Endpoint.parse(endpoint), "always")
 
 
 def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
@@ -1201,7 +1202,7 @@ def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
         yield Kind.GIVEN, [bytes(100)]
         raise OSError(errno.ENOSPC, "no room")
 
-    kept = Durable(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
+    kept = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
     kept.record(Kind.REQUEST, [bytes(1000)])
     assert kept.is_due
     with pytest.raises(OSError, match="no room"):
@@ -1213,7 +1214,7 @@ def test_no_room_for_what_a_snapshot_begins_with(tmp_path: Path) -> None:
 
 
 def test_what_is_carried_along_is_not_written_more_often_than_as_much_has_happened(tmp_path: Path) -> None:
-    kept = Durable(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
+    kept = StateDirectory(str(tmp_path), Endpoint.parse("127.0.0.1:7000"), "os", 1000)
     draft = kept.begin({}, [(Kind.GIVEN, [bytes(5000)])], on_top=False, behind=True)
     kept.adopt(draft, kept.publish(draft))
     for _ in range(4):
@@ -1262,13 +1263,13 @@ def test_state_of_another_placement_is_refused(
 
 def started_again(directory: Path, endpoint: str) -> Service:
     """A server that starts again with what was kept there."""
-    durable = Durable(str(directory), Endpoint.parse(endpoint), "os")
+    durable = StateDirectory(str(directory), Endpoint.parse(endpoint), "os")
     try:
         service = Service(Endpoint.parse(endpoint), Knobs.read(PATIENT), SystemClock(), durable=durable)
     except ConfigurationError:
         durable.close()
         raise
-    assert service.floor.job is not None
+    assert found_job(service) is not None
     return service
 
 
@@ -1333,7 +1334,7 @@ def test_who_was_given_up_on_stays_so(tmp_path: Path) -> None:
         ids = torch.arange(6).reshape(2, 3)
         wrapped.minimize((model(ids) - 1).square().mean())
         if index == 1:
-            made._chosen._worker.close()  # type: ignore[union-attr]
+            leave(made)
             gone.set()
             return None
         assert gone.wait(10)
@@ -1371,7 +1372,7 @@ def test_the_state_of_another_job_is_refused(tmp_path: Path) -> None:
 
 def test_a_worker_that_was_no_part_of_it_is_refused(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE": "2"}
+    environ = {**ENVIRON, "FLAGS_rpc_deadline": "2000", "FLEET_STARTUP_DEADLINE_S": "2"}
     job = DyingJob(trains("adam"), tmp_path / "left", workers=1, servers=1, environ=environ)
     job.join(job.start())
     assert "goes on with a job whose state it has kept, and this worker was not part of it" in str(

@@ -14,13 +14,14 @@ import pytest
 import torch
 from dying import ENVIRON, DyingJob, every
 from harness import PATIENT, SOON, Job
+from inside import leave
 from test_async import eventually
 from test_processes import Processes, ended
 from test_relaxed import comes_to
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
-from fleet.errors import DeadlineError, IdentityError, PlanMismatchError, StillBusyError
+from fleet.errors import DeadlineError, IdentityError, PlanMismatchError, ServerBusyError
 from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import Strategy
@@ -63,7 +64,7 @@ class Part:
         self.fleet.stop_worker()
 
     def die(self) -> None:
-        self.fleet._chosen._worker.close()  # type: ignore[union-attr]
+        leave(self.fleet)
 
 
 def part(job: Job, index: int, of: int, strategy: Strategy = HALF, environ: Any = None) -> Part:
@@ -176,8 +177,8 @@ def test_who_has_left_may_join_again_where_the_job_has_an_id() -> None:
         one.train(2)
         one.leave()
     zero.sees(0, 6)
-    stranger = servers.part(1, 2, environ={**PATIENT, "FLEET_STARTUP_DEADLINE": "0.3"})
-    with pytest.raises(StillBusyError, match="a new worker 1; the earlier one has left"):
+    stranger = servers.part(1, 2, environ={**PATIENT, "FLEET_STARTUP_DEADLINE_S": "0.3"})
+    with pytest.raises(ServerBusyError, match="a new worker 1; the earlier one has left"):
         stranger.join()
     zero.train(1)
     zero.leave()
@@ -185,14 +186,14 @@ def test_who_has_left_may_join_again_where_the_job_has_an_id() -> None:
 
 
 def test_one_that_comes_when_all_have_left_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.ps.server.job_end.Ending._all_told", lambda _: leaves.is_set())
+    monkeypatch.setattr("fleet.ps.server.job_end.JobEnd._all_told", lambda _: leaves.is_set())
     leaves = threading.Event()
     servers = Servers(1, 1, environ=NAMED)
     servers.part(0, 1).join().leave()
     with pytest.raises(IdentityError, match=r"worker 1 comes too late.*every worker of this job has left"):
         servers.part(1, 2).join()
-    other_job = servers.part(1, 2, environ={**PATIENT, "FLEET_STARTUP_DEADLINE": "0.3"})
-    with pytest.raises(StillBusyError, match="a new worker 1; the earlier job is over"):
+    other_job = servers.part(1, 2, environ={**PATIENT, "FLEET_STARTUP_DEADLINE_S": "0.3"})
+    with pytest.raises(ServerBusyError, match="a new worker 1; the earlier job is over"):
         other_job.join()
     leaves.set()
     servers.end()

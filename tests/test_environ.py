@@ -1,11 +1,14 @@
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-import fleet.role_maker.variables_of_launchers
+import fleet
 from fleet import Fleet
-from fleet.base.settings import ROLE_VARIABLES, Knobs, remarks
+from fleet.base import launcher_variables
+from fleet.base.settings import SETTINGS, CommunicatorKnobs, Knobs, ObservingKnobs, SecurityKnobs, rows
+from fleet.base.unknown_variables import ROLE_VARIABLES, remarks
 from fleet.errors import ConfigurationError
 
 
@@ -22,8 +25,8 @@ def test_defaults() -> None:
         ("FLAGS_rpc_deadline", " 4500.0 ", "rpc_deadline_s", 4.5),
         ("FLAGS_rpc_retry_times", "0", "rpc_retry_times", 0),
         ("FLAGS_rpc_get_thread_num", "1", "rpc_get_thread_num", 1),
-        ("FLEET_STARTUP_DEADLINE", "7", "startup_deadline_s", 7.0),
-        ("FLEET_BEAT", "0.05", "beat_s", 0.05),
+        ("FLEET_STARTUP_DEADLINE_S", "7", "startup_deadline_s", 7.0),
+        ("FLEET_HEARTBEAT_S", "0.05", "beat_s", 0.05),
         ("FLEET_CHECK_FINITE", "On", "check_finite", True),
         ("FLEET_CHECK_FINITE", "0", "check_finite", False),
         ("FLEET_JOB_ID", "j", "job_id", "j"),
@@ -35,7 +38,9 @@ def test_each_knob(name: str, text: str, field: str, value: object) -> None:
     assert type(getattr(knobs, field)) is type(value)
 
 
-@pytest.mark.parametrize("name", ["FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLEET_BEAT", "FLEET_CHECK_FINITE"])
+@pytest.mark.parametrize(
+    "name", ["FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLEET_HEARTBEAT_S", "FLEET_CHECK_FINITE"]
+)
 def test_blank_is_unset(name: str) -> None:
     assert Knobs.read({name: " "}) == Knobs()
 
@@ -52,8 +57,8 @@ def test_blank_is_unset(name: str) -> None:
         ("FLAGS_rpc_retry_times", "1.5", "a whole number of at least 0"),
         ("FLAGS_rpc_retry_times", "9" * 400, "a whole number of at least 0"),
         ("FLAGS_rpc_get_thread_num", "0", "a whole number of at least 1"),
-        ("FLEET_STARTUP_DEADLINE", "0", "a number above zero"),
-        ("FLEET_BEAT", "x", "a number above zero"),
+        ("FLEET_STARTUP_DEADLINE_S", "0", "a number above zero"),
+        ("FLEET_HEARTBEAT_S", "x", "a number above zero"),
         ("FLEET_CHECK_FINITE", "maybe", "1 or 0"),
     ],
 )
@@ -66,9 +71,9 @@ def test_unusable(name: str, text: str, expected: str) -> None:
 
 
 def test_heartbeats_fit_in_the_deadline() -> None:
-    assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_BEAT": "0.5"}).beat_s == 0.5
-    with pytest.raises(ConfigurationError, match=r"FLEET_BEAT.*FLAGS_rpc_deadline"):
-        Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_BEAT": "0.6"})
+    assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.5"}).beat_s == 0.5
+    with pytest.raises(ConfigurationError, match=r"FLEET_HEARTBEAT_S.*FLAGS_rpc_deadline"):
+        Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.6"})
     assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).beat_s == 0.25
 
 
@@ -123,9 +128,53 @@ def test_names_that_are_no_misspelling(environ: dict[str, str]) -> None:
     assert remarks(environ) == []
 
 
-def test_every_variable_of_a_role_maker_is_known() -> None:
-    source = Path(fleet.role_maker.variables_of_launchers.__file__).read_text()
-    assert set(re.findall(r"\bPADDLE_[A-Z_]*[A-Z]\b", source)) == ROLE_VARIABLES
+@pytest.mark.parametrize(
+    ("rows", "reader", "pattern"),
+    [
+        (launcher_variables.CLUSTER, "role_maker/variables_of_launchers.py", r"PADDLE_[A-Z_]+|TRAINING_ROLE|POD_IP"),
+        (launcher_variables.TORCHRUN, "role_maker/torchrun.py", r"[A-Z]+_RANK|RANK|WORLD_SIZE|[A-Z]+_[A-Z_]+"),
+        (launcher_variables.MPI, "bootstrap/mpi_world.py", r"(?:OMPI|PMI|PMIX)_[A-Z_]+"),
+        (launcher_variables.SLURM, "role_maker/slurm.py", r"(?:SLURM|FLEET_SLURM)_[A-Z_]+"),
+    ],
+    ids=["cluster", "torchrun", "mpi", "slurm"],
+)
+def test_the_rows_of_a_role_maker_are_what_it_reads(
+    rows: tuple[launcher_variables.Row, ...], reader: str, pattern: str
+) -> None:
+    source = (Path(fleet.__file__).parent / reader).read_text()
+    assert set(re.findall(rf'"({pattern})"', source)) == launcher_variables.names(rows)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "text", "other"),
+    [
+        ("FLEET_BEAT", "FLEET_HEARTBEAT_S", "0.5", "0.25"),
+        ("FLEET_STARTUP_DEADLINE", "FLEET_STARTUP_DEADLINE_S", "7", "8"),
+        ("FLEET_BIND", "FLEET_BIND_ADDRESS", "10.0.0.1:6174", "10.0.0.1"),
+    ],
+)
+def test_a_setting_under_the_name_it_had(older: str, newer: str, text: str, other: str) -> None:
+    assert SETTINGS[older] is SETTINGS[newer]
+    assert Knobs.read({older: text}) == Knobs.read({newer: text}) == Knobs.read({older: f" {text} ", newer: text})
+    assert Knobs.read({older: text}) != Knobs()
+    assert remarks({older: text}) == []
+    with pytest.raises(ConfigurationError, match=f"{older} is not usable"):
+        Knobs.read({older: "a b"})
+    with pytest.raises(ConfigurationError, match=f"{older} and {newer} .*; got '{text}' and '{other}'. Unset {older}"):
+        Knobs.read({older: text, newer: other})
+
+
+def test_a_misspelt_older_name_means_the_newer() -> None:
+    assert remarks({"FLEET_STARTUP_DEADLIN": "2"})[0].endswith("did you mean FLEET_STARTUP_DEADLINE_S?")
+
+
+def test_every_setting_has_a_row() -> None:
+    """But for what is no setting of its own, each field is one; its default is what the row says."""
+    for table in (Knobs, CommunicatorKnobs, SecurityKnobs, ObservingKnobs):
+        without = {each.name for each in fields(table) if "setting" not in each.metadata}
+        assert without <= {"communicator", "security", "observing", "environ"}
+        assert all(row.meaning and row.readers and row.default for row in rows(table))
+    assert "sesame" not in repr(Knobs.read({"FLEET_AUTH_TOKEN": "sesame"}))
 
 
 @pytest.mark.parametrize("name", ["FLAGS_rpc_send_thread_num", "FLAGS_rpc_prefetch_thread_num"])

@@ -58,7 +58,7 @@ def test_what_a_bug_report_needs(
         "OMP_NUM_THREADS": "3",
         "HOME_OF_MINE": "x",
         "GRPC_PROXY": f"http://me:{SECRET}@proxy:1",
-        "FLEET_BEAT": "no",
+        "FLEET_HEARTBEAT_S": "no",
     }.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["env", "--json"]) == 0
@@ -75,7 +75,7 @@ def test_what_a_bug_report_needs(
     assert variables["GRPC_PROXY"] == "http://***@proxy:1"
     assert variables["OMP_NUM_THREADS"] == "3"
     assert "HOME_OF_MINE" not in variables
-    assert "FLEET_BEAT is not usable" in told["this process"]["settings"]
+    assert "FLEET_HEARTBEAT_S is not usable" in told["this process"]["settings"]
     assert told["python"]["executable"] == sys.executable
     assert told["packages"]["torch-fleet"] == environment.version_of("torch-fleet")
     assert "127.0.0.1" in told["network"]["addresses"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import PATIENT, SOON, Job, run_job
+from inside import connections, description_of
 
 import fleet.nn
 from fleet import Fleet
@@ -42,7 +43,7 @@ from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import StrategyFactory
 from fleet.telemetry.cause import claimed
 
-HASTY = {**SOON, "FLEET_STARTUP_DEADLINE": "2"}
+HASTY = {**SOON, "FLEET_STARTUP_DEADLINE_S": "2"}
 
 torch.manual_seed(2)
 TEMPLATE = torch.nn.Linear(3, 2)
@@ -164,7 +165,7 @@ def test_wait_port_false_does_not_wait() -> None:
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="nowhere:4711"):
         join(made, strategy=config)
-    assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE"])
+    assert time.monotonic() - began < float(PATIENT["FLEET_STARTUP_DEADLINE_S"])
 
 
 def test_no_worker_ever_comes(caplog: pytest.LogCaptureFixture) -> None:
@@ -445,7 +446,7 @@ def test_an_exception_in_one_workers_loop_ends_the_job_at_once() -> None:
 
 def vanish(fleet_: Fleet) -> None:
     """As if the machine was gone: no goodbye, no pulse."""
-    for client in fleet_._chosen._worker.floor.lines.clients:
+    for client in connections(fleet_):
         client.close()
 
 
@@ -589,8 +590,7 @@ def test_a_push_the_plan_does_not_know_is_refused_and_disturbs_nobody() -> None:
     def body(fleet_: Fleet, index: int) -> None:
         model = copy.deepcopy(TEMPLATE)
         optimizer = join(fleet_, model)
-        floor = fleet_._chosen._worker.floor
-        client, description = floor.lines.clients[0], floor.trained.description
+        client, description = connections(fleet_)[0], description_of(fleet_)
         good = {"options": description.options(), "present": b"\1\1"}
         flat = WireTensor.of(torch.zeros(8))
         ids = WireTensor.of(torch.tensor([1]))

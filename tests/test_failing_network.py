@@ -92,7 +92,7 @@ class Machines:
             PADDLE_PSERVERS_IP_PORT_LIST=ENDPOINT,
             PADDLE_TRAINERS_NUM=str(workers),
             FLAGS_rpc_deadline=str(int(1000 * self.deadline_s)),
-            FLEET_BEAT="0.2",
+            FLEET_HEARTBEAT_S="0.2",
             **variables,
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_job, values
+from inside import running_forwards
 from test_geo import Watched
 from torch.utils.checkpoint import checkpoint
 
@@ -353,12 +354,11 @@ def test_a_forward_that_was_interrupted(step: bool, most_ids: int, monkeypatch: 
             patch.setattr(model.part.tables[1], "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(torch.arange(4).view(2, 2))
-        running = optimizer._stepper()._foresight._running
-        forwards.append(len(running))
+        forwards.append(running_forwards(optimizer))
         loss = model.loss(torch.arange(4).view(2, 2))
         if step:
             optimizer.minimize(loss)
-        forwards.append(len(optimizer._stepper()._foresight._running))
+        forwards.append(running_forwards(optimizer))
 
     run_job(body, 1, 1)
     assert forwards == [2, 0 if step or most_ids == 5 else 1]

@@ -17,8 +17,9 @@ import pytest
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.arrival_gate import ArrivalGate
-from fleet.ps.consistency.gate import Answer, Apply, Effect, Gate, Mode
-from fleet.ps.consistency.sync import SyncGate
+from fleet.ps.consistency.gate import Answer, Apply, Effect, Gate
+from fleet.ps.consistency.policy import Mode
+from fleet.ps.consistency.sync import SyncGate, SyncPolicy
 
 STEPS = 3
 
@@ -172,7 +173,7 @@ class Explorer:
         return state
 
     def park(self, state: State, ticket: Ticket) -> None:
-        needed = self.mode.version_needed(ticket.step, self.staleness)
+        needed = self.mode.policy(self.staleness).version_needed(ticket.step)
         state.parked[ticket] = needed
         self.carry_out(state, state.gate.wait(ticket, ticket.worker, needed))
 
@@ -343,7 +344,7 @@ class RemembersRepetitions(SyncGate):
 class WaitsForTheGone(SyncGate):
     def leave(self, worker: int) -> list[Effect]:
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
-        return self._settle()
+        return self._effects()
 
 
 class SleepsWhenSomebodyLeaves(SyncGate):
@@ -369,14 +370,14 @@ class DropsWhatTheGoneDelivered(SyncGate):
 class AnswersTheGone(SyncGate):
     def leave(self, worker: int) -> list[Effect]:
         self._clock.pop(worker, None)
-        return self._settle()
+        return self._effects()
 
 
 class ReversesTheWorkers(SyncGate):
-    def _settle(self) -> list[Effect]:
+    def _effects(self) -> list[Effect]:
         return [
             Apply(effect.step, effect.contributors[::-1]) if isinstance(effect, Apply) else effect
-            for effect in super()._settle()
+            for effect in super()._effects()
         ]
 
 
@@ -389,8 +390,8 @@ class WaitsForTheNextRound(SyncGate):
 
 
 class AnswersTwice(SyncGate):
-    def _settle(self) -> list[Effect]:
-        effects = super()._settle()
+    def _effects(self) -> list[Effect]:
+        effects = super()._effects()
         return [*effects, *(effect for effect in effects if isinstance(effect, Answer))]
 
 
@@ -400,8 +401,8 @@ class AnswersEarly(SyncGate):
 
 
 class ForgetsARound(SyncGate):
-    def _settle(self) -> list[Effect]:
-        return [effect for effect in super()._settle() if effect != Apply(2, (0, 1))]
+    def _effects(self) -> list[Effect]:
+        return [effect for effect in super()._effects() if effect != Apply(2, (0, 1))]
 
 
 class ExplainsNothing(SyncGate):
@@ -409,9 +410,9 @@ class ExplainsNothing(SyncGate):
 
     asked_inside = False
 
-    def _settle(self) -> list[Effect]:
+    def _effects(self) -> list[Effect]:
         self.asked_inside = True
-        effects = super()._settle()
+        effects = super()._effects()
         self.asked_inside = False
         return effects
 
@@ -441,7 +442,7 @@ BROKEN: dict[type[SyncGate], str] = {
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("worker_num", [2, 3])
 def test_a_broken_gate_is_found_out(worker_num: int, broken: type[SyncGate]) -> None:
-    mode = Mode("sync", broken, MODES["sync"].version_needed)
+    mode = Mode("sync", broken, SyncPolicy)
     with pytest.raises(Violation, match=BROKEN[broken]):
         Explorer(mode, worker_num, repeats=1, departures=1).explore()
 
@@ -449,7 +450,7 @@ def test_a_broken_gate_is_found_out(worker_num: int, broken: type[SyncGate]) -> 
 def test_some_faults_need_a_departure_to_show() -> None:
     """Why departures are explored at all: without one, these gates look right."""
     for broken in (WaitsForTheGone, SettlesNothingWhenSomebodyLeaves, DropsWhatTheGoneDelivered, AnswersTheGone):
-        Explorer(Mode("sync", broken, MODES["sync"].version_needed), 3, repeats=1).explore()
+        Explorer(Mode("sync", broken, SyncPolicy), 3, repeats=1).explore()
 
 
 @pytest.mark.parametrize(
@@ -458,21 +459,21 @@ def test_some_faults_need_a_departure_to_show() -> None:
 )
 def test_what_holds_in_every_mode_can_fail_too(broken: type[SyncGate]) -> None:
     """The properties that are not tied to the name of the synchronous mode find these by themselves."""
-    Explorer(Mode("a new one", SyncGate, lambda step, _: step), 2, repeats=1, departures=1).explore()
+    Explorer(Mode("a new one", SyncGate, SyncPolicy), 2, repeats=1, departures=1).explore()
     with pytest.raises(Violation):
-        Explorer(Mode("a new one", broken, lambda step, _: step), 2, repeats=1, departures=1).explore()
+        Explorer(Mode("a new one", broken, SyncPolicy), 2, repeats=1, departures=1).explore()
 
 
 def test_a_lost_gradient_is_found_in_every_mode() -> None:
     class Loses(SyncGate):
-        def _settle(self) -> list[Effect]:
+        def _effects(self) -> list[Effect]:
             return [
                 Apply(effect.step, effect.contributors[:1]) if isinstance(effect, Apply) else effect
-                for effect in super()._settle()
+                for effect in super()._effects()
             ]
 
     with pytest.raises(Violation, match=r"never applied|twice or out of order"):
-        Explorer(Mode("a new one", Loses, lambda step, _: step), 2).explore()
+        Explorer(Mode("a new one", Loses, SyncPolicy), 2).explore()
 
 
 class AppliesLate(ArrivalGate):
@@ -617,6 +618,6 @@ def test_a_mode_is_registered_under_its_name(name: str) -> None:
 
 
 def test_synchronous_training_needs_its_own_step() -> None:
-    assert [MODES["sync"].version_needed(step, 0) for step in range(4)] == [0, 1, 2, 3]
-    assert [MODES["ssp"].version_needed(step, 2) for step in range(5)] == [0, 0, 0, 1, 2]
-    assert {MODES[name].version_needed(step, 0) for name in ("async", "half_async") for step in range(4)} == {0}
+    assert [MODES["sync"].policy().version_needed(step) for step in range(4)] == [0, 1, 2, 3]
+    assert [MODES["ssp"].policy(2).version_needed(step) for step in range(5)] == [0, 0, 0, 1, 2]
+    assert {MODES[name].policy().version_needed(step) for name in ("async", "half_async") for step in range(4)} == {0}

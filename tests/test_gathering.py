@@ -18,6 +18,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job
+from inside import job_of, reductions_of
 
 from fleet import Fleet, StrategyFactory
 from fleet.base.clock import SystemClock
@@ -708,7 +709,7 @@ def test_a_gathering_whose_answer_never_came_is_finished_by_the_next_call() -> N
             assert fleet.all_reduce_worker(value).tolist() == [3.0]
         return [fleet.all_reduce_worker(5), fleet.all_reduce_worker(worker, op="max")]
 
-    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_BEAT": "0.01"}
+    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_HEARTBEAT_S": "0.01"}
     assert in_job(body, 2, network=network, environ=environ) == [[10, 1]] * 2
 
 
@@ -1020,7 +1021,7 @@ def test_a_repetition_brings_nothing_new() -> None:
         line.say(worker, [WireTensor.of(np.array(value))], gather=pb.Gather(number=1, op="sum", dtype="float64"))
     told = [(worker, float(frame.tensors[0].numpy())) for worker, frame in line.taken()]
     assert told == [(0, 21.0), (0, 21.0), (1, 21.0), (0, 21.0), (1, 21.0)]
-    assert line.service.floor.running().hall._brought == {}
+    assert reductions_of(line.service)._brought == {}
 
 
 def test_who_waits_hears_at_once_that_the_job_is_over() -> None:
@@ -1042,7 +1043,7 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     for number in range(1, 6):
         for worker in (0, 1):
             line.say(worker, [F32], gather=pb.Gather(number=number, op="sum", dtype="float32"))
-    hall = line.service.floor.running().hall
+    hall = reductions_of(line.service)
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (1, 1, 0)
     line.say(0, [F32], gather=pb.Gather(number=6, op="sum", dtype="float32"))
     line.say(0, bye=pb.Bye())
@@ -1051,7 +1052,7 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     line.say(1, bye=pb.Bye())
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (0, 0, 0)
     assert line.service.ended.is_set()
-    assert line.service.floor.running().parked == {}
+    assert job_of(line.service).parked == {}
 
 
 @pytest.mark.parametrize("strategy", [None, StrategyFactory.create_ssp_strategy(0)], ids=["sync", "ssp"])

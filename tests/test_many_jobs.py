@@ -15,7 +15,7 @@ from test_processes import Processes, ended, processes  # noqa: F401 - a fixture
 
 from fleet import Fleet
 from fleet.base.clock import SystemClock
-from fleet.errors import IdentityError, JobAbortedError, StillBusyError
+from fleet.errors import IdentityError, JobAbortedError, ServerBusyError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -109,7 +109,7 @@ def test_two_jobs_side_by_side_and_a_worker_in_the_wrong_one(free_endpoints: Cal
 def test_an_early_worker_of_the_next_job_waits_for_the_end_of_this_one() -> None:
     """Worker 0 goes on to the next job while its server still serves worker 1."""
     network, endpoints = LoopbackNetwork(), ["server:1"]
-    environ = {**PATIENT, "FLEET_BEAT": "0.05"}
+    environ = {**PATIENT, "FLEET_HEARTBEAT_S": "0.05"}
     early, ended_well = threading.Event(), []
 
     def body(fleet: Fleet, worker: int) -> None:
@@ -159,7 +159,7 @@ def test_an_early_worker_that_is_told_not_to_wait_says_why() -> None:
     def impatient(fleet: Fleet, worker: int) -> None:
         strategy = Strategy(wait_port=False)
         fleet.distributed_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), strategy)
-        with pytest.raises(StillBusyError, match="not finished an earlier job yet; at server:1; got a new worker"):
+        with pytest.raises(ServerBusyError, match="not finished an earlier job yet; at server:1; got a new worker"):
             fleet.init_worker()
         raise ZeroDivisionError
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleet.errors import IdentityError, PlaceTakenError, StillBusyError
+from fleet.errors import DuplicateWorkerError, IdentityError, ServerBusyError
 from fleet.ps.consistency.membership import Lost, Membership, NeverCame, Standing
 
 SILENCE_S = 10.0
@@ -93,7 +93,7 @@ def test_who_was_given_up_on_stays_out_but_its_successor_is_let_in() -> None:
 def test_a_silent_process_is_succeeded_and_fenced_off() -> None:
     made = members()
     made.hello(0, 7, "a:1", BORN)
-    with pytest.raises(PlaceTakenError, match="already a worker 0"):
+    with pytest.raises(DuplicateWorkerError, match="already a worker 0"):
         made.hello(0, 8, "b:2", BORN + QUIET_S)
     assert made.hello(0, 8, "b:2", BORN + QUIET_S + 0.1) is Standing.LIVE
     assert made.heard(0, 8, BORN + QUIET_S + 0.2)
@@ -121,11 +121,13 @@ def test_a_server_that_starts_again_first_waits_who_shows_that_it_is_there() -> 
     again = members()
     again.resume(joined().told(), BORN + 1)
     again.surmise(BORN + 2)
-    with pytest.raises(StillBusyError, match="started again and does not know yet whether worker 0 still is") as caught:
+    with pytest.raises(
+        ServerBusyError, match="started again and does not know yet whether worker 0 still is"
+    ) as caught:
         again.hello(0, 8, "b:2", BORN + 2.5)
     assert caught.value.got == "a second one at b:2"
     assert again.heard(1, 101, BORN + 3)
-    with pytest.raises(PlaceTakenError, match="already a worker 1"):
+    with pytest.raises(DuplicateWorkerError, match="already a worker 1"):
         again.hello(1, 8, "b:2", BORN + 3.5)
     assert again.hello(0, 8, "b:2", BORN + 2 + QUIET_S + 0.1) is Standing.LIVE
     assert again.heard(0, 8, BORN + 2 + QUIET_S + 0.2)
@@ -146,7 +148,7 @@ def test_others_may_take_any_place() -> None:
     assert made.hello(9, 8, "b:1", BORN) is Standing.LEFT
     assert made.hello(9, 8, "b:1", BORN) is None, "a repetition"
     assert made.awaited() == (0, 9)
-    with pytest.raises(PlaceTakenError):
+    with pytest.raises(DuplicateWorkerError):
         made.hello(9, 9, "c:1", BORN + 1)
     made.leave(0)
     assert not made.finished

@@ -102,7 +102,7 @@ def test_ranks_that_disagree(mpirun: Run) -> None:
 @pytest.mark.parametrize("variant", ["exit-before", "never-calls"])
 def test_a_rank_that_is_gone_before_mpi_has_started(mpirun: Run, mpi: str, variant: str) -> None:
     """MPICH lets the others wait on, so that the deadline is ours; Open MPI ends them."""
-    code, _, err = mpirun(4, str(SCRIPT), variant, "1", FLEET_STARTUP_DEADLINE="4")
+    code, _, err = mpirun(4, str(SCRIPT), variant, "1", FLEET_STARTUP_DEADLINE_S="4")
     assert code != 0
     assert "MPI rank 1 of 4" not in err
     for rank in (0, 2, 3):

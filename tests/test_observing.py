@@ -65,7 +65,7 @@ from fleet.telemetry.tensorboard import scalars
 from fleet.telemetry.view import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
 from fleet.telemetry.worker_figures import MOST_REPORTED
 
-BEATING = {**PATIENT, "FLEET_BEAT": "0.02"}
+BEATING = {**PATIENT, "FLEET_HEARTBEAT_S": "0.02"}
 
 
 def status_of(network: LoopbackNetwork, endpoint: str) -> dict[str, Any]:
@@ -320,9 +320,9 @@ def test_a_status_changes_nothing_and_needs_no_job() -> None:
 
 def test_a_heartbeat_that_tells_too_much_is_refused() -> None:
     from fleet.base.clock import SystemClock
-    from fleet.ps.server.statistics import Ledger
+    from fleet.ps.server.statistics import Statistics
 
-    ledger = Ledger(SystemClock())
+    ledger = Statistics(SystemClock())
     ledger.heard(0, {"loss": math.nan})
     ledger.heard(0, {f"{i:064}": 0.0 for i in range(128)})
     for figures in ({f"f{i}": 0.0 for i in range(129)}, {"x" * 65: 0.0}):

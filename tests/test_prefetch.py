@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_job, values
+from inside import under_way
 from test_geo import Watched
 
 import fleet.nn
@@ -192,8 +193,7 @@ def test_leaving_the_loop_early_leaves_nothing_behind() -> None:
             for ids in fleet_.prefetch([torch.tensor([4])] * 9, lambda ids: {table: ids}, 3):
                 optimizer.minimize(table(ids).sum())
                 break
-            assert fleet_._chosen is not None
-            assert not any(client._under_way for client in fleet_._chosen._worker.floor.lines.clients)
+            assert not any(under_way(fleet_))
         return table(torch.tensor([4])).item()
 
     assert run_job(body, 2, 2) == [-2.0, -2.0]
@@ -351,9 +351,8 @@ def test_steps_that_are_interrupted_leave_no_reply_unread(monkeypatch: pytest.Mo
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         optimizer.step()  # finishes the interrupted step, which is still the first, and takes the second
-        assert fleet_._chosen is not None
         assert all(weight[0, 0].item() == pytest.approx(-0.2) for weight in weights)
-        return [len(client._under_way) for client in fleet_._chosen._worker.floor.lines.clients]
+        return under_way(fleet_)
 
     assert over_grpc(body, threads=3, servers=2) == [[0, 0]]
 

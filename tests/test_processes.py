@@ -192,7 +192,7 @@ def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int]
 def test_a_killed_worker_that_starts_again(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     """It goes on with the job's next step, and everybody ends where they would have ended."""
     endpoints = free_endpoints(2)
-    beating = {"FLEET_BEAT": "0.2"}
+    beating = {"FLEET_HEARTBEAT_S": "0.2"}
     servers = [processes.server(endpoint, endpoints, 2, **beating) for endpoint in endpoints]
     workers = [processes.worker(index, endpoints, 2, "again", **beating) for index in range(2)]
     assert workers[1].stdout is not None
@@ -261,7 +261,7 @@ def test_a_killed_server_is_an_error_after_the_deadline(
     processes: Processes, free_endpoints: Callable[[int], list[str]]
 ) -> None:
     endpoints = free_endpoints(1)
-    hasty = {"FLAGS_rpc_deadline": "1500", "FLEET_BEAT": "0.2"}
+    hasty = {"FLAGS_rpc_deadline": "1500", "FLEET_HEARTBEAT_S": "0.2"}
     server = processes.server(endpoints[0], endpoints, 1, **hasty)
     worker = processes.worker(0, endpoints, 1, "slow", **hasty)
     assert worker.stdout is not None
@@ -279,7 +279,7 @@ def test_a_server_and_a_worker_that_are_paused(
     """As a debugger does it, or a frozen container. Less than the deadline costs time only; a worker that is paused for
     longer is given up on, and finds nobody when it wakes."""
     endpoints = free_endpoints(1)
-    hasty = {"FLAGS_rpc_deadline": "5000", "FLEET_BEAT": "0.2"}
+    hasty = {"FLAGS_rpc_deadline": "5000", "FLEET_HEARTBEAT_S": "0.2"}
     server = processes.server(endpoints[0], endpoints, 2, **hasty)
     workers = [processes.worker(index, endpoints, 2, "again", **hasty) for index in range(2)]
 

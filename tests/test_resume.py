@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from harness import PATIENT, Job, assert_close, run_job, until
+from inside import abort, end_of, flush, leave, listening
 from patience import PROCESSES_S
 from ranks import free_ports
 from small_job import Net, same, train
@@ -123,7 +124,7 @@ class Resuming(Job):
         try:
             fleet = self.fleet(Role.SERVER, index)
             self.told[f"server {index}"] = fleet.resume_from(root_of(self.root, index), strict=self.strict)
-            self.runtimes[index] = fleet._chosen._listening
+            self.runtimes[index] = listening(fleet)
             fleet.init_server()
             fleet.run_server()
         except BaseException as error:
@@ -140,14 +141,14 @@ class Resuming(Job):
         except BaseException as error:
             self.errors[f"worker {index}"] = error
             if not self.is_killed.is_set():
-                fleet._chosen.abort(str(error))
+                abort(fleet, str(error))
 
     def run_until_killed(self) -> None:
         """Until somebody raises ``Killed``: then all are, as the machine's end would, and nobody hears a word."""
         threads = self.start()
         until(self.is_killed.is_set)
         for server in self.runtimes.values():
-            server._service.floor.ending.suspend()
+            end_of(server._service).suspend()
         for worker in WORKERS:
             exit_guard.release(worker)
             worker.close()
@@ -185,7 +186,7 @@ def alone(root: Path, steps: int = STEPS, die_at: int | None = None) -> tuple[in
     try:
         first, seen = trains(root, steps=steps, die_at=die_at)(fleet, 0)
     except Killed:
-        fleet._chosen.abort("killed")
+        abort(fleet, "killed")
         return told, told, []
     fleet.stop_worker()
     return told, first, seen
@@ -211,7 +212,7 @@ def test_killed_as_a_whole(
     """Killed, and started again, with the same end: to the bit, where the numbers are the same."""
     die_at, newest = MOMENTS[moment]
     root = tmp_path / "ckpt"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1"}
     if durable:
         environ["FLEET_DURABLE_DIR"] = str(tmp_path / "durable")
     with monkeypatch.context() as patch:
@@ -273,7 +274,12 @@ def test_killed_while_it_reads_a_checkpoint(
 ) -> None:
     """A durable server that has heard of the job and has no values yet begins with what all of them begin with."""
     root = tmp_path / "ckpt"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(tmp_path / "durable")}
+    environ = {
+        **PATIENT,
+        "FLEET_JOB_ID": "j",
+        "FLEET_HEARTBEAT_S": "0.1",
+        "FLEET_DURABLE_DIR": str(tmp_path / "durable"),
+    }
     Resuming(root, trains(root, steps=4), 2, 2).run()
     with monkeypatch.context() as patch:
         restored, job = loading._restore_dense, Resuming(root, trains(root), 2, 2, environ=environ)
@@ -282,7 +288,7 @@ def test_killed_while_it_reads_a_checkpoint(
             if shard.server == 1:
                 until(lambda: len(list((tmp_path / "durable").glob("*/snapshot-*/state.json"))) == 1)
                 job.is_killed.set()
-                until(lambda: job.runtimes[1]._service.floor.ending.begun)
+                until(lambda: end_of(job.runtimes[1]._service).begun)
             restored(checkpoint, shard, *given)
 
         patch.setattr(loading, "_restore_dense", dying)
@@ -401,7 +407,7 @@ def test_servers_that_do_not_know_each_other(tmp_path: Path, whole: list[torch.T
             return made
 
     root = tmp_path / "ckpt"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1"}
     if durable:
         environ["FLEET_DURABLE_DIR"] = str(tmp_path / "durable")
     Strangers(root, trains(root, die_at=5), 2, 2, environ=environ).run_until_killed()
@@ -422,14 +428,13 @@ def again(job: Resuming, role: Role, index: int, root: Path) -> tuple[Fleet, int
 
 def test_a_worker_that_starts_again(tmp_path: Path, whole: list[torch.Tensor]) -> None:
     """The others are past it."""
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.05"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.05"}
 
     def body(fleet: Fleet, index: int) -> Any:
         if index == 1:
             model, optimizer = join(fleet)
             train(model, optimizer, range(fleet.resume_step(), 5))
-            exit_guard.release(fleet._chosen._worker)
-            fleet._chosen._worker.close()
+            leave(fleet)
             fleet, told = again(job, Role.WORKER, 1, tmp_path)
             assert told == 5
             result = trains(tmp_path)(fleet, 1)
@@ -450,7 +455,12 @@ class Left(BaseException):
 
 
 def test_a_durable_server_that_starts_again(tmp_path: Path, whole: list[torch.Tensor]) -> None:
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(tmp_path / "durable")}
+    environ = {
+        **PATIENT,
+        "FLEET_JOB_ID": "j",
+        "FLEET_HEARTBEAT_S": "0.1",
+        "FLEET_DURABLE_DIR": str(tmp_path / "durable"),
+    }
     root = tmp_path / "ckpt"
 
     class Restarting(Resuming):
@@ -465,7 +475,7 @@ def test_a_durable_server_that_starts_again(tmp_path: Path, whole: list[torch.Te
         fleet.barrier_worker()
         if index == 0:
             del job.told["server 1"]
-            job.runtimes[1]._service.floor.ending.suspend()
+            end_of(job.runtimes[1]._service).suspend()
             until(lambda: "server 1" in job.told)
         train(model, optimizer, range(5, STEPS))
         fleet.barrier_worker()
@@ -483,7 +493,7 @@ def test_a_server_that_comes_back_empty(tmp_path: Path) -> None:
         train(model, optimizer, range(2))
         fleet.barrier_worker()
         if index == 0:
-            job.runtimes[1]._service.floor.ending.suspend()
+            end_of(job.runtimes[1]._service).suspend()
             until(lambda: "server 1" in job.errors)
             with pytest.raises(ServerLostError, match="server1:1 without state, server0:1 at step 2"):
                 again(job, Role.SERVER, 1, tmp_path)
@@ -498,7 +508,7 @@ def test_servers_that_kept_different_steps(tmp_path: Path, monkeypatch: pytest.M
     """One of them has an older copy of what it had; every role is told, before anything begins."""
     monkeypatch.setattr(resuming, "LINGER_S", 0.5)
     root, durable = tmp_path / "ckpt", tmp_path / "durable"
-    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1", "FLEET_DURABLE_DIR": str(durable)}
+    environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1", "FLEET_DURABLE_DIR": str(durable)}
 
     def body(fleet: Fleet, index: int) -> None:
         model, optimizer = join(fleet)
@@ -570,9 +580,8 @@ def test_all_are_told_the_jobs_step_where_each_goes_on_after_its_own(tmp_path: P
         take = joined(fleet)
         assert fleet.resume_step() == (2, 5)[index]
         for told, steps in ((2, 1), (6, 0)) if index == 1 else ():
-            fleet._chosen._worker.flush()
-            exit_guard.release(fleet._chosen._worker)
-            fleet._chosen._worker.close()
+            flush(fleet)
+            leave(fleet)
             fleet, step = again(job, Role.WORKER, 1, tmp_path)
             assert step == told
             take = joined(fleet)
@@ -583,7 +592,7 @@ def test_all_are_told_the_jobs_step_where_each_goes_on_after_its_own(tmp_path: P
             raise Left
 
     run_job(first, 2, 2)
-    job = Resuming(tmp_path, then, 2, 2, environ={**PATIENT, "FLEET_JOB_ID": "j", "FLEET_BEAT": "0.1"})
+    job = Resuming(tmp_path, then, 2, 2, environ={**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1"})
     job.join(job.start())
     assert job.told == {"worker 0": 2, "worker 1": 2, "server 0": 2, "server 1": 2}
     assert isinstance(job.errors.pop("worker 1"), Left), job.errors
@@ -664,8 +673,7 @@ def lonely() -> Iterator[Fleet]:
     made = Fleet(environ=PATIENT)
     made.init()
     yield made
-    if made._chosen is not None:
-        made._chosen.abort("the test is over")
+    abort(made, "the test is over")
 
 
 @pytest.mark.parametrize(
@@ -713,7 +721,7 @@ def test_what_is_no_root(lonely: Fleet, tmp_path: Path) -> None:
 
 
 def test_who_does_not_come_is_named(tmp_path: Path) -> None:
-    network, environ = LoopbackNetwork(), {**PATIENT, "FLEET_STARTUP_DEADLINE": "0.2"}
+    network, environ = LoopbackNetwork(), {**PATIENT, "FLEET_STARTUP_DEADLINE_S": "0.2"}
     endpoints = ["here:1", "there:1", "nowhere:1"]
     with pytest.raises(DeadlineError, match=r"server 1 \(there:1\), server 2 \(nowhere:1\) did not come; at server 0"):
         server(endpoints, 0, environ, network).resume_from(tmp_path)

@@ -18,7 +18,7 @@ from fleet.optim import Ftrl, Lamb
 from fleet.plan.layout import dense_layout
 from fleet.plan.plan import Plan, make_plan
 from fleet.plan.specs import GroupSpec, JobSpec, ParamSpec, PlanSettings
-from fleet.ps.table.dense_blocks import DenseShard, Gradient
+from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
 from fleet.ps.table.runs import LONGEST, joined
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -63,7 +63,7 @@ class Pair:
     def __init__(self, make: Make, shapes: Shapes = SHAPES, **chosen: Any) -> None:
         self.make, self.options = make, [options_of(make)] * chosen.get("groups", 1)
         self.plan = plan_of(make, shapes, **chosen)
-        self.shard = DenseShard(self.plan, 0, self.options)
+        self.shard = DenseBlocks(self.plan, 0, self.options)
         self.random = torch.Generator().manual_seed(4)
         self.params: list[torch.nn.Parameter] = []
         self.torch: list[torch.optim.Optimizer] = []
@@ -119,7 +119,7 @@ class Pair:
                     assert got[key] == value
 
 
-def contents(plan: Plan, *shards: DenseShard) -> dict[str, State]:
+def contents(plan: Plan, *shards: DenseBlocks) -> dict[str, State]:
     """What a checkpoint of these servers says of every parameter."""
     assembly = Assembly({spec.name: spec.numel for spec in plan.spec.params}, "here")
     for shard in shards:
@@ -128,9 +128,9 @@ def contents(plan: Plan, *shards: DenseShard) -> dict[str, State]:
     return {spec.name: assembly.whole(spec.name) for spec in plan.spec.params}
 
 
-def restored(plan: Plan, found: Mapping[str, State], options: Sequence[Mapping[str, Any]]) -> list[DenseShard]:
+def restored(plan: Plan, found: Mapping[str, State], options: Sequence[Mapping[str, Any]]) -> list[DenseBlocks]:
     """New servers with these contents."""
-    shards = [DenseShard(plan, server, options) for server in range(plan.spec.settings.server_num)]
+    shards = [DenseBlocks(plan, server, options) for server in range(plan.spec.settings.server_num)]
     for shard in shards:
         states = []
         for slot in shard.layout.slots:
@@ -154,7 +154,7 @@ def assert_same(one: Mapping[str, State], other: Mapping[str, State]) -> None:
             assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
 
 
-def sizes(shard: DenseShard) -> list[int]:
+def sizes(shard: DenseBlocks) -> list[int]:
     """Of the parameters that optimizers go through."""
     optimizers = shard._optimizers.values()
     return [p.numel() for o in optimizers for group in o.param_groups for p in group["params"]]

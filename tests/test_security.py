@@ -465,7 +465,7 @@ def test_a_server_that_hangs_up_may_be_on_its_way_up(files: Files) -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        fleet = Fleet(environ={**PATIENT, **files.trusting(), "FLEET_STARTUP_DEADLINE": "1"})
+        fleet = Fleet(environ={**PATIENT, **files.trusting(), "FLEET_STARTUP_DEADLINE_S": "1"})
         fleet.init(UserDefinedRoleMaker(0, Role.WORKER, 1, [f"127.0.0.1:{door.getsockname()[1]}"]))
         model = torch.nn.Linear(2, 1)
         fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)

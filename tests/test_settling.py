@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import run_job, values
+from inside import shard_of
 
 import fleet
 from fleet import Fleet
@@ -18,7 +19,7 @@ from fleet.base.clock import SystemClock
 from fleet.base.settings import Knobs
 from fleet.errors import FleetError, JobAbortedError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.server.deferring_lock import Lock
+from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import Table
@@ -60,7 +61,7 @@ class Server:
 
     @property
     def shard(self) -> Shard:
-        return self.service.floor.shard()
+        return shard_of(self.service)
 
     def settle(self) -> None:
         for left in self.left:
@@ -78,15 +79,15 @@ def test_a_round_is_answered_before_its_rows_are_updated_and_nobody_sees_it() ->
     for server in (behind, prompt):
         before = server.rows(0)
         server.ask(0, 1, "push")
-        assert not server.shard.is_unsettled
+        assert not server.shard.has_pending
         (reply,) = server.ask(1, 1, "push")
         assert reply.message.version == 1
-        assert server.shard.is_unsettled
+        assert server.shard.has_pending
         if server is prompt:
             server.settle()
-            assert not server.shard.is_unsettled
+            assert not server.shard.has_pending
         after = server.rows(1)
-        assert not server.shard.is_unsettled
+        assert not server.shard.has_pending
         for old, new in zip(before, after, strict=True):
             assert not np.array_equal(old[0], new[0])
             assert np.array_equal(old[1], new[1])
@@ -99,7 +100,7 @@ def test_rounds_on_rounds_without_anybody_looking() -> None:
         close_round(behind, step)
         close_round(prompt, step)
         prompt.settle()
-    assert behind.shard.is_unsettled
+    assert behind.shard.has_pending
     assert all(map(np.array_equal, behind.rows(5), prompt.rows(5)))
     assert [table.step for table in behind.shard.tables] == [5, 5]
 
@@ -109,13 +110,13 @@ def test_whatever_is_asked_next_finds_the_rows_updated(kind: str) -> None:
     server = Server()
     close_round(server, 1)
     server.ask(0, 2, kind)
-    assert not server.shard.is_unsettled
+    assert not server.shard.has_pending
 
 
 def test_nobody_waits_for_the_answer_to_an_asynchronous_push() -> None:
     server = Server("async")
     server.ask(0, 1, "push")
-    assert not server.shard.is_unsettled
+    assert not server.shard.has_pending
 
 
 def test_a_request_that_waited_for_the_version_gets_its_rows() -> None:
@@ -162,7 +163,7 @@ def test_a_lock_that_cannot_catch_up_is_free_again() -> None:
     def refused() -> None:
         raise ZeroDivisionError
 
-    lock = Lock(refused)
+    lock = DeferringLock(refused)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), lock:
             raise AssertionError("it was not caught up with")
@@ -186,11 +187,11 @@ def test_jobs_end_alike_whether_rows_are_updated_before_the_answer_or_after_it(
         return [*values(torch.nn.ModuleList([model[1]])), table(torch.arange(40)).detach()]
 
     after = run_job(body, 2, servers)
-    settled = Shard.apply
+    apply = Shard.apply
 
     def at_once(shard: Shard, *args: Any, **kwargs: Any) -> Any:
-        before = settled(shard, *args, **kwargs)
-        shard.settle()
+        before = apply(shard, *args, **kwargs)
+        shard.apply_pending()
         return before
 
     monkeypatch.setattr(Shard, "apply", at_once)
@@ -204,4 +205,4 @@ def test_errors_of_a_request_leave_nothing_undone() -> None:
     close_round(server, 1)
     with pytest.raises(FleetError):
         server.ask(0, 7, "push")
-    assert not server.shard.is_unsettled
+    assert not server.shard.has_pending

@@ -10,7 +10,7 @@ import pytest
 
 from fleet.kernels import RULES
 from fleet.plan.specs import Initializer, TableSpec
-from fleet.ps.table.frozen_view import Standing
+from fleet.ps.table.frozen_view import FrozenView
 from fleet.ps.table.table import WEIGHT, Table
 
 Rows = dict[int, float]
@@ -34,7 +34,7 @@ class Moment:
     def __init__(self, table: Table, epoch: int) -> None:
         self.table, self.rows = table, Rows()
         table.begin_epoch(epoch)
-        self.standing = Standing([table], 0, epoch, self._take)
+        self.standing = FrozenView([table], 0, epoch, self._take)
 
     def _take(self, about: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         self._add(tensors["ids"], tensors[WEIGHT])
@@ -67,7 +67,7 @@ def test_a_failure_of_the_last_piece_is_told() -> None:
         raise OSError("no room")
 
     table.begin_epoch(2)
-    standing = Standing([table], 0, 2, fails)
+    standing = FrozenView([table], 0, 2, fails)
     change(table, [0], 1.0)
     with pytest.raises(OSError, match="no room"):
         standing.end()

@@ -20,6 +20,7 @@ from dying import ENVIRON, MOMENTS, DyingJob, at, every
 from harness import PATIENT, Job, run_job, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import flush, leave
 from small_job import STRATEGIES, join, train
 
 from fleet import Checkpoints, Fleet
@@ -31,7 +32,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError, ConfigurationError,
 from fleet.launch import cli
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.object_states import Share, States
+from fleet.ps.server.object_states import ObjectState, ObjectStates
 from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -344,7 +345,7 @@ def keep_and_step(me: Worker) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, tmp_path: Path, files: Path) -> None:
     """It belongs to the step that it goes on after, however often servers are killed."""
-    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
 
     def body(job: Fleet, index: int) -> tuple[list[int], float]:
         if index == 1:
@@ -354,8 +355,8 @@ def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, t
             assert not me.went_on()
             for _ in range(4):
                 keep_and_step(me)
-            first._chosen._worker.flush()  # type: ignore[union-attr]
-            first._chosen._worker.close()  # type: ignore[union-attr]
+            flush(first)
+            leave(first)
             if isinstance(running, DyingJob):
                 running.hosts[0].kill()
         me = Worker(job, strategy, files)
@@ -378,10 +379,10 @@ def test_a_worker_that_starts_again_has_what_it_kept(strategy: str, kept: str, t
 
 def test_what_was_kept_last_may_be_ahead_of_where_a_worker_goes_on() -> None:
     """A server has the last step, another one lacks it: the worker takes it once more, and has what came before it."""
-    states = States(lockstep=True)
+    states = ObjectStates(lockstep=True)
     for step in (1, 2, 3):
-        states.keep(0, step, Share(np.full(1, step, np.uint8), step))
-    states.keep(0, 1, Share(np.zeros(1, np.uint8), 1))
+        states.keep(0, step, ObjectState(np.full(1, step, np.uint8), step))
+    states.keep(0, 1, ObjectState(np.zeros(1, np.uint8), 1))
     found = [states.of(0, step) for step in (1, 2, 3, 9)]
     assert [None if each is None else int(each.data[0]) for each in found] == [None, 2, 3, 3]
 
@@ -557,7 +558,7 @@ def test_a_running_job_goes_back_to_where_each_workers_state_was(
 @pytest.mark.parametrize("strategy", ["async", "geo"])
 @pytest.mark.usefixtures("impatient")
 def test_durable_servers_know_where_each_workers_state_was(strategy: str, kept: str, tmp_path: Path) -> None:
-    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.1"}
+    environ = {**ENVIRON, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.1"}
 
     def then(job: Fleet, index: int) -> tuple[int, int]:
         first = Fleet(environ=environ, network=dying.network)
@@ -570,7 +571,7 @@ def test_durable_servers_know_where_each_workers_state_was(strategy: str, kept: 
             for host in dying.hosts:
                 host.kill()
         first.barrier_worker()
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         return Plain(job, strategy).job.resume_step(), me.state["steps"]
 
     run_job(go_different_ways(strategy, tmp_path / "ckpt"), 2, 2)
@@ -728,7 +729,7 @@ def test_a_worker_that_is_busy_is_waited_for_until_the_deadline(tmp_path: Path) 
         else:
             assert saved.wait(60)
 
-    run_job(body, 2, 1, environ={**PATIENT, "FLAGS_rpc_deadline": "1000", "FLEET_BEAT": "0.05"})
+    run_job(body, 2, 1, environ={**PATIENT, "FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.05"})
     assert held(tmp_path / "ckpt") == every_one(1, 1)
 
 
@@ -771,7 +772,7 @@ def test_a_durable_job_has_the_states_of_its_checkpoint_still(tmp_path: Path) ->
 def test_what_is_not_of_the_step_that_a_worker_goes_on_after_is_said_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    environ = {**PATIENT, "FLEET_JOB_ID": "one", "FLEET_BEAT": "0.05"}
+    environ = {**PATIENT, "FLEET_JOB_ID": "one", "FLEET_HEARTBEAT_S": "0.05"}
 
     def body(job: Fleet, index: int) -> None:
         first = Fleet(environ=environ, network=running.network)
@@ -783,7 +784,7 @@ def test_what_is_not_of_the_step_that_a_worker_goes_on_after_is_said_so(
         assert first.load_state(me.state)
         assert "belongs to step" not in caplog.text
         me.step()
-        first._chosen._worker.close()  # type: ignore[union-attr]
+        leave(first)
         me = Plain(job, "sync")
         assert job.load_state(me.state)
         assert "belongs to step 1, and this worker goes on after step 2" in caplog.text

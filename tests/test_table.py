@@ -19,10 +19,9 @@ from fleet.numeric.ids import owner
 from fleet.numeric.jit import Compiled
 from fleet.numeric.merge import merge
 from fleet.plan.specs import Initializer, TableSpec
-from fleet.ps.table import index
-from fleet.ps.table import slot_cache as looked_up
+from fleet.ps.table import index, slot_cache
 from fleet.ps.table.memory_store import MemoryStore
-from fleet.ps.table.slot_cache import LookedUp
+from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.table import Table
 
 INT64 = np.iinfo(np.int64)
@@ -272,7 +271,7 @@ def test_an_initializer_that_is_unknown_is_refused() -> None:
 def test_to_remember_what_was_looked_up_changes_nothing(operations: list[tuple[str, list[int]]]) -> None:
     kernel = RULES["Adagrad"].rows
     assert kernel is not None
-    tables = [Table(SPEC, kernel, 7, looked_up=remembering) for remembering in (None, LookedUp())]
+    tables = [Table(SPEC, kernel, 7, slot_cache=remembering) for remembering in (None, SlotCache())]
     for step, (operation, given_) in enumerate(operations, 1):
         for each in tables:
             if operation == "read":
@@ -290,7 +289,7 @@ def test_to_remember_what_was_looked_up_changes_nothing(operations: list[tuple[s
 def test_gradients_of_what_was_looked_up_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = RULES["SGD"].rows
     assert kernel is not None
-    remembering = Table(SPEC, kernel, 7, looked_up=LookedUp())
+    remembering = Table(SPEC, kernel, 7, slot_cache=SlotCache())
     inserted: list[list[int]] = []
     insert = MemoryStore.insert
 
@@ -311,8 +310,8 @@ def test_gradients_of_what_was_looked_up_are_not_looked_up_again(monkeypatch: py
 
 
 def test_ids_are_remembered_as_they_were_and_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looked_up, "MOST_IDS", 6)
-    known, asked = LookedUp(), ids(1, 2, 3)
+    monkeypatch.setattr(slot_cache, "MOST_IDS", 6)
+    known, asked = SlotCache(), ids(1, 2, 3)
     known.remember("a", asked, ids(0, 1, 2))
     asked[1] = 9
     assert known.take("a", asked) is None

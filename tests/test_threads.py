@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Job, run_job, until
+from inside import is_in_a_meeting
 from patience import PATIENCE_S
 from small_job import STRATEGIES
 
@@ -333,7 +334,7 @@ def test_a_goodbye_while_another_thread_waits_for_the_other_workers() -> None:
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        until(lambda: fleet_._chosen._worker._meeting._in_doubt)  # type: ignore[union-attr]
+        until(lambda: is_in_a_meeting(fleet_))
         fleet_.stop_worker()
         late.set()
         thread.join(PATIENCE_S)

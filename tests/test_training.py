@@ -19,6 +19,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
+from inside import job_of
 from small_job import STRATEGIES as MODES
 from test_hostile import member_and_other
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -208,7 +209,7 @@ def test_a_worker_that_leaves_without_further_parameters_is_not_waited_for() -> 
     ask(0, {"extend": extend, "step": 0})
     ask(0, {"upload": pb.Upload(blocks=[2])}, [WireTensor.of(np.ones(2, np.float32))])
     ask(0, {"ready": pb.Ready()})
-    job = service.floor.running()
+    job = job_of(service)
     assert {*job.outgrown} == {1}
     ask(1, {"bye": pb.Bye()})
     assert not job.outgrown
@@ -714,7 +715,7 @@ def test_a_step_whose_answer_never_came_is_not_taken_for_another() -> None:
         optimizer.minimize(100 * weight.sum())
         return weight.detach().clone()
 
-    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_BEAT": "0.01"}
+    environ = {**PATIENT, "FLAGS_rpc_retry_times": "0", "FLEET_HEARTBEAT_S": "0.01"}
     (got,) = run_job(body, 1, network=network, environ=environ)
     assert torch.equal(got, torch.full((2,), -101.0))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import PATIENT, Job, assert_close, run_job, values
+from inside import abort
 from test_import import fresh_python
 from test_parity_dense import OPTIMIZERS, STEPS, Make, loss_of, make_model
 from test_parity_dense import distributed as through_fleet
@@ -104,8 +105,8 @@ class TranspiledJob(Job):
             trainer.close()
         except BaseException as error:
             self.errors[f"worker {index}"] = error
-            if trainer is not None and trainer.fleet._chosen is not None:
-                trainer.fleet._chosen.abort("".join(traceback.format_exception(error)))
+            if trainer is not None:
+                abort(trainer.fleet, "".join(traceback.format_exception(error)))
 
 
 @contextlib.contextmanager
@@ -730,7 +731,7 @@ def test_a_trainer_is_made_once_and_closed_once() -> None:
 
 @pytest.mark.parametrize(("setting", "argument"), [(False, None), (True, False), (False, False)])
 def test_without_waiting_a_server_that_is_not_there_is_an_error_at_once(setting: bool, argument: bool | None) -> None:
-    patient = {**PATIENT, "FLEET_STARTUP_DEADLINE": "1000"}
+    patient = {**PATIENT, "FLEET_STARTUP_DEADLINE_S": "1000"}
     network = LoopbackNetwork()
     t = DistributeTranspiler(config(wait_port=setting), environ=patient, network=network)
     t.transpile(0, program(), "a:1")

@@ -427,7 +427,11 @@ def test_a_handler_that_fails_after_its_answer(line: Line) -> None:
         assert torch.equal(reply.tensors[0].torch(), sent)
 
 
-CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, FleetError)]
+CLASSES = [
+    cls
+    for name, cls in vars(errors).items()
+    if isinstance(cls, type) and issubclass(cls, FleetError) and cls.__name__ == name
+]
 
 
 @pytest.mark.parametrize("fields", [{}, {"where": "w", "expected": "e", "got": "g", "todo": "t"}], ids=["bare", "full"])
@@ -439,6 +443,19 @@ def test_every_error_comes_back(cls: type[FleetError], fields: dict[str, Any]) -
     assert type(caught.value) is cls
     assert vars(caught.value) == vars(cls("what", **fields))
     assert str(caught.value) == str(cls("what", **fields))
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("PlaceTakenError", "DuplicateWorkerError"), ("StillBusyError", "ServerBusyError")]
+)
+def test_peers_of_an_older_release_know_an_error_by_its_older_name(older: str, newer: str) -> None:
+    cls: type[FleetError] = getattr(errors, newer)
+    assert getattr(errors, older) is cls
+    assert error_reply(cls("what")).message.error.kind == older
+    for name in (older, newer):
+        with pytest.raises(cls) as caught:
+            raise_if_error(Frame(pb.Reply(error=pb.Error(kind=name, what="what"))))
+        assert type(caught.value) is cls
 
 
 def test_an_error_of_an_unknown_class() -> None:

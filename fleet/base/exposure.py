@@ -50,7 +50,8 @@ def warn_if_only_here(endpoint: Endpoint) -> None:
     meant = host == "localhost" or host in addresses
     if addresses and not meant and all(ipaddress.ip_address(each).is_loopback for each in addresses):
         _log.warning(
-            "%s is %s on this machine, where no other machine reaches it: set FLEET_BIND to an address that they reach",
+            "%s is %s on this machine, where no other machine reaches it: "
+            "set FLEET_BIND_ADDRESS to an address that they reach",
             host,
             ", ".join(sorted(addresses)),
         )

@@ -1,118 +1,187 @@
-"""The one file that reads the process environment.
+"""The settings, as one table: a field of one of the classes below is a row of it.
 
-``PROCESS_ENVIRONMENT`` is the live mapping, handed to whoever takes an ``environ=`` argument; ``Knobs`` are the
-settings of the source documents and our own, parsed and checked once in ``fleet.init``.
+A row has the variable's name, its type, its default, who reads it, and a sentence. Everything else comes from the rows:
+what ``read`` parses, which names ``fleet.base.unknown_variables`` knows, and the tables of docs/environment.md, which
+docs/environment.py writes. A variable of others, that role makers read, is a row in ``fleet.base.launcher_variables``.
+
+This is the one file that reads the process environment. ``PROCESS_ENVIRONMENT`` is the live mapping, handed to whoever
+takes an ``environ=`` argument.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
-from fleet.base.cluster import Binding, parse_address
-from fleet.base.spelling import misspelt, nearest
+from fleet.base.cluster import Binding
+from fleet.base.setting_kinds import (
+    ADDRESS,
+    MEBIBYTES,
+    MILLISECONDS,
+    PATH,
+    PORT,
+    PORT_OR_OFF,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    Kind,
+    choice,
+    whole,
+)
 from fleet.errors import ConfigurationError
-
-_log = logging.getLogger("fleet")
 
 PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
 
-#: Settings of the source documents with nothing to act on here (docs/environment.md says why), checked all the same.
-_IDLE = (
-    "FLAGS_rpc_send_thread_num",
-    "FLAGS_rpc_prefetch_thread_num",
-)
-_ACTING = (
-    *("FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLAGS_rpc_get_thread_num", "FLEET_STARTUP_DEADLINE"),
-    *("FLAGS_communicator_max_merge_var_num", "FLAGS_communicator_send_queue_size"),
-    *("FLAGS_communicator_min_send_grad_num_before_recv", "FLAGS_communicator_independent_recv_thread"),
-    *("FLAGS_communicator_send_wait_times", "FLAGS_communicator_thread_pool_size"),
-    "FLAGS_communicator_is_sgd_optimizer",
-)
-_SECURITY = (
-    *("FLEET_AUTH_TOKEN", "FLEET_AUTH_TOKEN_FILE", "FLEET_INSECURE", "FLEET_MAX_MESSAGE_MB"),
-    *("FLEET_TLS_CERT", "FLEET_TLS_KEY", "FLEET_TLS_CA", "FLEET_TLS_SERVER_NAME"),
-)
-_KNOWN = {
-    *(*_IDLE, *_ACTING, *_SECURITY),
-    *("FLEET_BEAT", "FLEET_CHECK_FINITE", "FLEET_JOB_ID", "FLEET_LAUNCHER", "FLEET_DIRECT_PORT"),
-    *("FLEET_DURABLE_DIR", "FLEET_DURABLE_SYNC"),
-    *("FLEET_SLURM_SERVERS", "FLEET_SLURM_PORT", "FLEET_BIND", "FLEET_HEALTH_PORT"),
-    *("FLEET_RECORD_DIR", "FLEET_METRICS_PORT", "FLEET_METRICS_HOST", "FLEET_TENSORBOARD_DIR"),
-}
-#: What role makers read of the source system's variables.
-ROLE_VARIABLES = {
-    *("PADDLE_TRAINING_ROLE", "PADDLE_TRAINER_ID", "PADDLE_PSERVER_ID", "PADDLE_CURRENT_ENDPOINT", "PADDLE_CURRENT_IP"),
-    *("PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_PSERVER_IPS", "PADDLE_PSERVERS", "PADDLE_PSERVER_PORT", "PADDLE_PORT"),
-    *("PADDLE_TRAINER_ENDPOINTS", "PADDLE_TRAINER_IPS", "PADDLE_TRAINERS", "PADDLE_TRAINERS_NUM"),
-}
-#: Others of its own, which mean nothing here and are no misspelling.
-_OF_PADDLE = {
-    *("PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_SERVER_NUM", "PADDLE_TRAINER_NUM", "PADDLE_START_PORT"),
-    *("PADDLE_SERVERS_ENDPOINTS", "PADDLE_TRAINERS_ENDPOINTS", "PADDLE_MAX_RESTART", "PADDLE_LOG_DIR"),
-    *("PADDLE_ELASTIC_LEVEL", "PADDLE_ELASTIC_TIMEOUT", "PADDLE_ELASTIC_NP", "PADDLE_ELASTIC_SERVER"),
-    *("PADDLE_WITH_GLOO", "PADDLE_GLOO_RENDEZVOUS", "PADDLE_GLOO_FS_PATH", "PADDLE_GLOO_FS_NAME", "PADDLE_GLOO_FS_UGI"),
-    *("PADDLE_GLOO_HTTP_ENDPOINT", "PADDLE_IS_BARRIER_ALL_ROLE", "PADDLE_ENABLE_REMOTE_PREFETCH", "PADDLE_JOB_ID"),
-    *("PADDLE_RANK_IN_NODE", "PADDLE_GLOBAL_RANK", "PADDLE_GLOBAL_SIZE", "PADDLE_LOCAL_RANK", "PADDLE_LOCAL_SIZE"),
-    *("PADDLE_LOCAL_DEVICE_IDS", "PADDLE_WORLD_DEVICE_IDS", "PADDLE_CLUSTER_TRAIN", "PADDLE_IS_LOCAL"),
-    *("PADDLE_COORDINATOR_ENDPOINTS", "PADDLE_COORDINATOR_ID", "PADDLE_HETER_TRAINER_ID", "PADDLE_INIT_TRAINER_ID"),
-    *("PADDLE_INIT_PORT", "PADDLE_INIT_PSERVERS", "PADDLE_PSERVER_NUM", "PADDLE_TRAINER_COUNT"),
-}
-#: How Kubernetes tells every pod of a service; one may be called paddle.
-_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
-
-#: What this process has been told of already.
-_remarked: set[str] = set()
-
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
 _LONGEST_TOKEN = 1024
+
+#: Who reads a setting. The processes of a collective job read those of everybody.
+_ALL, _BOTH, _WORKERS, _SERVERS = "every process", "workers and servers", "workers", "servers"
+_NOBODY = "nobody"
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table."""
+
+    name: str
+    kind: Kind[Any]
+    #: as the page says it, where the value alone does not
+    default: str
+    readers: str
+    meaning: str
+    #: the name that it had before, which is still read
+    formerly: str = ""
+
+    def values(self, environ: Mapping[str, str]) -> list[Any]:
+        """What the environment says: one value, or none. Two names of one setting have to agree."""
+        said = {name: environ.get(name, "").strip() for name in (self.name, self.formerly)}
+        given = {name: text for name, text in said.items() if text}
+        values = [self.kind.read(name, text) for name, text in given.items()]
+        if len(values) > 1 and values[0] != values[1]:
+            raise ConfigurationError(
+                f"{self.formerly} and {self.name} are two names of one setting and say different things",
+                expected="the same, or one of them",
+                got=f"{given[self.formerly]!r} and {given[self.name]!r}",
+                todo=f"Unset {self.formerly}, the older name.",
+            )
+        return values[:1]
+
+
+def setting(
+    name: str,
+    kind: Kind[T],
+    default: D,
+    readers: str,
+    meaning: str,
+    *,
+    default_in_words: str = "",
+    formerly: str = "",
+    secret: bool = False,
+) -> T | D:
+    """A field that is a row: what the variable ``name`` says, else ``default``."""
+    words = default_in_words or _in_words(default, kind)
+    row = Setting(name, kind, words, readers, meaning, formerly)
+    return field(default=default, repr=not secret, metadata={"setting": row})
+
+
+def _in_words(default: object, kind: Kind[Any]) -> str:
+    if isinstance(default, int | float):
+        return f"{default / kind.unit:g}"
+    return f"`{default}`" if default else "none"
+
+
+def rows(table: type) -> list[Setting]:
+    """The settings of one of the classes below, in their order."""
+    return [each.metadata["setting"] for each in fields(table) if "setting" in each.metadata]
+
+
+def _given(table: type, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the environment says of the fields of ``table``, each under its name."""
+    of_a_row = {each.name: each.metadata["setting"] for each in fields(table) if "setting" in each.metadata}
+    return {name: value for name, row in of_a_row.items() for value in row.values(environ)}
 
 
 @dataclass(frozen=True)
 class CommunicatorKnobs:
     """How workers of the relaxed modes merge, send and fetch; a strategy may say each of them itself."""
 
-    max_merge_var_num: int = 1
-    send_queue_size: int = 2
-    min_send_grad_num_before_recv: int = 1
-    independent_recv_thread: bool = True
-    send_wait_times: int = 5
-    thread_pool_size: int = 5
-    #: None: found out from the optimizer
-    is_sgd_optimizer: bool | None = None
+    max_merge_var_num: int = setting(
+        *("FLAGS_communicator_max_merge_var_num", whole(), 1, _WORKERS),
+        "asynchronous and half-asynchronous: how many steps' gradients become one push",
+    )
+    is_sgd_optimizer: bool | None = setting(
+        *("FLAGS_communicator_is_sgd_optimizer", SWITCH, None, _WORKERS),
+        "the same: `1` sums merged gradients, `0` averages them",
+        default_in_words="found out from the optimizer",
+    )
+    send_queue_size: int = setting(
+        *("FLAGS_communicator_send_queue_size", whole(), 2, _WORKERS),
+        "asynchronous: how many steps may wait to be sent before `step()` does",
+    )
+    send_wait_times: int = setting(
+        *("FLAGS_communicator_send_wait_times", whole(0), 5, _WORKERS),
+        "asynchronous: how often, 10 ms each, the sender waits for more to merge",
+    )
+    min_send_grad_num_before_recv: int = setting(
+        *("FLAGS_communicator_min_send_grad_num_before_recv", whole(), 1, _WORKERS),
+        "asynchronous: after how many steps' gradients parameters are fetched",
+    )
+    independent_recv_thread: bool = setting(
+        *("FLAGS_communicator_independent_recv_thread", SWITCH, True, _WORKERS),
+        "asynchronous: whether a thread of its own fetches them if a server has 256 KiB or more, or they always come "
+        "with the answer to a push",
+    )
+    thread_pool_size: int = setting(
+        *("FLAGS_communicator_thread_pool_size", whole(), 5, _WORKERS),
+        "asynchronous: how many servers the sender, and the receiver, talk to at once",
+    )
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> CommunicatorKnobs:
-        def whole(name: str, least: int = 1) -> int:
-            return int(_number(environ, f"FLAGS_communicator_{name}", getattr(cls, name), whole=True, least=least))
-
-        independent = _maybe_flag(environ, "FLAGS_communicator_independent_recv_thread")
-        return cls(
-            max_merge_var_num=whole("max_merge_var_num"),
-            send_queue_size=whole("send_queue_size"),
-            min_send_grad_num_before_recv=whole("min_send_grad_num_before_recv"),
-            independent_recv_thread=cls.independent_recv_thread if independent is None else independent,
-            send_wait_times=whole("send_wait_times", least=0),
-            thread_pool_size=whole("thread_pool_size"),
-            is_sgd_optimizer=_maybe_flag(environ, "FLAGS_communicator_is_sgd_optimizer"),
-        )
+        return cls(**_given(cls, environ))
 
 
 @dataclass(frozen=True)
 class SecurityKnobs:
     """Who is let in. Paths are as they were given; ``token`` appears in no text that is made of this."""
 
-    token: str = field(default="", repr=False)
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    server_name: str = ""
-    insecure: bool = False
-    max_message_bytes: int = 8192 << 20
+    token: str = setting(
+        *("FLEET_AUTH_TOKEN", TEXT, "", _BOTH),
+        "the token that every process of the job shares; workers with another one, or none, are refused",
+        secret=True,
+    )
+    token_file: str = setting("FLEET_AUTH_TOKEN_FILE", PATH, "", _BOTH, "a file that holds the token; not both")
+    cert: str = setting(
+        *("FLEET_TLS_CERT", PATH, "", _BOTH),
+        "this process's certificate, PEM, with what lies between it and the authority; a server that has one speaks "
+        "TLS only",
+    )
+    key: str = setting("FLEET_TLS_KEY", PATH, "", _BOTH, "the certificate's key, PEM, without a password")
+    ca: str = setting(
+        *("FLEET_TLS_CA", PATH, "", _BOTH),
+        "the authorities that sign the other side's certificates, PEM; a worker that has it speaks TLS only, a server "
+        "that has it lets in only workers with a certificate",
+    )
+    server_name: str = setting(
+        *("FLEET_TLS_SERVER_NAME", TEXT, "", _WORKERS),
+        "the name that servers' certificates have to be for",
+        default_in_words="the host of the endpoint",
+    )
+    insecure: bool = setting(
+        *("FLEET_INSECURE", SWITCH, False, _SERVERS),
+        "`1`: a server without a token and without certificates of clients may listen on a public address",
+    )
+    max_message_bytes: int = setting(
+        *("FLEET_MAX_MESSAGE_MB", MEBIBYTES, 8192 << 20, _BOTH),
+        "the largest message that is sent, or taken, in tensors; the same everywhere",
+    )
 
     @property
     def acting(self) -> list[str]:
@@ -122,87 +191,132 @@ class SecurityKnobs:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> SecurityKnobs:
-        def text(name: str) -> str:
-            return environ.get(name, "").strip()
-
-        cert, key = text("FLEET_TLS_CERT"), text("FLEET_TLS_KEY")
+        given = _given(cls, environ)
+        cert, key = given.get("cert", ""), given.get("key", "")
         if bool(cert) != bool(key):
-            given, missing = ("FLEET_TLS_CERT", "FLEET_TLS_KEY") if cert else ("FLEET_TLS_KEY", "FLEET_TLS_CERT")
+            there, missing = ("FLEET_TLS_CERT", "FLEET_TLS_KEY") if cert else ("FLEET_TLS_KEY", "FLEET_TLS_CERT")
             raise ConfigurationError(
-                f"{given} is set and {missing} is not",
+                f"{there} is set and {missing} is not",
                 expected="a certificate and its key",
-                got=f"{given}={cert or key}",
+                got=f"{there}={cert or key}",
                 todo=f"Set {missing} to the path of the other one.",
             )
-        name = text("FLEET_TLS_SERVER_NAME")
-        if name and not text("FLEET_TLS_CA"):
+        if "server_name" in given and "ca" not in given:
             raise ConfigurationError(
                 "FLEET_TLS_SERVER_NAME is set and FLEET_TLS_CA is not",
-                got=f"FLEET_TLS_SERVER_NAME={name}",
+                got=f"FLEET_TLS_SERVER_NAME={given['server_name']}",
                 todo="Set FLEET_TLS_CA as well: without it no certificate is checked for a name.",
             )
-        most = _number(environ, "FLEET_MAX_MESSAGE_MB", cls.max_message_bytes >> 20, whole=True)
-        return cls(
-            token=_token(environ),
-            cert=cert,
-            key=key,
-            ca=text("FLEET_TLS_CA"),
-            server_name=name,
-            insecure=_flag(environ, "FLEET_INSECURE"),
-            max_message_bytes=int(most) << 20,
-        )
+        return cls(**{**given, "token": _token(given.get("token", ""), given.get("token_file", ""))})
 
 
 @dataclass(frozen=True)
 class ObservingKnobs:
     """Where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
 
-    record_dir: str = ""
-    tensorboard_dir: str = ""
-    #: 0: any free one; None: no Prometheus endpoint
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
+    record_dir: str = setting(
+        *("FLEET_RECORD_DIR", PATH, "", _ALL),
+        "a directory, where each process keeps a line a second, up to 8 MiB, for `fleet report`, `fleet top` and "
+        "`fleet doctor`",
+        default_in_words="none; under `fleetrun` its `--log_dir`",
+    )
+    metrics_port: int | None = setting(
+        *("FLEET_METRICS_PORT", PORT_OR_OFF, None, _ALL),
+        "a port with figures for Prometheus, 0 for any free one; `fleetrun` counts on from it, one a process",
+    )
+    metrics_host: str = setting(
+        *("FLEET_METRICS_HOST", TEXT, "127.0.0.1", _ALL),
+        "the address for it; a public one is refused unless `FLEET_INSECURE` is set. Needs the port",
+    )
+    tensorboard_dir: str = setting(
+        *("FLEET_TENSORBOARD_DIR", PATH, "", _ALL),
+        "a directory, where each process writes scalars for TensorBoard",
+    )
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> ObservingKnobs:
-        host = environ.get("FLEET_METRICS_HOST", "").strip()
-        port = environ.get("FLEET_METRICS_PORT", "").strip()
-        if host and not port:
+        given = _given(cls, environ)
+        if "metrics_host" in given and not environ.get("FLEET_METRICS_PORT", "").strip():
             raise ConfigurationError(
                 "FLEET_METRICS_HOST is set and FLEET_METRICS_PORT is not",
-                got=f"FLEET_METRICS_HOST={host}",
+                got=f"FLEET_METRICS_HOST={given['metrics_host']}",
                 todo="Set FLEET_METRICS_PORT as well: without it there is no endpoint.",
             )
-        return cls(
-            record_dir=environ.get("FLEET_RECORD_DIR", "").strip(),
-            tensorboard_dir=environ.get("FLEET_TENSORBOARD_DIR", "").strip(),
-            metrics_port=_port_or_off(environ, "FLEET_METRICS_PORT") if port else None,
-            metrics_host=host or cls.metrics_host,
-        )
+        return cls(**given)
 
 
 @dataclass(frozen=True)
 class Knobs:
     """Deadlines and sizes that come from the environment; every duration is in seconds."""
 
-    rpc_deadline_s: float = 180.0
-    rpc_retry_times: int = 3
-    rpc_get_thread_num: int = 12
-    startup_deadline_s: float = 180.0
-    beat_s: float = 1.0
-    check_finite: bool = False
-    job_id: str = ""
+    rpc_deadline_s: float = setting(
+        *("FLAGS_rpc_deadline", MILLISECONDS, 180.0, _ALL),
+        "how long a peer may be silent before it is given up on",
+    )
+    rpc_retry_times: int = setting(
+        *("FLAGS_rpc_retry_times", whole(0), 3, _BOTH),
+        "how often a request is repeated that keeps breaking *although the server's heartbeats are answered*",
+    )
+    rpc_get_thread_num: int = setting(
+        *("FLAGS_rpc_get_thread_num", whole(), 12, _SERVERS),
+        "threads that take requests in and send late replies out over gRPC",
+    )
+    startup_deadline_s: float = setting(
+        *("FLEET_STARTUP_DEADLINE_S", SECONDS, 180.0, _ALL),
+        "how long processes wait for each other when a job starts",
+        formerly="FLEET_STARTUP_DEADLINE",
+    )
+    beat_s: float = setting(
+        *("FLEET_HEARTBEAT_S", SECONDS, 1.0, _ALL),
+        "the time between heartbeats; at most half of `FLAGS_rpc_deadline`",
+        default_in_words="1, or a quarter of `FLAGS_rpc_deadline` if that is less",
+        formerly="FLEET_BEAT",
+    )
+    check_finite: bool = setting(
+        *("FLEET_CHECK_FINITE", SWITCH, False, _ALL),
+        "`1`: a NaN or infinity in a gradient is an error that names the parameter "
+        "([more](synchronous.md#nan-and-infinity))",
+    )
+    direct_port: int | None = setting(
+        *("FLEET_DIRECT_PORT", PORT_OR_OFF, 0, _BOTH),
+        "on servers, the port of [direct connections](protocol.md#direct-connections); `off`, on either: everything "
+        "goes through gRPC",
+        default_in_words="0: any free one",
+    )
+    binding: Binding = setting(  # noqa: RUF009 (a binding is frozen)
+        *("FLEET_BIND_ADDRESS", ADDRESS, Binding(), _SERVERS),
+        "where to listen, where that is not the address by which others reach this server "
+        "([when](deploying/machines.md#where-a-server-listens))",
+        default_in_words="the endpoint",
+        formerly="FLEET_BIND",
+    )
+    health_port: int | None = setting(
+        *("FLEET_HEALTH_PORT", PORT, None, _SERVERS),
+        "where gRPC's health protocol is answered, to whoever asks "
+        "([for Kubernetes](deploying/kubernetes.md#readiness)); takes the extra `health`",
+    )
+    durable_dir: str = setting(
+        *("FLEET_DURABLE_DIR", PATH, "", _SERVERS),
+        "the directory where servers keep what they have acknowledged, and go on from when they are started again "
+        "([how](failures.md#durable-servers))",
+    )
+    durable_sync: str = setting(
+        *("FLEET_DURABLE_SYNC", choice("always", "interval", "os"), "interval", _SERVERS),
+        "when that is written to the disk itself: `always`, before anything is acknowledged; `interval`, once a "
+        "second; `os`, when the system pleases",
+    )
+    job_id: str = setting(
+        *("FLEET_JOB_ID", TEXT, "", _ALL),
+        "a name for the job: a server refuses a worker with a different one",
+        default_in_words="none; `fleetrun` makes one up",
+    )
     #: who looks after all processes of the job, and tells what concerns them; empty: nobody does
-    launcher: str = ""
-    #: where a server takes direct connections, 0: at any free port; None: no direct connections
-    direct_port: int | None = 0
-    #: where a server listens, where that is not its endpoint
-    binding: Binding = field(default_factory=Binding)
-    #: where a server tells that it is ready; None: nowhere
-    health_port: int | None = None
-    #: where servers keep what they acknowledge; empty: nowhere
-    durable_dir: str = ""
-    durable_sync: str = "interval"
+    launcher: str = setting(
+        *("FLEET_LAUNCHER", TEXT, "", _ALL),
+        "says that somebody looks after all processes of the job: they leave to it what it "
+        "[tells for all of them](observing.md#what-processes-say-by-themselves)",
+        default_in_words="none; under `fleetrun` its name",
+    )
     communicator: CommunicatorKnobs = CommunicatorKnobs()
     security: SecurityKnobs = SecurityKnobs()
     observing: ObservingKnobs = ObservingKnobs()
@@ -226,41 +340,30 @@ class Knobs:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Knobs:
-        for name in _IDLE:
-            _number(environ, name, 1, whole=True, least=0)
-        deadline_s = _number(environ, "FLAGS_rpc_deadline", cls.rpc_deadline_s, unit=1e-3)
+        for idle in IDLE:
+            idle.values(environ)
+        given = _given(cls, environ)
+        deadline_s = given.get("rpc_deadline_s", cls.rpc_deadline_s)
         # A short deadline alone is no contradiction: the heart just beats faster.
-        beat_s = _number(environ, "FLEET_BEAT", min(cls.beat_s, deadline_s / 4), unit=1.0)
+        beat_s = given.setdefault("beat_s", min(cls.beat_s, deadline_s / 4))
         if beat_s * 2 > deadline_s:
             raise ConfigurationError(
-                "FLEET_BEAT (seconds between heartbeats) must be at most half of FLAGS_rpc_deadline (milliseconds)",
+                "FLEET_HEARTBEAT_S (seconds between heartbeats) must be at most half of FLAGS_rpc_deadline "
+                "(milliseconds)",
                 expected=f"at most {deadline_s / 2:g} s",
                 got=f"{beat_s:g} s",
-                todo="Raise FLAGS_rpc_deadline or lower FLEET_BEAT.",
+                todo="Raise FLAGS_rpc_deadline or lower FLEET_HEARTBEAT_S.",
             )
         security = SecurityKnobs.read(environ)
-        direct_port = _port_or_off(environ, "FLEET_DIRECT_PORT")
-        if direct_port and (security.cert or security.ca):
+        if given.get("direct_port") and (security.cert or security.ca):
             raise ConfigurationError(
                 "FLEET_DIRECT_PORT chooses a port of direct connections, which would not be encrypted, beside TLS",
                 expected="off or nothing where FLEET_TLS_* is set",
-                got=direct_port,
+                got=given["direct_port"],
                 todo="Unset FLEET_DIRECT_PORT: with TLS, direct connections stay on their own machine.",
             )
         return cls(
-            rpc_deadline_s=deadline_s,
-            rpc_retry_times=int(_number(environ, "FLAGS_rpc_retry_times", cls.rpc_retry_times, least=0, whole=True)),
-            rpc_get_thread_num=int(_number(environ, "FLAGS_rpc_get_thread_num", cls.rpc_get_thread_num, whole=True)),
-            startup_deadline_s=_number(environ, "FLEET_STARTUP_DEADLINE", cls.startup_deadline_s, unit=1.0),
-            beat_s=beat_s,
-            check_finite=_flag(environ, "FLEET_CHECK_FINITE"),
-            job_id=environ.get("FLEET_JOB_ID", "").strip(),
-            launcher=environ.get("FLEET_LAUNCHER", "").strip(),
-            direct_port=direct_port,
-            binding=_binding(environ, "FLEET_BIND"),
-            health_port=_port_if_any(environ, "FLEET_HEALTH_PORT"),
-            durable_dir=environ.get("FLEET_DURABLE_DIR", "").strip(),
-            durable_sync=_choice(environ, "FLEET_DURABLE_SYNC", cls.durable_sync, ("always", "interval", "os")),
+            **given,
             communicator=CommunicatorKnobs.read(environ),
             security=security,
             observing=ObservingKnobs.read(environ),
@@ -268,80 +371,31 @@ class Knobs:
         )
 
 
-def remarks(environ: Mapping[str, str]) -> list[str]:
-    """What there is to say of variables that are set and have no effect: misspelt ones, and those with nothing to act
-    on."""
-    said = []
-    for name in sorted(environ):
-        if name in _IDLE:
-            said.append(f"the environment variable {name} has nothing to act on here (docs/environment.md says why)")
-        elif name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in _KNOWN:
-            said.append(_unknown(name, nearest(name, _KNOWN)))
-        elif not name.startswith("PADDLE_") and not _is_service_link(name, environ[name]):
-            meant = misspelt(name, _KNOWN | ROLE_VARIABLES)
-            said += [] if meant is None else [_unknown(name, meant)]
-    of_paddle = {name: meant for name, meant in names_of_paddle(environ).items() if meant != name}
-    # What would be another of Paddle's own is none of our business.
-    return said + [_unknown(name, meant) for name, meant in of_paddle.items() if meant in ROLE_VARIABLES]
+#: Settings of the source documents with nothing to act on here, checked all the same.
+IDLE = (
+    Setting(
+        *("FLAGS_rpc_send_thread_num", whole(0), "none", _NOBODY),
+        "a worker sends to all servers at once from the thread that called `step()`; the requests are under way "
+        "together, each on a connection of its own, so there is no pool to size",
+    ),
+    Setting(
+        *("FLAGS_rpc_prefetch_thread_num", whole(0), "none", _NOBODY),
+        "rows are asked for in the same way, one request a server, from the thread that runs the forward",
+    ),
+)
+
+#: Every setting by its name; one that has an older name is there under both.
+SETTINGS: Mapping[str, Setting] = {
+    name: row
+    for table in (Knobs, CommunicatorKnobs, ObservingKnobs, SecurityKnobs)
+    for row in rows(table)
+    for name in (row.name, row.formerly)
+    if name
+} | {row.name: row for row in IDLE}
 
 
-def names_of_paddle(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are Paddle's or nearly so, and what each probably means."""
-    found = {
-        name: nearest(name, ROLE_VARIABLES | _OF_PADDLE)
-        for name in sorted(environ)
-        if name.startswith("PADDLE_") and not _is_service_link(name, environ[name])
-    }
-    return {name: meant for name, meant in found.items() if meant is not None}
-
-
-def remark(environ: Mapping[str, str]) -> None:
-    """Log the remarks, each once. A launcher has made them for all processes that it started."""
-    if environ.get("FLEET_LAUNCHER", "").strip():
-        return
-    for said in remarks(environ):
-        if said not in _remarked:
-            _remarked.add(said)
-            _log.warning("%s", said)
-
-
-def _is_service_link(name: str, value: str) -> bool:
-    """Whether it is one of the variables that Kubernetes gives every pod for each service."""
-    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
-
-
-def _unknown(name: str, meant: str | None) -> str:
-    hint = "" if meant is None else f"; did you mean {meant}?"
-    return f"the environment variable {name} is not known here and has no effect{hint}"
-
-
-def _number(
-    environ: Mapping[str, str], name: str, default: float, *, unit: float = 1.0, least: int = 1, whole: bool = False
-) -> float:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        value = float(int(text)) if whole else float(text)
-    except (ValueError, OverflowError):
-        value = float("nan")
-    if not (least if whole else 1e-9) <= value < float("inf"):
-        kind = "a whole number" if whole else "a number"
-        bound = f"of at least {least}" if whole else "above zero"
-        raise ConfigurationError(f"{name} is not usable", expected=f"{kind} {bound}", got=repr(text))
-    return value * unit
-
-
-def _choice(environ: Mapping[str, str], name: str, default: str, among: tuple[str, ...]) -> str:
-    text = environ.get(name, "").strip().lower() or default
-    if text not in among:
-        raise ConfigurationError(f"{name} is not usable", expected=" or ".join(among), got=repr(text))
-    return text
-
-
-def _token(environ: Mapping[str, str]) -> str:
+def _token(token: str, path: str) -> str:
     """The shared token. No error here may show it, nor what a wrong path happened to point to."""
-    token, path = environ.get("FLEET_AUTH_TOKEN", "").strip(), environ.get("FLEET_AUTH_TOKEN_FILE", "").strip()
     if token and path:
         raise ConfigurationError(
             "FLEET_AUTH_TOKEN and FLEET_AUTH_TOKEN_FILE are both set", todo="Leave one of them: they name one token."
@@ -359,54 +413,3 @@ def _token(environ: Mapping[str, str]) -> str:
             "the token is too long", expected=f"up to {_LONGEST_TOKEN} characters", got=f"{len(token)}"
         )
     return token
-
-
-def _port_or_off(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "").strip().lower()
-    if text == "off":
-        return None
-    if not text.isascii() or not (text or "0").isdigit() or int(text or "0") > 65535:
-        raise ConfigurationError(f"{name} is not usable", expected="a port, 0 for any, or off", got=repr(text))
-    return int(text or "0")
-
-
-def _port_if_any(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise ConfigurationError(f"{name} is not usable", expected="a port from 1 to 65535", got=repr(text))
-    return int(text)
-
-
-def _binding(environ: Mapping[str, str], name: str) -> Binding:
-    text = environ.get(name, "").strip()
-    if not text:
-        return Binding()
-    try:
-        host, port = parse_address(text)
-    except ConfigurationError:
-        host, port = "", 0
-    if port == 0:
-        raise ConfigurationError(
-            f"{name} is not usable",
-            expected="an address of this machine, as 10.0.0.1, [fd00::1], 0.0.0.0 or 10.0.0.1:6174",
-            got=repr(text),
-        )
-    return Binding(host, port)
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    return bool(_maybe_flag(environ, name))
-
-
-def _maybe_flag(environ: Mapping[str, str], name: str) -> bool | None:
-    """None where it is not set."""
-    text = environ.get(name, "").strip().lower()
-    if not text:
-        return None
-    if text in ("0", "false", "no", "off"):
-        return False
-    if text in ("1", "true", "yes", "on"):
-        return True
-    raise ConfigurationError(f"{name} is not usable", expected="1 or 0", got=repr(text))

@@ -129,7 +129,7 @@ class World:
                 where=self._place,
                 expected="every rank to call fleet.init()",
                 got="a rank that has not, or that has ended before it could",
-                todo="Look at the other ranks' output. FLEET_STARTUP_DEADLINE (seconds) gives slow ones more time.",
+                todo="Look at the other ranks' output. FLEET_STARTUP_DEADLINE_S (seconds) gives slow ones more time.",
             )
         if result != [0]:
             raise StateError("MPI did not start", where=self._place, got=f"error {result}")
@@ -176,7 +176,7 @@ class World:
                     raise DeadlineError(
                         f"waited {deadline_s:g} s for {what()}",
                         where=self._place,
-                        todo="Every rank has to call fleet.init(). FLEET_STARTUP_DEADLINE (seconds) gives more time.",
+                        todo="Every rank has to call fleet.init(). FLEET_STARTUP_DEADLINE_S (seconds) gives more time.",
                     )
                 self._clock.sleep(LOOK_S)
 

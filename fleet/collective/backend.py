@@ -20,10 +20,10 @@ from fleet.collective import checkpoint as saving
 from fleet.collective import forward
 from fleet.collective import model_export as collecting
 from fleet.collective import object_states as states
-from fleet.collective.batch_norm import Meeting, synchronize
+from fleet.collective.batch_norm import StatisticsGroup, synchronize
 from fleet.collective.process_group import Group
-from fleet.collective.resumption import Beginning, resume
-from fleet.collective.synchronized_optimizer import CollectiveOptimizer
+from fleet.collective.resumption import Resumption, resume
+from fleet.collective.synchronized_optimizer import SynchronizedOptimizer
 from fleet.collective.trainable import refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ConfigurationError, NotInitializedError, StateError, UnsupportedError
@@ -42,24 +42,24 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         self._assignment = assignment
         self._knobs = knobs
         self._clock = clock
-        self._meeting = Meeting()
+        self._statistics = StatisticsGroup()
         self._device = _choose_device(assignment)
         #: in which the workers meet from ``resume_from`` on, and what they go on from
         self._group: Group | None = None
-        self._beginning: Beginning | None = None
+        self._beginning: Resumption | None = None
 
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
         self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
-    ) -> CollectiveOptimizer:
+    ) -> SynchronizedOptimizer:
         self._refuse_second_optimizer()
         strategy = as_collective(given)
         refuse_untrainable(optimizers, model)
         members(optimizers, model)  # refuses what has no name of its own, while the user's line is on the stack
         scaler = self._change_forward(model, strategy)
         self._parts = optimizers, model, strategy
-        return CollectiveOptimizer(
+        return SynchronizedOptimizer(
             optimizers,
             lambda: self._running_worker("step()"),
             lambda: self.running,
@@ -81,7 +81,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         if strategy.recompute_checkpoints:
             forward.recompute(model, strategy.recompute_checkpoints)
         if strategy.sync_batch_norm:
-            synchronize(model, self._meeting)
+            synchronize(model, self._statistics)
         if not strategy.use_amp:
             return None
         forward.autocast(model, self._device)
@@ -109,7 +109,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         try:
             self._beginning = resume(group, root, strict=strict)
         except BaseException as error:
-            group.clerk.fail(f"{type(error).__name__}: {error}")
+            group.monitor.fail(f"{type(error).__name__}: {error}")
             group.abandon()
             raise
         self._group, self._has_resumed = group, True
@@ -120,13 +120,13 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         """Nothing comes of what was begun here before the job."""
         group, self._group = self._group, None
         if group is not None:
-            group.clerk.fail(f"worker {group.rank} did something else after resume_from()")
+            group.monitor.fail(f"worker {group.rank} did something else after resume_from()")
             group.abandon()
 
     def init_worker(self) -> None:
         parts = self._parts_to_start()
         group, self._group = self._group, None
-        worker = CollectiveWorker(self._assignment, *parts, self._meeting, self._knobs, self._clock, group)
+        worker = CollectiveWorker(self._assignment, *parts, self._statistics, self._knobs, self._clock, group)
         worker.start()
         try:
             if self._beginning is not None and self._beginning.url:
@@ -167,7 +167,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def barrier_worker(self) -> None:
         worker = self._running_worker("barrier_worker()")
         with worker.figures.meet:
-            worker.gatherings.barrier()
+            worker.reductions.barrier()
 
     def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
         """What reduces (value, output, op) over the workers, on behalf of ``call``."""
@@ -175,7 +175,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
         def reduce(value: object, output: object, op: object) -> Any:
             with worker.figures.meet:
-                return worker.gatherings.all_reduce(f"{call}()", value, output, op)
+                return worker.reductions.all_reduce(f"{call}()", value, output, op)
 
         return reduce
 
@@ -236,7 +236,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
 
     def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
         worker = self._quiet_worker("save_inference_model()")
-        collecting.save_inference_model(worker, dirname, model, example_inputs, self._meeting)
+        collecting.save_inference_model(worker, dirname, model, example_inputs, self._statistics)
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
         self._quiet_worker("state_dict()")

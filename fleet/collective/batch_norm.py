@@ -18,16 +18,16 @@ class _Sum(torch.autograd.Function):
     """The sum over all workers; its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, meeting: Meeting) -> torch.Tensor:
-        ctx.meeting = meeting
-        return meeting.sum(mine)
+    def forward(ctx: Any, mine: torch.Tensor, statistics: StatisticsGroup) -> torch.Tensor:
+        ctx.statistics = statistics
+        return statistics.sum(mine)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.meeting.sum(gradient), None
+        return ctx.statistics.sum(gradient), None
 
 
-class Meeting:
+class StatisticsGroup:
     """Where the batch norms of all workers meet: a communicator of their own, so that gradients on their way are not in
     its. A worker that has stopped will not come, which the others have to hear."""
 
@@ -35,7 +35,7 @@ class Meeting:
         self._group: Group | None = None
         self._own: dist.ProcessGroup | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Meeting:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StatisticsGroup:
         return self  # a copy of the model (an average of weights, say) meets where the model does
 
     def open(self, group: Group) -> None:
@@ -56,28 +56,28 @@ class Meeting:
         return total
 
 
-def synchronize(model: torch.nn.Module, meeting: Meeting) -> None:
+def synchronize(model: torch.nn.Module, statistics: StatisticsGroup) -> None:
     """Turn every batch norm of the model into a synchronized one, in place: they keep their identity and their keys."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, _Synchronized):
             kind = type(module)
             module.__class__ = type(f"Synchronized{kind.__name__}", (_Synchronized, kind), {})
-            module.__dict__["_meeting"] = meeting
+            module.__dict__["_statistics"] = statistics
 
 
 class _Synchronized(torch.nn.modules.batchnorm._BatchNorm):
-    _meeting: Meeting
+    _statistics: StatisticsGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not self._meeting.is_open:
+        if not uses_batch or not self._statistics.is_open:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count = wide.new_full((1,), input.numel() / input.size(1))
         sums = torch.cat([wide.sum(dims), (wide * wide).sum(dims), count])
-        total: torch.Tensor = _Sum.apply(sums, self._meeting)  # type: ignore[no-untyped-call]
+        total: torch.Tensor = _Sum.apply(sums, self._statistics)  # type: ignore[no-untyped-call]
         of_all = total[-1].detach()
         mean, square = (total[:-1] / of_all).chunk(2)
         variance = (square - mean * mean).clamp_min(0)

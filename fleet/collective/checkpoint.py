@@ -110,24 +110,24 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
 
 def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> None:
     """Every worker calls it; worker 0 reads. Unless it is ``strict``, what does not fit is logged and left out."""
-    group, clerk = worker.group, worker.group.clerk
+    group, monitor = worker.group, worker.group.monitor
     found: dict[str, Any] = {}
     values: list[torch.Tensor] = []
     key = f"load/{worker.loads}"
     worker.loads += 1
-    if clerk.rank == 0:
+    if monitor.rank == 0:
         try:
             checkpoint = Checkpoint.open(dirname)
             found, values = _read(worker, checkpoint, strict)
             found["states"] = states.bring(worker, checkpoint)
         except Exception as error:
             failure = json.dumps({"failure": str(error)})
-            clerk.ask(lambda store: store.set(key, failure))
+            monitor.ask(lambda store: store.set(key, failure))
             raise
-        clerk.ask(lambda store: store.set(key, json.dumps(found)))
+        monitor.ask(lambda store: store.set(key, json.dumps(found)))
     else:
-        clerk.until(lambda store: store.check([key]) or None)
-        found = json.loads(clerk.ask(lambda store: store.get(key)))
+        monitor.until(lambda store: store.check([key]) or None)
+        found = json.loads(monitor.ask(lambda store: store.get(key)))
         if "failure" in found:
             raise CheckpointError("worker 0 could not load the checkpoint", where=str(dirname), got=found["failure"])
         values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found["tensors"]]

@@ -11,11 +11,11 @@ from fleet.errors import FleetError
 def write_once(worker: CollectiveWorker, what: str, write: Callable[[], None]) -> None:
     """Return when ``what`` has been written after this step, by this worker's ``write`` or by another's; a failure is
     raised on all."""
-    clerk, key = worker.group.clerk, f"write/{worker.steps}/{what}"
-    writer = clerk.ask(lambda store: store.compare_set(f"{key}/writer", "", str(clerk.rank)))
-    if int(writer) != clerk.rank:
-        clerk.until(lambda store: store.check([f"{key}/outcome"]) or None)
-        failure = clerk.ask(lambda store: store.get(f"{key}/outcome")).decode()
+    monitor, key = worker.group.monitor, f"write/{worker.steps}/{what}"
+    writer = monitor.ask(lambda store: store.compare_set(f"{key}/writer", "", str(monitor.rank)))
+    if int(writer) != monitor.rank:
+        monitor.until(lambda store: store.check([f"{key}/outcome"]) or None)
+        failure = monitor.ask(lambda store: store.get(f"{key}/outcome")).decode()
         if failure:
             raise FleetError(f"worker {int(writer)} could not write {what}", got=failure)
         return
@@ -27,4 +27,4 @@ def write_once(worker: CollectiveWorker, what: str, write: Callable[[], None]) -
         failure = f"{type(error).__name__}: {error}"
         raise
     finally:
-        clerk.ask(lambda store: store.set(f"{key}/outcome", failure))
+        monitor.ask(lambda store: store.set(f"{key}/outcome", failure))

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-class Silence:
+class Liveness:
     """How long each of some counters has stood still."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, float]] = {}
 
-    def heard(self, worker: int, count: int, now: float) -> float:
+    def still_for(self, worker: int, count: int, now: float) -> float:
         """Note a worker's counter as it is ``now``; for how long it has been that."""
         known, since = self._last.get(worker, (None, now))
         if count != known:

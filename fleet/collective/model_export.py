@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fleet import serving
-from fleet.collective.batch_norm import Meeting
+from fleet.collective.batch_norm import StatisticsGroup
 from fleet.collective.lease import write_once
 from fleet.collective.worker import CollectiveWorker
 
@@ -20,11 +20,11 @@ def state_dict(model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tenso
 
 
 def save_inference_model(
-    worker: CollectiveWorker, dirname: str, model: torch.nn.Module, example_inputs: object, meeting: Meeting
+    worker: CollectiveWorker, dirname: str, model: torch.nn.Module, example_inputs: object, statistics: StatisticsGroup
 ) -> None:
     """Written by the first worker that calls it after this step; the others wait until it has been."""
     state = serving.state_to_save(model, (), example_inputs)
-    alone = {id(meeting): Meeting()}  # batch norms of a copy to serve meet nobody
+    alone = {id(statistics): StatisticsGroup()}  # batch norms of a copy to serve meet nobody
 
     def write() -> None:
         serving.save(dirname, model, lambda: _copied(state), {}, example_inputs, alone)

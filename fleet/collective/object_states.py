@@ -22,38 +22,38 @@ _log = logging.getLogger("fleet.worker")
 
 
 def give(worker: CollectiveWorker, name: str, state: Bytes) -> None:
-    clerk, told = worker.group.clerk, {"steps": worker.steps}
-    clerk.ask(lambda store: put(store, f"state/{name}/{clerk.rank}", told, WireTensor.of(state)))
+    monitor, told = worker.group.monitor, {"steps": worker.steps}
+    monitor.ask(lambda store: put(store, f"state/{name}/{monitor.rank}", told, WireTensor.of(state)))
 
 
 def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[tuple[int, int, Bytes]]:
     """What has been given under a name, by everyone who makes this call or by those who have said that they give
     theirs: worker, steps, state."""
-    clerk = worker.group.clerk
+    monitor = worker.group.monitor
 
     def absent(store: Store) -> list[int]:
-        return [other for other in range(clerk.size) if _may_come(worker, store, name, other, everyone)]
+        return [other for other in range(monitor.size) if _may_come(worker, store, name, other, everyone)]
 
-    clerk.until(lambda store: not absent(store) or None, clerk.deadline_s)
-    for other in range(clerk.size):
+    monitor.until(lambda store: not absent(store) or None, monitor.deadline_s)
+    for other in range(monitor.size):
         key = f"state/{name}/{other}"
-        if clerk.ask(lambda store, key=key: store.check([key])):  # type: ignore[misc]
-            told, tensor = clerk.ask(partial(get, key=key))
+        if monitor.ask(lambda store, key=key: store.check([key])):  # type: ignore[misc]
+            told, tensor = monitor.ask(partial(get, key=key))
             assert tensor is not None
             yield other, told["steps"], tensor.numpy()
-            clerk.ask(partial(drop, key=key))
-        elif clerk.ask(partial(_gives, worker=other)):
+            monitor.ask(partial(drop, key=key))
+        elif monitor.ask(partial(_gives, worker=other)):
             _log.warning("the state of worker %d is not in the checkpoint: it gave none in time", other)
 
 
 def _may_come(worker: CollectiveWorker, store: Store, name: str, other: int, everyone: bool) -> bool:
     """Whether to wait for a worker: not if it waits for this one itself, in a round or a gathering."""
-    clerk = worker.group.clerk
-    if other == clerk.rank or store.check([f"state/{name}/{other}"]) or store.check([f"left/{other}"]):
+    monitor = worker.group.monitor
+    if other == monitor.rank or store.check([f"state/{name}/{other}"]) or store.check([f"left/{other}"]):
         return False
-    if not (everyone or _gives(store, other)) or worker.gatherings.is_ahead(store, other):
+    if not (everyone or _gives(store, other)) or worker.reductions.is_ahead(store, other):
         return False
-    return not (store.check([f"waits/{other}"]) and int(store.get(f"waits/{other}")) == clerk.rounds + 1)
+    return not (store.check([f"waits/{other}"]) and int(store.get(f"waits/{other}")) == monitor.rounds + 1)
 
 
 def _gives(store: Store, worker: int) -> bool:
@@ -65,11 +65,11 @@ def _gives(store: Store, worker: int) -> bool:
 
 def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]:
     """Lay out what a checkpoint has for each worker; who that is, and how many workers there were."""
-    clerk, found = worker.group.clerk, []
+    monitor, found = worker.group.monitor, []
     for of, _, state in states_in(checkpoint):
         key, tensor = f"brought/{worker.loads}/{of}", WireTensor.of(state)
-        clerk.ask(lambda store, key=key, tensor=tensor: put(store, key, {}, tensor))  # type: ignore[misc]
-        clerk.ask(partial(drop, key=f"brought/{worker.loads - 1}/{of}"))
+        monitor.ask(lambda store, key=key, tensor=tensor: put(store, key, {}, tensor))  # type: ignore[misc]
+        monitor.ask(partial(drop, key=f"brought/{worker.loads - 1}/{of}"))
         found.append(of)
     return {"of": found, "workers": checkpoint.manifest.spec.settings.worker_num}
 
@@ -77,13 +77,13 @@ def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]
 def load(worker: CollectiveWorker, state: object) -> bool:
     """Give this worker's own objects what the checkpoint has of them that was loaded; whether it has anything."""
     check_state(state)
-    rank, of = worker.group.clerk.rank, worker.brought["of"]
+    rank, of = worker.group.monitor.rank, worker.brought["of"]
     given = whose(rank, worker.brought["workers"], of)
     if given not in of:
         if worker.loads and worker.steps:
             warn_of_none(rank, worker.steps)
         return False
-    _, tensor = worker.group.clerk.ask(partial(get, key=f"brought/{worker.loads}/{given}"))
+    _, tensor = worker.group.monitor.ask(partial(get, key=f"brought/{worker.loads}/{given}"))
     assert tensor is not None
     restore(state, tensor.numpy(), str(worker.assignment))
     return True
@@ -99,9 +99,9 @@ class CheckpointStates:
         self._say(gives)
 
     def _say(self, gives: bool) -> None:
-        clerk = self._worker.group.clerk
+        monitor = self._worker.group.monitor
         if gives or self._gives:
-            clerk.ask(lambda store: store.set(f"gives/{clerk.rank}", str(int(gives))))
+            monitor.ask(lambda store: store.set(f"gives/{monitor.rank}", str(int(gives))))
 
     @property
     def needs_notice(self) -> bool:
@@ -112,7 +112,7 @@ class CheckpointStates:
         """Let all know that a checkpoint is to follow a step."""
         if step != self._asked_at:
             self._asked_at = step
-            self._worker.group.clerk.ask(lambda store: store.set("asked", str(step)))
+            self._worker.group.monitor.ask(lambda store: store.set("asked", str(step)))
 
     @property
     def asked(self) -> str:
@@ -122,7 +122,7 @@ class CheckpointStates:
     @property
     def wanted(self) -> str | None:
         """The name under which this worker's state is wanted now; None if it is not."""
-        step = self._worker.group.clerk.ask(lambda store: int(store.get("asked")) if store.check(["asked"]) else -1)
+        step = self._worker.group.monitor.ask(lambda store: int(store.get("asked")) if store.check(["asked"]) else -1)
         return self._after(step) if step == self._worker.steps else None
 
     @staticmethod

@@ -59,11 +59,11 @@ class LowRank:
         future, self._under_way = self._under_way, None
         if future is not None:
             with self._group.exchanging:
-                self._group.clerk.wait(lambda slice_s: self._done_within(future, slice_s))
+                self._group.monitor.wait(lambda slice_s: self._done_within(future, slice_s))
 
     def _done_within(self, future: torch.futures.Future[torch.Tensor], slice_s: float) -> bool:
         """Futures cannot be waited for with a deadline: look, often at first."""
-        clock = self._group.clerk.clock
+        clock = self._group.monitor.clock
         until, pause_s = clock.now() + slice_s, 0.0001
         while not future.done():
             if clock.now() > until:

@@ -27,14 +27,14 @@ from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.ports import holder_of, is_taken
 from fleet.base.settings import Knobs
-from fleet.collective.store_monitor import ENDED, Clerk
+from fleet.collective.store_monitor import ENDED, StoreMonitor
 from fleet.errors import DeadlineError, PlanMismatchError, PortInUseError, StateError
 
 _log = logging.getLogger("fleet.worker")
 
-#: Who is lost is found out by the clerk, so that a long step of one worker is no reason for torch to give up.
+#: Who is lost is found out by the monitor, so that a long step of one worker is no reason for torch to give up.
 _PATIENCE = timedelta(days=30)
-#: Requests of the store that wait for something wait in the clerk, not in it.
+#: Requests of the store that wait for something wait in the monitor, not in it.
 _STORE_TIMEOUT = timedelta(seconds=30)
 #: Values are copied to travel together; beyond this size that gains nothing.
 _BATCH_BYTES = 32 << 20
@@ -77,13 +77,13 @@ class Group:
         else:
             store, host, hosts_store = self._open_store(deadline_s)
         self._store = store
-        self.clerk = Clerk(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
+        self.monitor = StoreMonitor(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
 
-    def told_by_all(self, what: str, told: str) -> list[str]:
+    def gather_texts(self, what: str, told: str) -> list[str]:
         """What every worker says here, in their order; all of them come within the start-up deadline."""
         self._post_and_wait(what, told, self._knobs.startup_deadline_s)
         keys = [f"{what}/{rank}" for rank in range(self.size)]
-        return [self.clerk.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
+        return [self.monitor.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
 
     def start(self, about: Mapping[str, object]) -> None:
         """Connect to all other workers, if they are about to do the same as this one."""
@@ -145,7 +145,7 @@ class Group:
                     f"{host}, which keeps the job's store, did not answer within {deadline_s:g} s",
                     where=f"worker {self.rank}",
                     got=str(error).partition("\n")[0][:200],
-                    todo="Start it, or raise FLEET_STARTUP_DEADLINE.",
+                    todo="Start it, or raise FLEET_STARTUP_DEADLINE_S.",
                 ) from None
             store.set_timeout(_STORE_TIMEOUT)
             if launched:  # it outlives jobs
@@ -161,7 +161,7 @@ class Group:
         """Everybody is there and is about to train the same, or somebody is told to be missing or to differ."""
         told = json.dumps(about, sort_keys=True)
         self._post_and_wait("hello", told, deadline_s)
-        first = json.loads(self.clerk.ask(lambda store: store.get("hello/0")))
+        first = json.loads(self.monitor.ask(lambda store: store.get("hello/0")))
         differing = [name for name, value in json.loads(told).items() if first.get(name) != value]
         if differing:
             error = PlanMismatchError(
@@ -170,26 +170,26 @@ class Group:
                 got="; ".join(f"{name} {about[name]}" for name in differing),
                 todo="Build the same model, optimizer and strategy on every worker.",
             )
-            self.clerk.fail(str(error))
+            self.monitor.fail(str(error))
             raise error
         self._post_and_wait("agrees", "", deadline_s)
 
     def _post_and_wait(self, what: str, told: str, deadline_s: float) -> None:
         """Write something down for the others, and return when all of them have."""
         keys = [f"{what}/{rank}" for rank in range(self.size)]
-        self.clerk.ask(lambda store: store.set(keys[self.rank], told))
+        self.monitor.ask(lambda store: store.set(keys[self.rank], told))
         waits = Wait(self._clock, deadline_s)
         while True:
             some_s = min(notice_every_s(deadline_s), max(0.0, deadline_s - waits.so_far_s))
-            if self.clerk.until(lambda store: store.check(keys) or None, some_s) is not None:
+            if self.monitor.until(lambda store: store.check(keys) or None, some_s) is not None:
                 return
-            missing = self.clerk.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
+            missing = self.monitor.ask(lambda store: [r for r, key in enumerate(keys) if not store.check([key])])
             names = ", ".join(map(str, missing))
             if missing and waits.so_far_s >= deadline_s:
                 raise DeadlineError(
                     f"workers {names} did not come within {deadline_s:g} s",
                     where=f"worker {self.rank} of {self.size}",
-                    todo="Start them, or raise FLEET_STARTUP_DEADLINE.",
+                    todo="Start them, or raise FLEET_STARTUP_DEADLINE_S.",
                 )
             if missing and waits.is_due():
                 _log.warning("worker %d waits for workers %s, %.0f s so far", self.rank, names, waits.so_far_s)
@@ -205,7 +205,7 @@ class Group:
                 timeout=timedelta(seconds=deadline_s),
             )
         except RuntimeError as error:
-            self.clerk.check()
+            self.monitor.check()
             raise DeadlineError(
                 f"the workers could not connect to each other within {deadline_s:g} s",
                 where=f"worker {self.rank}",
@@ -244,16 +244,16 @@ class Group:
             if device.type == "cuda":
                 work.wait()
             else:
-                self.clerk.wait(lambda slice_s: _done_within(work, slice_s), needs_all)
+                self.monitor.wait(lambda slice_s: _done_within(work, slice_s), needs_all)
 
     def at_once(self, call: Callable[[], object]) -> None:
         """Run a collective of torch's own that cannot be waited for in slices, to which all workers come now."""
         if not self._adopted:
-            _set_pg_timeout(timedelta(seconds=self.clerk.deadline_s), self.everyone)
+            _set_pg_timeout(timedelta(seconds=self.monitor.deadline_s), self.everyone)
         try:
             call()
         except RuntimeError as error:
-            raise self.clerk.blame(error) from error
+            raise self.monitor.blame(error) from error
         finally:
             if not self._adopted:
                 _set_pg_timeout(_PATIENCE, self.everyone)
@@ -274,8 +274,8 @@ class Group:
 
     def stop(self) -> None:
         """Every worker has come here: part from the others; what was the user's stays."""
-        self.clerk.part()
-        self.clerk.end()
+        self.monitor.part()
+        self.monitor.end()
         self._store = None
         if not self._adopted:
             dist.destroy_process_group()
@@ -288,8 +288,8 @@ class Group:
     def abandon(self) -> None:
         """The job has failed. Collectives that are under way will never end, and to destroy their group would be to
         wait for them: it is left to the end of the process."""
-        self.clerk.linger()
-        self.clerk.end()
+        self.monitor.linger()
+        self.monitor.end()
         self._server = self._store = None
         if self._adopted or not dist.is_initialized():
             return

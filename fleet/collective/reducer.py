@@ -179,7 +179,7 @@ class Reducer:
             # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
             self._group.at_once(self._reducer._rebuild_buckets)
             self._is_settled = True
-        self._group.clerk.rounds += 1
+        self._group.monitor.rounds += 1
         self._on_round(Round(workers))
 
     def _correct(self, marks: Sequence[float], workers: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from torch._C._distributed_c10d import Store
 
 from fleet.base.turns import Callers
-from fleet.collective.store_monitor import Clerk
+from fleet.collective.store_monitor import StoreMonitor
 from fleet.errors import PlanMismatchError
 from fleet.numeric.reduction import BARRIER, Asked, disagreement
 from fleet.numeric.tensors import WireTensor, view
@@ -27,9 +27,9 @@ _CHUNK = 4 << 20
 _LOOK_S = 1.0
 
 
-class Gatherings:
-    def __init__(self, clerk: Clerk, callers: Callers) -> None:
-        self._clerk = clerk
+class StoreReductions:
+    def __init__(self, monitor: StoreMonitor, callers: Callers) -> None:
+        self._monitor = monitor
         self._callers = callers
         self._number = 0
 
@@ -54,29 +54,29 @@ class Gatherings:
 
     def _meet(self, asked: Asked, mine: WireTensor | None) -> WireTensor | None:
         self._number += 1
-        number, rank, clerk = self._number, self._clerk.rank, self._clerk
+        number, rank, monitor = self._number, self._monitor.rank, self._monitor
         header = {"op": asked.op, "dtype": asked.dtype, "shape": asked.shape, "beside": asked.beside}
-        clerk.ask(lambda store: put(store, f"gather/{number}/{rank}", header, mine))
+        monitor.ask(lambda store: put(store, f"gather/{number}/{rank}", header, mine))
         if self._wait(lambda store: self._leads(store, number), number, asked):
             self._wait(lambda store: not self._absent(store, number) or None, number, asked)
-            clerk.ask(lambda store: self._collect(store, number))
-        told, result = clerk.ask(lambda store: get(store, f"gather/{number}/result"))
+            monitor.ask(lambda store: self._collect(store, number))
+        told, result = monitor.ask(lambda store: get(store, f"gather/{number}/result"))
         if told.get("error"):
             raise PlanMismatchError(**told["error"])
         return result
 
     def _wait(self, ready: Callable[[Store], bool | None], number: int, asked: Asked) -> bool:
-        while (found := self._clerk.until(ready, _LOOK_S)) is None:
+        while (found := self._monitor.until(ready, _LOOK_S)) is None:
             if not asked.beside:  # else the training goes on meanwhile
-                absent = self._clerk.ask(lambda store: self._absent(store, number))
-                self._clerk.refuse_standstill(absent, f"{asked.op} {number}")
+                absent = self._monitor.ask(lambda store: self._absent(store, number))
+                self._monitor.refuse_standstill(absent, f"{asked.op} {number}")
         return found
 
     def _leads(self, store: Store, number: int) -> bool | None:
         """Whether this worker collects; None while that is open."""
         if store.check([f"gather/{number}/result"]):
             return False
-        earlier = range(self._clerk.rank)
+        earlier = range(self._monitor.rank)
         return True if all(self._is_out(store, number, other) for other in earlier) else None
 
     def _is_out(self, store: Store, number: int, worker: int) -> bool:
@@ -88,10 +88,10 @@ class Gatherings:
         return store.check([f"gather/{number}/{worker}"]) or self._is_out(store, number, worker)
 
     def _absent(self, store: Store, number: int) -> list[int]:
-        return [other for other in range(self._clerk.size) if not self._settled(store, number, other)]
+        return [other for other in range(self._monitor.size) if not self._settled(store, number, other)]
 
     def _collect(self, store: Store, number: int) -> None:
-        came = [other for other in range(self._clerk.size) if store.check([f"gather/{number}/{other}"])]
+        came = [other for other in range(self._monitor.size) if store.check([f"gather/{number}/{other}"])]
         brought = {worker: get(store, f"gather/{number}/{worker}") for worker in came}
         asked = {
             worker: Asked(told["op"], told["dtype"], tuple(told["shape"]), told["beside"])
@@ -108,7 +108,7 @@ class Gatherings:
             result = reduced(asked[came[0]].op, [tensor for _, tensor in brought.values() if tensor is not None])
         put(store, f"gather/{number}/result", header, result)
         # Everybody has come to this one, so nobody will ask for the one before.
-        for name in (*map(str, range(self._clerk.size)), "result"):
+        for name in (*map(str, range(self._monitor.size)), "result"):
             drop(store, f"gather/{number - 1}/{name}")
 
 

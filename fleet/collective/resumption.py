@@ -18,7 +18,7 @@ _log = logging.getLogger("fleet.checkpoint")
 
 
 @dataclass(frozen=True)
-class Beginning:
+class Resumption:
     """What the job goes on from; without a ``url`` it begins."""
 
     step: int
@@ -26,19 +26,19 @@ class Beginning:
     strict: bool
 
 
-def resume(group: Group, root: Place, *, strict: bool) -> Beginning:
-    if len(set(group.told_by_all("strict", str(strict)))) > 1:
+def resume(group: Group, root: Place, *, strict: bool) -> Resumption:
+    if len(set(group.gather_texts("strict", str(strict)))) > 1:
         raise ConfigurationError(
             "resume_from was called with different values of strict",
             got=f"strict={strict} here",
             todo="Call it with the same arguments on every worker, and start the whole job again.",
         )
-    seen = [marks_from_json(told) for told in group.told_by_all("sees", marks_to_json(marks(root)))]
+    seen = [marks_from_json(told) for told in group.gather_texts("sees", marks_to_json(marks(root)))]
     chosen = choose(seen)
     newest = max((each for some in seen for each in some), default=BEGINNING)
     if newest > chosen and group.rank == 0:
         _log.warning("resume_from goes on from %s: not all workers who see checkpoints see %s", chosen, newest)
-    return Beginning(chosen.step, root.within(name_of(chosen.step)).url if chosen.id else "", strict)
+    return Resumption(chosen.step, root.within(name_of(chosen.step)).url if chosen.id else "", strict)
 
 
 def choose(seen: list[list[Mark]]) -> Mark:

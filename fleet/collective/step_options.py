@@ -34,7 +34,7 @@ def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contr
             mean = flat.div_(len(workers))
             for param, values in zip(some, mean.split_with_sizes([param.numel() for param in some]), strict=True):
                 param.detach().copy_(values.view(param.shape))
-    group.clerk.rounds += 1
+    group.monitor.rounds += 1
     return Round(workers)
 
 

@@ -1,7 +1,7 @@
 """The worker's line to the others beside the process group: a thread that keeps to the job's store.
 
 A request to a store whose host has stopped answering never returns, and a collective of which one member has died may
-not either. So the user's thread asks neither directly. The clerk's thread alone speaks to the store: it counts a
+not either. So the user's thread asks neither directly. The monitor's thread alone speaks to the store: it counts a
 heartbeat up, looks whether the next worker's still grows and whether somebody has reported a failure, and carries out
 what it is asked to between two beats. The user's thread waits in slices (``ask``, ``wait``), and looks between them
 whether the job has failed.
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from fleet.base.clock import Clock
 from fleet.base.settings import Knobs
-from fleet.collective.liveness import Silence, stopped
+from fleet.collective.liveness import Liveness, stopped
 from fleet.errors import DeadlineError, FleetError, JobAbortedError, StateError
 from fleet.telemetry.cause import claim
 
@@ -42,7 +42,7 @@ _FAILURE, _OVER = "failure", "over"
 ENDED = (_FAILURE, _OVER)
 
 
-class Clerk:
+class StoreMonitor:
     """``host`` says in words who keeps the store, ``hosts_store`` whether it ends with this process."""
 
     def __init__(
@@ -64,14 +64,14 @@ class Clerk:
         self._failure: FleetError | None = None
         self._answered_at = clock.now()
         self._watching = size > 1
-        self._silence = Silence()
-        self._thread = threading.Thread(target=self._run, name=f"fleet-clerk-{rank}", daemon=True)
+        self._liveness = Liveness()
+        self._thread = threading.Thread(target=self._run, name=f"fleet-store-monitor-{rank}", daemon=True)
         self._thread.start()
 
     # ---------------------------------------------------------------- the user's thread
 
     def ask(self, work: Callable[[Store], T]) -> T:
-        """What ``work`` does with the store, done by the clerk."""
+        """What ``work`` does with the store, done by the monitor."""
         future: Future[T] = Future()
         self._requests.put((work, future))
         while True:
@@ -223,7 +223,7 @@ class Clerk:
         except FleetError as known:
             self._failure = self._failure or known
 
-    # ---------------------------------------------------------------- the clerk's thread
+    # ---------------------------------------------------------------- the monitor's thread
 
     def _run(self) -> None:
         beat_at = self.clock.now()
@@ -259,7 +259,7 @@ class Clerk:
         if not self._watching or self._failure is not None:
             return
         count = store.add(f"beat/{successor}", 0)
-        silent_s = self._silence.heard(successor, count, now) if count else 0.0  # it has not come yet
+        silent_s = self._liveness.still_for(successor, count, now) if count else 0.0  # it has not come yet
         if silent_s > self.deadline_s and not store.check([f"bye/{successor}"]):
             what = f"worker {successor} has been silent for {silent_s:.1f} s"
             self._report(store, {"worker": successor, "kind": "silent", "what": what})

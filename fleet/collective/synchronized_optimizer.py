@@ -18,7 +18,7 @@ class Synchronized(Stepper, Protocol):
     def set_synchronized(self, wanted: bool) -> bool: ...
 
 
-class CollectiveOptimizer(DistributedOptimizer):
+class SynchronizedOptimizer(DistributedOptimizer):
     """``scaler`` scales the loss in ``minimize``, where the strategy asks for AMP; ``compressed`` says that gradients
     of different scales must not be mixed."""
 

@@ -16,13 +16,13 @@ from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.settings import Knobs
 from fleet.base.turns import Callers
-from fleet.collective.batch_norm import Meeting
+from fleet.collective.batch_norm import StatisticsGroup
 from fleet.collective.dgc import DeepCompression
 from fleet.collective.exchange import Averaging, Exchange, Flat, Hierarchical, Route, neighbours
 from fleet.collective.power_sgd import LowRank
 from fleet.collective.process_group import Group
 from fleet.collective.reducer import Reducer, Round
-from fleet.collective.reductions import Gatherings
+from fleet.collective.reductions import StoreReductions
 from fleet.collective.step_options import MergedGradients, average_parameters
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
 from fleet.nn.trainables import ElementTypes, Member, members
@@ -41,7 +41,7 @@ class CollectiveWorker:
         optimizers: Sequence[torch.optim.Optimizer],
         model: torch.nn.Module | None,
         strategy: DistributedStrategy,
-        meeting: Meeting,
+        statistics: StatisticsGroup,
         knobs: Knobs,
         clock: Clock,
         group: Group | None = None,
@@ -63,7 +63,7 @@ class CollectiveWorker:
         self.group.exchanging = self.figures.push
         self._strategy = strategy
         self._pace = Pace.of(strategy)
-        self._meeting = meeting
+        self._statistics = statistics
         self._known: set[int] = set()
         self._job_id = knobs.job_id
         self._check_finite = strategy.check_finite or knobs.check_finite
@@ -87,11 +87,11 @@ class CollectiveWorker:
         self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
             self._observer = Observer(str(self.assignment), "worker", self.told, self._knobs)
-            self.gatherings = Gatherings(self.group.clerk, self.callers)
+            self.reductions = StoreReductions(self.group.monitor, self.callers)
             if self._pace.sends_gradients:
                 self._exchange = self._make_exchange()
             if self._strategy.sync_batch_norm:
-                self._meeting.open(self.group)
+                self._statistics.open(self.group)
             self.group.broadcast(self._values(), 0)
             self._arm()
         except BaseException as error:
@@ -200,7 +200,7 @@ class CollectiveWorker:
         late = self._has_newcomers()
         if late:
             self.extend()
-        elif self._reducer is not None and self._rounds_seen == self.group.clerk.rounds:
+        elif self._reducer is not None and self._rounds_seen == self.group.monitor.rounds:
             self._reducer.check_watching()  # nothing was averaged since the step before: is that the user's will?
         self.steps += 1
         self._own_steps += 1
@@ -219,7 +219,7 @@ class CollectiveWorker:
             update()
         else:
             self._compression.update(update)
-        self._rounds_seen = self.group.clerk.rounds
+        self._rounds_seen = self.group.monitor.rounds
         self._unaveraged = True
         if self._pace.averages(self.steps):
             self._average(contribute=True)
@@ -259,7 +259,7 @@ class CollectiveWorker:
         if self.stopped:
             return
         self.stopped = True
-        told = self.group.clerk.has_failed  # by a call before this one, whose error is not to be hidden
+        told = self.group.monitor.has_failed  # by a call before this one, whose error is not to be hidden
         try:
             if not told:
                 self._accompany()
@@ -274,7 +274,7 @@ class CollectiveWorker:
                 self.group.abandon()
 
     def _accompany(self) -> None:
-        self.group.clerk.leave()
+        self.group.monitor.leave()
         self._is_over = False
         while not self._is_over:
             if self._reducer is not None:
@@ -290,7 +290,7 @@ class CollectiveWorker:
         if not self.stopped:
             self.stopped = True
             try:
-                self.group.clerk.fail(reason)
+                self.group.monitor.fail(reason)
             finally:
                 self._let_go()
                 self.group.abandon()
@@ -306,12 +306,12 @@ class CollectiveWorker:
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._exchange = self._compression = None
-        self._meeting.close()
+        self._statistics.close()
 
     def summary(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
-            "rounds": self.group.clerk.rounds,
+            "rounds": self.group.monitor.rounds,
             "gradient_bytes": self._sent_bytes,
             "figures": self.told(),
         }
@@ -334,4 +334,4 @@ class CollectiveWorker:
                 where=str(self.assignment),
                 todo="Call it before fleet.stop_worker(), which is the last call of all.",
             )
-        self.group.clerk.check()
+        self.group.monitor.check()

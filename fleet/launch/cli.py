@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, remarks
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options
 from fleet.launch import env_report as environment

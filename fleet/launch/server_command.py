@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, remark
+from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.unknown_variables import remark
 from fleet.ps.backend import real_network
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.lean import be_lean

@@ -33,8 +33,8 @@ from fleet.errors import (
     ConfigurationError,
     DeadlineError,
     FleetError,
+    ServerBusyError,
     ServerLostError,
-    StillBusyError,
 )
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -187,7 +187,7 @@ class _Lines:
                 answers[server] = raise_if_error(call.result()).message.about
             except TransportError as error:
                 missing[server] = error
-            except StillBusyError as error:
+            except ServerBusyError as error:
                 missing[server] = error
             except AuthenticationError as error:
                 if self._own is None:
@@ -207,7 +207,7 @@ class _Lines:
 
 def _is_barred(missing: Missing) -> bool:
     """Whether those who do not answer are there, and this process is not let in, or would not know them."""
-    return all(isinstance(error, FleetError) and not isinstance(error, StillBusyError) for error in missing.values())
+    return all(isinstance(error, FleetError) and not isinstance(error, ServerBusyError) for error in missing.values())
 
 
 def _in_order(seen: dict[int, Seen]) -> list[Seen]:
@@ -222,7 +222,7 @@ def _did_not_come(assignment: Assignment, missing: Missing, deadline_s: float) -
     return DeadlineError(
         f"{_named(assignment, missing)} did not come",
         where=f"{assignment}, resume_from",
-        expected=f"an answer of every server within {deadline_s:g} s (FLEET_STARTUP_DEADLINE)",
+        expected=f"an answer of every server within {deadline_s:g} s (FLEET_STARTUP_DEADLINE_S)",
         got="; ".join(dict.fromkeys(str(error) for _, error in sorted(missing.items()))),
         todo="Start every server, check addresses and ports, and look at their logs.",
     )

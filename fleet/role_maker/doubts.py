@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fleet.base.settings import names_of_paddle
+from fleet.base.unknown_variables import names_of_paddle
 from fleet.role_maker.variables import Variables
 
 

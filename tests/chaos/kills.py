@@ -152,7 +152,7 @@ class Job:
             "PADDLE_TRAINERS_NUM": str(options.workers),
             "FLEET_JOB_ID": folder.name,
             "FLEET_DURABLE_DIR": str(folder / "durable"),
-            "FLEET_BEAT": "0.1",  # a worker's place is free after three
+            "FLEET_HEARTBEAT_S": "0.1",  # a worker's place is free after three
             "FLAGS_rpc_deadline": "30000",
         }
         self._environ = {

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from inside import abort
 from ranks import Check, Rank, serve
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -240,7 +241,7 @@ def a_model_that_is_converted_in_a_running_job_is_told_so(me: Rank) -> None:
             convert(model)
             loss = torch.stack([each.double().sum() for each in model.parameters()]).sum()
             raises(UnsupportedError, words, lambda loss=loss, minimize=optimizer.minimize: minimize(loss))  # type: ignore[misc]
-            fleet._chosen.abort("converted")
+            abort(fleet, "converted")
         else:
             with pytest.raises(FleetError, match="worker 1 failed"):
                 deque(optimizer.minimize(loss_of(model, 0, step)) for step in (1, 2))
@@ -1094,7 +1095,7 @@ def a_backward_that_fails_is_not_stepped_over(me: Rank) -> None:
         broken = model[1](_Broken.apply(model[0](batch(1, 1)))).mean()
         raises(ValueError, "a bad gradient", lambda: optimizer.minimize(broken))
         raises(StateError, "a backward ended in an exception", optimizer.step)
-        fleet._chosen.abort("a bad gradient")
+        abort(fleet, "a bad gradient")
     else:
         raises(FleetError, "worker 1 failed", lambda: optimizer.minimize(loss_of(model, 0, 1)))
     fleet.stop_worker()

@@ -1,8 +1,36 @@
 """When a gradient is applied and when a wait is over. One file a mode; adding one is that file and a line here."""
 
+from typing import Protocol
+
 from fleet.ps.consistency import asynchronous, geo, half_async, ssp, sync
-from fleet.ps.consistency.gate import Mode
+from fleet.ps.consistency.dc_asgd import compensated
+from fleet.ps.consistency.gate import Gate
+from fleet.ps.consistency.policy import Mode, Policy
 
 MODES: dict[str, Mode] = {
     mode.name: mode for mode in (sync.MODE, asynchronous.MODE, half_async.MODE, geo.MODE, ssp.MODE)
 }
+
+
+class Settings(Protocol):
+    """What a strategy and a job's spec say of the mode."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def staleness(self) -> int: ...
+
+    @property
+    def dc_lambda(self) -> float: ...
+
+
+def gate_of(settings: Settings, worker_num: int, version: int = 0) -> Gate:
+    """The gate of a job of so many workers that begins at a version."""
+    return MODES[settings.mode].gate(range(worker_num), version)
+
+
+def policy_of(settings: Settings, update_frequency: int = 1) -> Policy:
+    """The policy of a job with these settings. How often its workers push is for them alone to know."""
+    policy = MODES[settings.mode].policy
+    return (compensated(policy) if settings.dc_lambda else policy)(settings.staleness, update_frequency)

@@ -22,7 +22,7 @@ class ArrivalGate(ClockGate):
         self._applied += 1
         return [Apply(step, (worker,))]
 
-    def _settle(self) -> list[Effect]:
+    def _effects(self) -> list[Effect]:
         return self._answer(self._slowest)
 
     @property

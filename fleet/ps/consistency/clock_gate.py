@@ -27,16 +27,16 @@ class ClockGate(ABC):
         if step != clock + 1:
             raise ProtocolError(f"worker {worker} skipped a step", expected=f"step {clock + 1}", got=f"step {step}")
         self._clock[worker] = step
-        return [*self._deliver(worker, step), *self._settle()]
+        return [*self._deliver(worker, step), *self._effects()]
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
         self._waiting[ticket] = (worker, version)
-        return self._settle()
+        return self._effects()
 
     def leave(self, worker: int) -> list[Effect]:
         self._gone[worker] = self._clock.pop(worker, 0)
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
-        return self._settle()
+        return self._effects()
 
     @property
     def clocks(self) -> dict[int, int]:
@@ -54,7 +54,7 @@ class ClockGate(ABC):
 
     def make_up(self, worker: int, step: int) -> list[Effect]:
         self._clock[worker] = step
-        return self._settle()
+        return self._effects()
 
     @abstractmethod
     def join(self, worker: int) -> None: ...
@@ -67,7 +67,7 @@ class ClockGate(ABC):
         """What a step that is new brings about at once."""
 
     @abstractmethod
-    def _settle(self) -> list[Effect]:
+    def _effects(self) -> list[Effect]:
         """What can be applied and answered now."""
 
     def _answer(self, reached: int) -> list[Effect]:

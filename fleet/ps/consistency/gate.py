@@ -1,11 +1,11 @@
-"""The vocabulary every consistency mode speaks: effects, a gate (server half) and a policy (worker half).
+"""The server's half of every consistency mode: a gate, and the effects that it has carried out.
 
 Pure: no thread, no clock, no tensor. A gate is told what arrived and answers with the effects to carry out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,19 +79,3 @@ class Gate(Protocol):
     def lacking(self) -> tuple[int, tuple[int, ...]]:
         """The step that is open now and the workers it waits for, for whoever explains a wait."""
         ...
-
-
-@dataclass(frozen=True)
-class Mode:
-    """One consistency mode: how servers gate, and which version a worker needs after ``step`` steps, given the bound
-    on staleness that the job has (0 where the mode knows none)."""
-
-    name: str
-    gate: Callable[[Iterable[int], int], Gate]
-    version_needed: Callable[[int, int], int]
-    #: Steps are the whole job's: after the same step every server is at the same version and every worker sees it.
-    lockstep: bool = False
-    #: What workers push are changes, to be added to the values, and not gradients.
-    adds: bool = False
-    #: Workers push behind their steps: none waits for the answer.
-    behind: bool = False

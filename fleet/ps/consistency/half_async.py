@@ -1,13 +1,18 @@
-"""Half-asynchronous training: a worker merges some steps, sends once, and waits for its own acknowledgement only.
+"""Half-asynchronous training: a worker merges some steps, pushes once, and waits for its own acknowledgement only.
 
 Server half: what arrives is applied at once.
-Worker half: no version of anybody else's is needed. How many steps are merged is the strategy's, and the merging is
-done by ``fleet.ps.worker.gradient_merge``.
+Worker half: no version of anybody else's is needed. ``fleet.ps.worker.gradient_merge`` merges the steps.
 """
 
 from __future__ import annotations
 
 from fleet.ps.consistency.arrival_gate import ArrivalGate
-from fleet.ps.consistency.gate import Mode
+from fleet.ps.consistency.policy import Mode, Policy
 
-MODE = Mode("half_async", ArrivalGate, version_needed=lambda _step, _staleness: 0)
+
+class HalfAsyncPolicy(Policy):
+    def steps_per_push(self, most_merged: int) -> int:
+        return most_merged
+
+
+MODE = Mode("half_async", ArrivalGate, HalfAsyncPolicy)

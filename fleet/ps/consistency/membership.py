@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fleet.errors import FleetError, IdentityError, PlaceTakenError, StillBusyError
+from fleet.errors import DuplicateWorkerError, FleetError, IdentityError, ServerBusyError
 
 
 class Standing(enum.Enum):
@@ -209,14 +209,14 @@ class Membership:
 
     def _taken(self, worker: int, member: Member, label: str, now: float) -> FleetError:
         if member.surmised:
-            return StillBusyError(
+            return ServerBusyError(
                 f"this server was started again and does not know yet whether worker {worker} still is",
                 where=f"{member.label}, not heard in {now - member.last_heard:.1f} s",
                 got=f"a second one at {label}",
                 todo=f"Wait: after {self._quiet_s:g} s of silence its place is free.",
             )
         if member.standing is Standing.LIVE:
-            return PlaceTakenError(
+            return DuplicateWorkerError(
                 f"there is already a worker {worker}",
                 where=f"{member.label}, last heard {now - member.last_heard:.1f} s ago",
                 got=f"a second one at {label}",

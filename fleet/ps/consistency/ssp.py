@@ -8,6 +8,12 @@ Worker half: after ``t`` steps a worker goes on once the slowest live worker has
 from __future__ import annotations
 
 from fleet.ps.consistency.arrival_gate import ArrivalGate
-from fleet.ps.consistency.gate import Mode
+from fleet.ps.consistency.policy import Mode, Policy
 
-MODE = Mode("ssp", ArrivalGate, version_needed=lambda step, staleness: max(0, step - staleness))
+
+class BoundedPolicy(Policy):
+    def version_needed(self, step: int) -> int:
+        return max(0, step - self.staleness)
+
+
+MODE = Mode("ssp", ArrivalGate, BoundedPolicy)

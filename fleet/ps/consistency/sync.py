@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fleet.ps.consistency.clock_gate import ClockGate
-from fleet.ps.consistency.gate import Apply, Effect, Mode
+from fleet.ps.consistency.gate import Apply, Effect
+from fleet.ps.consistency.policy import Mode, Policy
 
 
 class SyncGate(ClockGate):
@@ -31,7 +32,7 @@ class SyncGate(ClockGate):
         self._pending.setdefault(step, set()).add(worker)
         return []
 
-    def _settle(self) -> list[Effect]:
+    def _effects(self) -> list[Effect]:
         effects: list[Effect] = []
         while self._applied + 1 in self._pending and not self.lacking()[1]:
             self._applied += 1
@@ -39,4 +40,15 @@ class SyncGate(ClockGate):
         return [*effects, *self._answer(self._applied)]
 
 
-MODE = Mode("sync", SyncGate, version_needed=lambda step, _staleness: step, lockstep=True)
+class SyncPolicy(Policy):
+    shares_steps = True
+
+    def version_needed(self, step: int) -> int:
+        return step
+
+    def applies_one_lookup(self, worker_num: int) -> bool:
+        """The gradients of several workers are summed."""
+        return worker_num == 1
+
+
+MODE = Mode("sync", SyncGate, SyncPolicy)

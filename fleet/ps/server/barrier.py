@@ -10,7 +10,7 @@ from fleet.ps.server.pending import Arrival, Outbox, Waiting
 from fleet.ps.wire.frame import Frame
 
 
-class Meeting:
+class Barrier:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
 

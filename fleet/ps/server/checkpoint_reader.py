@@ -1,4 +1,4 @@
-"""Filling a server's shard from a checkpoint that was written by any number of servers, sliced in any way."""
+"""Initialization a server's shard from a checkpoint that was written by any number of servers, sliced in any way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleet.errors import CheckpointError
 from fleet.numeric.ids import partition
 from fleet.ps.consistency import MODES
 from fleet.ps.server.job import Restore
-from fleet.ps.server.object_states import Share
+from fleet.ps.server.object_states import ObjectState
 from fleet.ps.server.row_memory import room_taken
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
@@ -51,12 +51,13 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
             ) from error
 
     manifest = checkpoint.manifest
-    has_rounds = manifest.spec.settings.mode not in [each.name for each in MODES.values() if not each.lockstep]
+    mode = manifest.spec.settings.mode
+    has_rounds = mode not in MODES or MODES[mode].policy.shares_steps
     # After a round all are at the job's step, however many of its own a worker has taken that joined late.
     steps = {worker: manifest.version if has_rounds else taken for worker, taken in steps_in(checkpoint).items()}
 
-    def states() -> dict[int, Share]:
-        return {worker: Share(data, steps[worker]) for worker, _, data in states_in(checkpoint)}
+    def states() -> dict[int, ObjectState]:
+        return {worker: ObjectState(data, steps[worker]) for worker, _, data in states_in(checkpoint)}
 
     return Restore(
         manifest.id,

@@ -9,7 +9,7 @@ import json
 
 from fleet.errors import CheckpointError, MissedError, ProtocolError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.server.checkpoint_share import Errand, write_share
+from fleet.ps.server.checkpoint_share import BackgroundTask, write_share
 from fleet.ps.server.context import Floor
 from fleet.ps.server.job import Job
 from fleet.ps.server.pending import Arrival, Waiting
@@ -20,7 +20,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
 
-class Checkpointing:
+class CheckpointRequests:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
 
@@ -50,7 +50,7 @@ class Checkpointing:
             raise ProtocolError("another checkpoint was begun meanwhile", where=str(self._floor.endpoint))
         since = job.begun[1] if export.checkpoint else 0  # 0 as well if it is forgotten
         _check_standstill(job, export.version)
-        dense_state = not (export.checkpoint and job.mode.adds)
+        dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
         piece = self._floor.shard().export(export.cursor, since, dense_state=dense_state)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.gate.version, cursor=piece.next_cursor, about=about)
@@ -66,10 +66,10 @@ class Checkpointing:
         else:
             job.errand.answer(arrival.respond)
 
-    def _begin(self, job: Job, arrival: Arrival) -> Errand:
+    def _begin(self, job: Job, arrival: Arrival) -> BackgroundTask:
         floor, shard, save = self._floor, self._floor.shard(), arrival.request.save
         server = shard.server
-        if floor.memory is not None and job.mode.lockstep and save.version != job.gate.version:
+        if floor.memory is not None and job.policy.shares_steps and save.version != job.gate.version:
             raise MissedError("a server was killed while it wrote its share", where=str(floor.endpoint))
         _check_standstill(job, save.version)
         job.give_up()
@@ -81,19 +81,20 @@ class Checkpointing:
             with floor.lock:
                 if floor.ending.over or job.begun[0] != save.id:
                     raise CheckpointError("the checkpoint was given up", where=str(floor.endpoint))
-                if job.standing is None:
+                if job.frozen is None:
                     _check_standstill(job, save.version)
-                if job.standing is None and job.mode.lockstep and is_of_rows(cursor):
-                    job.standing = shard.stand(job.begun[1], hand_on)
+                if job.frozen is None and job.policy.shares_steps and is_of_rows(cursor):
+                    job.frozen = shard.freeze(job.begun[1], hand_on)
                     errand.let_go_on()
-                return shard.export(cursor, job.begun[1], dense_state=not job.mode.adds, standing=job.standing)
+                dense_state = job.policy.has_dense_state_on_servers
+                return shard.export(cursor, job.begun[1], dense_state=dense_state, frozen=job.frozen)
 
         def write() -> Frame:
             return write_share(save.folder, save.proof, server, export, floor.clock, behind=save.begin)
 
         what = f"writing the share of server {floor.endpoint} into {save.folder}"
-        errand = Errand(save.id, write, what)
-        if not job.mode.lockstep:
+        errand = BackgroundTask(save.id, write, what)
+        if not job.policy.shares_steps:
             errand.let_go_on()
         errand.start()
         return errand
@@ -110,7 +111,7 @@ class Checkpointing:
 
 
 def _check_standstill(job: Job, version: int) -> None:
-    if job.mode.lockstep and version != job.gate.version:
+    if job.policy.shares_steps and version != job.gate.version:
         raise ProtocolError(
             "the job went on while its state was being read",
             expected=f"version {version}",

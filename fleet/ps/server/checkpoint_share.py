@@ -29,7 +29,7 @@ _log = logging.getLogger("fleet.server")
 _REST = 2.0
 
 
-class Errand:
+class BackgroundTask:
     """One piece of work that was asked for by a name, and whoever waits for it."""
 
     def __init__(self, name: str, work: Callable[[], Frame], what: str) -> None:

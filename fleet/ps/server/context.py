@@ -17,14 +17,14 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.errors import FleetError, IdentityError, JobAbortedError, ProtocolError
 from fleet.ps.consistency.gate import Apply, Effect
-from fleet.ps.server.deferring_lock import Lock
+from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.durable_state import Memory
 from fleet.ps.server.job import Job
-from fleet.ps.server.job_end import Ending
-from fleet.ps.server.members import Roll
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Outbox, Waiting, nobody
-from fleet.ps.server.state_directory import Durable
-from fleet.ps.server.statistics import Ledger
+from fleet.ps.server.state_directory import StateDirectory
+from fleet.ps.server.statistics import Statistics
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
@@ -38,17 +38,19 @@ MAX_WAITING = 512
 
 
 class Floor:
-    def __init__(self, endpoint: Endpoint, knobs: Knobs, clock: Clock, durable: Durable | None, name: str) -> None:
+    def __init__(
+        self, endpoint: Endpoint, knobs: Knobs, clock: Clock, durable: StateDirectory | None, name: str
+    ) -> None:
         """``name`` is what this process is called ("server 0")."""
         self._name = name
         self.endpoint = endpoint
         self.knobs = knobs
         self.clock = clock
         self.most_bytes = knobs.security.max_message_bytes
-        self.lock = Lock(self._catch_up)
-        self.roll = Roll(endpoint, knobs, clock)
-        self.ending = Ending(self.roll, clock, knobs.beat_s)
-        self.ledger = Ledger(clock)
+        self.lock = DeferringLock(self._catch_up)
+        self.roll = Members(endpoint, knobs, clock)
+        self.ending = JobEnd(self.roll, clock, knobs.beat_s)
+        self.ledger = Statistics(clock)
         self.memory = None if durable is None else Memory(durable)
         #: from the first hello on
         self.job: Job | None = None
@@ -115,14 +117,14 @@ class Floor:
         failed: Outbox = []
         try:
             with self.ledger.busy():
-                self.shard().settle()
+                self.shard().apply_pending()
         except Exception as error:
             self._fail_halfway(error, failed)
         self._late += failed
 
     @property
     def _is_unsettled(self) -> bool:
-        return self.job is not None and self.job.shard is not None and self.job.shard.is_unsettled
+        return self.job is not None and self.job.shard is not None and self.job.shard.has_pending
 
     def _fail_halfway(self, error: Exception, outbox: Outbox) -> None:
         # Half a round is applied: nobody may go on from here as if nothing had happened.
@@ -143,7 +145,7 @@ class Floor:
         parked = self.running().parked
         there = [ticket for ticket in tickets if ticket in parked]
         if any(parked[ticket].has_rows for ticket in there):
-            self.shard().settle()  # while all are still there to be told, should it fail
+            self.shard().apply_pending()  # while all are still there to be told, should it fail
         for waiting in map(parked.pop, there):
             self.ledger.released(waiting, by)
             if self.memory is None or not self.memory.replaying:  # else nobody would read it

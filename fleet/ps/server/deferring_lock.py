@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 
-class Lock:
+class DeferringLock:
     def __init__(self, catch_up: Callable[[], None]) -> None:
         """``catch_up`` does what is put off, if anything is."""
         self._lock = threading.Lock()

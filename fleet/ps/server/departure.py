@@ -17,7 +17,7 @@ _log = logging.getLogger("fleet.server")
 MOST_REASON = 32 << 10
 
 
-class Leaving:
+class Departure:
     def __init__(self, floor: Floor, keeping: Keeping) -> None:
         self._floor = floor
         self._keeping = keeping

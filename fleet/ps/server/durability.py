@@ -39,7 +39,7 @@ class Keeping:
         job, worker = self._floor.running(), request.worker
         known = request.step - (kind in ("push", "part"))
         kept = job.gate.clocks.get(worker, known)  # of one that has said goodbye nothing is expected
-        if kept < known and job.may_lose_steps:
+        if kept < known and job.policy.may_lose_steps:
             if not memory.replaying:
                 told = "%s: goes on without steps %d to %d of worker %d, which were acknowledged and not kept (%s)"
                 _log.warning(told, self._floor.endpoint, kept + 1, known, worker, self._policy)

@@ -17,9 +17,9 @@ from fleet.ps.consistency.membership import Told
 from fleet.ps.consistency.staleness import total
 from fleet.ps.server.checkpoint_reader import fill_own
 from fleet.ps.server.job import Job, Origin
-from fleet.ps.server.state_directory import Draft, Durable, Kind, Snapshot
-from fleet.ps.table.frozen_view import Standing
-from fleet.ps.table.previous_round import Before
+from fleet.ps.server.state_directory import Draft, Kind, Snapshot, StateDirectory
+from fleet.ps.table.frozen_view import FrozenView
+from fleet.ps.table.previous_round import PreviousRound
 from fleet.ps.table.shard import FIRST, Piece, Shard, is_of_rows
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame, read_frame
@@ -42,14 +42,14 @@ class Shot:
     #: all parameters, and where the rows begin, if there are tables
     parameters: list[Piece]
     rows: str
-    standing: Standing
+    frozen: FrozenView
 
     def export(self, cursor: str) -> Piece:
-        return self.shard.export(cursor, standing=self.standing)
+        return self.shard.export(cursor, frozen=self.frozen)
 
 
 class Memory:
-    def __init__(self, durable: Durable) -> None:
+    def __init__(self, durable: StateDirectory) -> None:
         self._durable = durable
         #: pushes and gatherings that may not be finished, by what tells them apart
         self._open: dict[tuple[str, int, int], Frame] = {}
@@ -219,8 +219,8 @@ class Memory:
         given = ((Kind.GIVEN, part.buffers()) for part in _given(shard))  # one at a time: they may be large
         parameters, rows = _parameters(shard)
         draft = self._durable.begin(state, chain(carried, given), on_top=on_top, behind=behind)
-        standing = shard.stand(since if on_top else 0, draft.pieces.add)
-        return Shot(draft, shard, epoch, parameters, rows, standing)
+        frozen = shard.freeze(since if on_top else 0, draft.pieces.add)
+        return Shot(draft, shard, epoch, parameters, rows, frozen)
 
     def publish(self, shot: Shot) -> Snapshot:
         """All of it is written. Not under the server's lock."""
@@ -270,7 +270,7 @@ def _numbered(number: int, reply: Frame) -> list[bytes | memoryview]:
     return reply.buffers()
 
 
-def _told(before: Before) -> Frame:
+def _told(before: PreviousRound) -> Frame:
     rows = [WireTensor.of(each) for pair in before.rows.values() for each in pair]
     return Frame(pb.Reply(version=before.version, changed=before.rows), [*map(WireTensor.of, before.dense), *rows])
 
@@ -293,11 +293,11 @@ def _recall(job: Job, kind: Kind, frame: Frame) -> None:
         job.shard.readers.recall(json.loads(frame.message.about), [tensor.torch() for tensor in frame.tensors])
 
 
-def _before_of(frame: Frame) -> Before:
+def _before_of(frame: Frame) -> PreviousRound:
     told, first = frame.message, len(frame.tensors) - 2 * len(frame.message.changed)
     pairs = [each.numpy() for each in frame.tensors[first:]]
     rows = dict(zip(told.changed, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-    return Before(told.version, [each.torch() for each in frame.tensors[:first]], rows)
+    return PreviousRound(told.version, [each.torch() for each in frame.tensors[:first]], rows)
 
 
 def _by_worker(raw: dict[str, int]) -> dict[int, int]:

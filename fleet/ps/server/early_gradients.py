@@ -15,7 +15,7 @@ import torch
 from fleet.errors import ProtocolError
 from fleet.numeric import buffers as memory
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.table.dense_blocks import DenseShard, Gradient
+from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class _Begun:
     flats: Mapping[str, torch.Tensor]
 
 
-class Parts:
+class EarlyGradients:
     def __init__(self) -> None:
         self._by_worker: dict[int, _Begun] = {}
 
-    def add(self, request: Any, tensors: Sequence[WireTensor], dense: DenseShard) -> None:
+    def add(self, request: Any, tensors: Sequence[WireTensor], dense: DenseBlocks) -> None:
         part, named = request.part, (request.step, request.part.attempt)
         if len(tensors) != len(part.blocks):
             raise ProtocolError("a part's blocks and tensors differ in number")
@@ -48,7 +48,7 @@ class Parts:
             begun.flats[slot.dtype][slot.start : slot.stop] = each.view(-1)
             begun.present[position] = 1
 
-    def joined(self, request: Any, rest: Gradient, dense: DenseShard) -> Gradient:
+    def joined(self, request: Any, rest: Gradient, dense: DenseBlocks) -> Gradient:
         """A push's gradient with the parts that came ahead of it."""
         begun = self._by_worker.pop(request.worker, None)
         present, flats = rest

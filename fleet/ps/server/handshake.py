@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fleet.errors import FleetError, IdentityError, StillBusyError
+from fleet.errors import FleetError, IdentityError, ServerBusyError
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import Standing
 from fleet.ps.server.admission import Expected, check_cluster, check_same_job, check_share
 from fleet.ps.server.context import Floor
 from fleet.ps.server.durability import Keeping
-from fleet.ps.server.initialization import Filling
+from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.pending import Arrival
 from fleet.ps.server.status import on_one_line
@@ -21,8 +21,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 _log = logging.getLogger("fleet.server")
 
 
-class Joining:
-    def __init__(self, floor: Floor, keeping: Keeping, filling: Filling, expected: Expected | None) -> None:
+class Handshake:
+    def __init__(self, floor: Floor, keeping: Keeping, filling: Initialization, expected: Expected | None) -> None:
         """``expected`` is the number of workers and the servers this process was told of, where it was told."""
         self._floor = floor
         self._keeping = keeping
@@ -73,7 +73,7 @@ class Joining:
                 todo="Remove the directory if that job is over. Workers may start again where FLEET_JOB_ID is set.",
             )
         if not restarted and (before is Standing.LEFT or (floor.ending.over and (is_new or before is not None))):
-            raise StillBusyError(
+            raise ServerBusyError(
                 "this server has not finished an earlier job yet",
                 where=str(floor.endpoint),
                 got=f"a new worker {worker}; the earlier "
@@ -114,7 +114,7 @@ class Joining:
         if before in (Standing.LEFT, Standing.LOST):
             job.gate.join(worker)
             job.hall.join(worker)
-        if not job.mode.lockstep:
+        if not job.policy.shares_steps:
             job.claims.joined(worker)
 
     def _begin(self, job: Job, hello: Any) -> None:

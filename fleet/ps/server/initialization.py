@@ -16,13 +16,14 @@ from fleet.errors import CheckpointError, FleetError, JobAbortedError, PlanMisma
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, differences
+from fleet.ps.consistency import gate_of
 from fleet.ps.server.admission import check_fingerprint, check_share
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.context import Floor
 from fleet.ps.server.durability import Keeping
 from fleet.ps.server.job import NOTHING, Job, Origin, Restore
 from fleet.ps.server.pending import Arrival, Outbox
-from fleet.ps.server.replacement import Replacing
+from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.uploads import check_upload, write_upload
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
@@ -31,8 +32,8 @@ from fleet.ps.wire.wire_errors import error_reply
 _log = logging.getLogger("fleet.server")
 
 
-class Filling:
-    def __init__(self, floor: Floor, keeping: Keeping, replacing: Replacing, restore: Restore | None) -> None:
+class Initialization:
+    def __init__(self, floor: Floor, keeping: Keeping, replacing: Replacement, restore: Restore | None) -> None:
         """``restore`` is the checkpoint to start from, if there is one."""
         self._floor = floor
         self._keeping = keeping
@@ -98,7 +99,7 @@ class Filling:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
         version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
         its journal has begins after that: a snapshot follows, which has to have all of it."""
-        job.gate = job.mode.gate(range(job.plan.spec.settings.worker_num), restore.version)
+        job.gate = gate_of(job.plan.spec.settings, job.plan.spec.settings.worker_num, restore.version)
         job.go_on_from(restore)
         job.began, job.last = self.origin, (restore.id, restore.url)
         self._lacking = restore.lacks(job.plan.spec)

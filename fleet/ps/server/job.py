@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -13,16 +14,17 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
 from fleet.plan.plan import Plan, make_plan
 from fleet.plan.specs import JobSpec
-from fleet.ps.consistency import MODES
-from fleet.ps.consistency.gate import Gate, Mode
-from fleet.ps.server.checkpoint_share import Errand
+from fleet.ps.consistency import gate_of, policy_of
+from fleet.ps.consistency.gate import Gate
+from fleet.ps.consistency.policy import Policy
+from fleet.ps.server.checkpoint_share import BackgroundTask
 from fleet.ps.server.claims import Claims
-from fleet.ps.server.early_gradients import Parts
-from fleet.ps.server.object_states import Share, States
+from fleet.ps.server.early_gradients import EarlyGradients
+from fleet.ps.server.object_states import ObjectState, ObjectStates
 from fleet.ps.server.pending import Waiting
-from fleet.ps.server.reductions import Hall
-from fleet.ps.table.frozen_view import Standing
-from fleet.ps.table.previous_round import Before
+from fleet.ps.server.reductions import Reductions
+from fleet.ps.table.frozen_view import FrozenView
+from fleet.ps.table.previous_round import PreviousRound
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -47,9 +49,9 @@ class Job:
     plan: Plan
     job_id: str
     gate: Gate
-    hall: Hall
+    hall: Reductions
     claims: Claims
-    states: States
+    states: ObjectStates
     shard: Shard | None = None
     initialized: bool = False
     #: the plans before further parameters joined, the first one first
@@ -61,7 +63,7 @@ class Job:
     #: (worker, step) -> what it pushed, until its round is applied
     pushed: dict[tuple[int, int], Contribution] = field(default_factory=dict)
     #: gradients that came ahead of their pushes
-    parts: Parts = field(default_factory=Parts)
+    parts: EarlyGradients = field(default_factory=EarlyGradients)
     #: pulls that came before the initial values, with the version they need
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request the gate or the hall holds back
@@ -78,18 +80,18 @@ class Job:
     steps: dict[int, int] = field(default_factory=dict)
     #: all dense values at some version, as they were answered last
     snapshot: tuple[int, list[torch.Tensor]] | None = None
-    before: Before | None = None
+    before: PreviousRound | None = None
     #: the checkpoint that was begun last, and from which epoch on rows belong into it
     begun: tuple[str, int] = ("", 0)
     #: the rows that belong into it, where they have to be as they were when it began
-    standing: Standing | None = None
+    frozen: FrozenView | None = None
     #: the newest one that exists: its id and where it is
     last: tuple[str, str] = ("", "")
     #: what is being done for a checkpoint, or was last, and the worker that asked for it
-    errand: Errand | None = None
+    errand: BackgroundTask | None = None
     asked_by: int | None = None
     #: a checkpoint that has been read, and the attempt it was read for, until it is taken over
-    loaded: tuple[str, Restore, Shard, Mapping[int, Share]] | None = None
+    loaded: tuple[str, Restore, Shard, Mapping[int, ObjectState]] | None = None
     #: other values that have been uploaded, likewise
     uploads: list[tuple[pb.Upload, Sequence[WireTensor]]] = field(default_factory=list)
     #: the attempt that was taken over last
@@ -139,16 +141,16 @@ class Job:
         assert self.shard is not None
         contributions = [self.pushed.pop((worker, version)) for worker in workers]
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
-        keep = self.mode.lockstep and self.plan.spec.settings.server_num > 1
+        keep = self.policy.shares_steps and self.plan.spec.settings.server_num > 1
         self.before = None
         dense = self.dense_at(version - 1) if keep else []
         self.snapshot = None
         rows = self.shard.apply(contributions, keep=keep)
-        if self.mode.behind:  # no answer would be there any sooner for who needs it
-            self.shard.settle()
-        self.before = Before(version - 1, dense, rows) if keep else None
+        if not self.policy.awaits_answers:  # no answer would be there any sooner for who needs it
+            self.shard.apply_pending()
+        self.before = PreviousRound(version - 1, dense, rows) if keep else None
 
-    def before_for(self, worker: int, version: int) -> Before | None:
+    def before_for(self, worker: int, version: int) -> PreviousRound | None:
         """What there was at a version, for a worker that has started again and computes its last step once more."""
         is_last = self.before is not None and self.before.version == version
         return self.before if is_last and self.gate.delivered(worker) > version else None
@@ -156,27 +158,13 @@ class Job:
     def give_up(self) -> None:
         """Whatever was begun, a checkpoint or other values, is not to be."""
         self.begun, self.errand, self.loaded, self.uploads = ("", 0), None, None, []
-        if self.standing is not None:
-            self.standing.leave()
-            self.standing = None
+        if self.frozen is not None:
+            self.frozen.leave()
+            self.frozen = None
 
-    @property
-    def mode(self) -> Mode:
-        return MODES[self.plan.spec.settings.mode]
-
-    @property
-    def knows_readers(self) -> bool:
-        """Whether it is remembered what each worker was given: reading changes what a server does next."""
-        return self.mode.adds or self.plan.spec.settings.dc_lambda != 0
-
-    @property
-    def may_lose_steps(self) -> bool:
-        """Whether it can go on where a server has lost steps: what it has is right without them."""
-        return not (self.mode.lockstep or self.knows_readers)
-
-    def remembers(self, *, dense: bool, training: bool) -> bool:
-        """Whether something is remembered of an answer with dense values, or rows that are to be trained."""
-        return self.knows_readers and (training or (dense and not self.mode.adds))
+    @cached_property
+    def policy(self) -> Policy:
+        return policy_of(self.plan.spec.settings)
 
     def all_waiting(self) -> list[Waiting]:
         early = (waiting for _, waiting in self.early)
@@ -197,14 +185,14 @@ class Job:
     def steps_of(self, worker: int) -> int:
         """How many of its steps the job has. Where workers share none, they count on from where their states are."""
         before = self.steps_before
-        if not self.mode.lockstep:
+        if not self.policy.shares_steps:
             before = self.steps_then.get(whose(worker, self.workers_then, self.steps_then), before)
         return before + self.steps.get(worker, 0)
 
     @property
     def step(self) -> int:
         """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
-        if not self.mode.lockstep:
+        if not self.policy.shares_steps:
             return self.steps_before + self.steps.get(0, 0)
         version = self.gate.version
         ahead = {worker: clock - version for worker, clock in self.gate.clocks.items()}
@@ -224,10 +212,10 @@ class Job:
 def new_job(spec: JobSpec, job_id: str, where: str, deadline_s: float) -> Job:
     """One that nobody has done anything for yet; ``where`` its server is, errors tell, and how long a worker waits for
     what only another one may do."""
-    workers, mode = spec.settings.worker_num, MODES[spec.settings.mode]
-    claims = Claims(where, deadline_s, lambda: job.grant(), only_first=mode.adds)
-    states = States(lockstep=mode.lockstep)
-    job = Job(make_plan(spec), job_id, mode.gate(range(workers), 0), Hall(workers), claims, states)
+    workers, policy = spec.settings.worker_num, policy_of(spec.settings)
+    claims = Claims(where, deadline_s, lambda: job.grant(), only_first=policy.saves_on_first_worker)
+    states = ObjectStates(lockstep=policy.shares_steps)
+    job = Job(make_plan(spec), job_id, gate_of(spec.settings, workers), Reductions(workers), claims, states)
     return job
 
 
@@ -244,7 +232,7 @@ class Restore:
     lacks: Callable[[JobSpec], frozenset[str]]
     strict: bool
     #: reads the states of the workers that it has
-    states: Callable[[], Mapping[int, Share]]
+    states: Callable[[], Mapping[int, ObjectState]]
     #: the workers whose states those are -> after how many of their steps
     steps: Mapping[int, int]
     #: how many workers the job had

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from fleet.base.clock import Clock
 from fleet.errors import FleetError
-from fleet.ps.server.members import Roll
+from fleet.ps.server.members import Members
 
 #: For so many heartbeats a failed job's server stays, to tell its workers why.
 LINGER_BEATS = 4
 
 
-class Ending:
-    def __init__(self, roll: Roll, clock: Clock, beat_s: float) -> None:
+class JobEnd:
+    def __init__(self, roll: Members, clock: Clock, beat_s: float) -> None:
         self._roll = roll
         self._clock = clock
         self._linger_s = LINGER_BEATS * beat_s

@@ -22,7 +22,7 @@ QUIET_BEATS = 3
 MOST_REFUSALS = 16
 
 
-class Roll:
+class Members:
     def __init__(self, endpoint: Endpoint, knobs: Knobs, clock: Clock) -> None:
         self._endpoint = endpoint
         self._knobs = knobs

@@ -34,7 +34,7 @@ _MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Share:
+class ObjectState:
     """What one worker gave, when it had taken so many of its steps; ``name`` says what for."""
 
     data: np.ndarray[Any, Any]
@@ -59,21 +59,21 @@ class Collected:
 
     name: str = ""
     worker: int = -1
-    shares: dict[int, Share] = field(default_factory=dict)
+    shares: dict[int, ObjectState] = field(default_factory=dict)
     #: who gives its state, and did not this time
     missing: list[int] = field(default_factory=list)
 
 
-class States:
+class ObjectStates:
     def __init__(self, *, lockstep: bool) -> None:
         self._lockstep = lockstep
-        self._brought: Mapping[int, Share] = {}
+        self._brought: Mapping[int, ObjectState] = {}
         #: how many workers there were in the checkpoint they are from
         self._workers_then = 0
         #: worker -> its last two, each with the step that it came with
-        self._kept: dict[int, list[tuple[int, Share]]] = {}
+        self._kept: dict[int, list[tuple[int, ObjectState]]] = {}
         #: worker -> what it gave at its last step, by name, and in that order
-        self._given: dict[int, dict[str, Share]] = {}
+        self._given: dict[int, dict[str, ObjectState]] = {}
         #: the workers that give theirs for checkpoints
         self._giving: set[int] = set()
         #: the step that a checkpoint follows, and the name of that
@@ -83,18 +83,18 @@ class States:
 
     # ---------------------------------------------------------------- what workers get back
 
-    def bring(self, shares: Mapping[int, Share], workers_then: int) -> None:
+    def bring(self, shares: Mapping[int, ObjectState], workers_then: int) -> None:
         """The job goes on from a checkpoint with these; what was kept belongs to steps that are no more."""
         self._brought, self._workers_then = shares, workers_then
         self._kept.clear()
         self._given.clear()
 
-    def keep(self, worker: int, step: int, share: Share) -> None:
+    def keep(self, worker: int, step: int, share: ObjectState) -> None:
         kept = self._kept.get(worker, [])
         if not kept or kept[-1][0] <= step:  # else it is a late repetition
             self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, share)]
 
-    def of(self, worker: int, step: int) -> Share | None:
+    def of(self, worker: int, step: int) -> ObjectState | None:
         """What a worker gets back that goes on after ``step``."""
         kept = [share for at, share in self._kept.get(worker, ()) if at <= step]
         if kept:
@@ -116,7 +116,7 @@ class States:
         """The name under which states are wanted after a step; empty if they are not."""
         return self._asked[1] if self._asked[0] == step else ""
 
-    def give(self, worker: int, share: Share, *, last: bool) -> None:
+    def give(self, worker: int, share: ObjectState, *, last: bool) -> None:
         earlier = [each for each in self._given.get(worker, {}).values() if each.steps == share.steps]
         kept = [each for each in earlier if each.name != share.name][-_MOST_NAMES:]
         self._given[worker] = {each.name: each for each in (*kept, share)}
@@ -216,7 +216,7 @@ class States:
             self._giving, self._asked = set(about["giving"]), (about["asked"][0], about["asked"][1])
             self._workers_then = about["workers_then"]
             return
-        worker, share = about["worker"], Share(frame.tensors[0].numpy(), about["steps"], about["name"])
+        worker, share = about["worker"], ObjectState(frame.tensors[0].numpy(), about["steps"], about["name"])
         if about["kind"] == "brought":
             self._brought = {**self._brought, worker: share}
         elif about["kind"] == "kept":

@@ -10,13 +10,18 @@ from fleet.base.cluster import Endpoint
 from fleet.errors import PlanMismatchError, ProtocolError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import DTYPES
-from fleet.ps.server.early_gradients import Parts
+from fleet.ps.server.early_gradients import EarlyGradients
 from fleet.ps.table.shard import Contribution, Shard
 from fleet.ps.wire.low_precision import Narrow
 
 
 def contribution_of(
-    request: Any, tensors: Sequence[WireTensor], shard: Shard, parts: Parts, endpoint: Endpoint, most_bytes: int
+    request: Any,
+    tensors: Sequence[WireTensor],
+    shard: Shard,
+    parts: EarlyGradients,
+    endpoint: Endpoint,
+    most_bytes: int,
 ) -> Contribution:
     push, present = request.push, bytes(request.push.present)
     if len(present) != len(shard.dense.layout.slots):

@@ -35,7 +35,7 @@ _log = logging.getLogger("fleet.server")
 Outcome = WireTensor | FleetError | None
 
 
-class Hall:
+class Reductions:
     """Where the workers of one job meet. ``come`` and ``leave`` return the tickets of the requests that can be answered
     now."""
 

@@ -4,9 +4,9 @@ taken over when every server has them. Until then they change nothing.
 
 from __future__ import annotations
 
-from fleet.errors import CheckpointError, FleetError, JobAbortedError, ProtocolError, StillBusyError
+from fleet.errors import CheckpointError, FleetError, JobAbortedError, ProtocolError, ServerBusyError
 from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.checkpoint_share import Errand
+from fleet.ps.server.checkpoint_share import BackgroundTask
 from fleet.ps.server.context import Floor
 from fleet.ps.server.durability import Keeping
 from fleet.ps.server.pending import Arrival, Outbox
@@ -16,7 +16,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
 
-class Replacing:
+class Replacement:
     def __init__(self, floor: Floor, keeping: Keeping) -> None:
         self._floor = floor
         self._keeping = keeping
@@ -57,7 +57,7 @@ class Replacing:
                         job.loaded = (load.attempt, restore, shard, states)
                 return Frame(pb.Reply())
 
-            errand = job.errand = Errand(load.attempt, read, f"loading {load.url} on server {floor.endpoint}")
+            errand = job.errand = BackgroundTask(load.attempt, read, f"loading {load.url} on server {floor.endpoint}")
             errand.start()
         job.errand.answer(arrival.respond)
 
@@ -71,7 +71,7 @@ class Replacing:
         is_read = loaded is not None and loaded[0] == attempt and loaded[2].plan is job.plan
         if not is_read and (loaded is not None or not uploads):
             if floor.memory is not None:  # it was killed since, and can read again
-                raise StillBusyError("this server has not read the checkpoint yet", where=str(floor.endpoint))
+                raise ServerBusyError("this server has not read the checkpoint yet", where=str(floor.endpoint))
             what = "the values that were to be taken over are not here"
             raise ProtocolError(what, where=str(floor.endpoint), got=attempt[:80])
         try:

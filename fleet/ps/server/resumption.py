@@ -13,19 +13,19 @@ from typing import Any
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import BEGINNING, Choice, Held, Mark, Seen
 from fleet.checkpoint.series import marks, name_of, root_at
-from fleet.errors import CheckpointError, StateError, StillBusyError
+from fleet.errors import CheckpointError, ServerBusyError, StateError
 from fleet.ps.server.admission import check_job_id
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.context import Floor
-from fleet.ps.server.handshake import Joining
-from fleet.ps.server.initialization import Filling
+from fleet.ps.server.handshake import Handshake
+from fleet.ps.server.initialization import Initialization
 from fleet.ps.wire import fleet_pb2 as pb
 
 _log = logging.getLogger("fleet.server")
 
 
-class Resuming:
-    def __init__(self, floor: Floor, filling: Filling, joining: Joining, root: Place | None) -> None:
+class Resumption:
+    def __init__(self, floor: Floor, filling: Initialization, joining: Handshake, root: Place | None) -> None:
         """``root`` is where this server's own script looks for checkpoints, if it says so."""
         self._floor = floor
         self._filling = filling
@@ -51,7 +51,7 @@ class Resuming:
     def refuse_early(self) -> None:
         """No hello before the choice, where this server waits for one."""
         if self._waits and not self._has_begun:
-            raise StillBusyError(
+            raise ServerBusyError(
                 "it is not chosen yet what the job goes on from",
                 where=str(self._floor.endpoint),
                 todo="Call fleet.resume_from(root) on every server and every worker.",
@@ -130,7 +130,7 @@ class Resuming:
         if not look.by_server:
             self._joining.refuse_successor(request.worker, request.incarnation, look.job_id)
         elif floor.ending.over:
-            raise StillBusyError("this server has not finished an earlier job yet", where=str(floor.endpoint))
+            raise ServerBusyError("this server has not finished an earlier job yet", where=str(floor.endpoint))
 
     def _held(self, request: Any) -> Held | None:
         floor, worker = self._floor, None if request.look.by_server else request.worker
@@ -142,7 +142,7 @@ class Resuming:
         if worker is not None and worker in job.gate.clocks:  # all are told the same until they have gone on from there
             steps = job.steps_of(worker) if job.steps.get(worker) else job.steps_before
         met = worker is not None and floor.roll.has_met(worker)
-        return Held(job.step, base, self._kept_at, job.mode.lockstep, steps, met)
+        return Held(job.step, base, self._kept_at, job.policy.shares_steps, steps, met)
 
     def _warn_of_another_root(self, request: Any) -> None:
         told = request.look.root

@@ -18,7 +18,7 @@ from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
 from fleet.ps.server.job import Restore
 from fleet.ps.server.service import Service
-from fleet.ps.server.state_directory import Durable
+from fleet.ps.server.state_directory import StateDirectory
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
@@ -51,7 +51,7 @@ class ServerRuntime:
         endpoints = () if expected is None else expected[1]
         #: ``fleet server`` is not told which one it is
         self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
-        durable = None if not knobs.durable_dir else Durable(knobs.durable_dir, endpoint, knobs.durable_sync)
+        durable = None if not knobs.durable_dir else StateDirectory(knobs.durable_dir, endpoint, knobs.durable_sync)
         try:
             self._service = Service(
                 endpoint,

@@ -18,22 +18,22 @@ from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Place
 from fleet.errors import FleetError, JobAbortedError, ProtocolError
 from fleet.ps.server.admission import Expected
-from fleet.ps.server.barrier import Meeting
-from fleet.ps.server.checkpoint_requests import Checkpointing
+from fleet.ps.server.barrier import Barrier
+from fleet.ps.server.checkpoint_requests import CheckpointRequests
 from fleet.ps.server.context import Floor
-from fleet.ps.server.departure import Leaving
+from fleet.ps.server.departure import Departure
 from fleet.ps.server.durability import Keeping, resume
 from fleet.ps.server.durable_state import NOTED
-from fleet.ps.server.handshake import Joining
-from fleet.ps.server.initialization import Filling
+from fleet.ps.server.handshake import Handshake
+from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Restore
 from fleet.ps.server.pending import Arrival, Outbox, nobody
-from fleet.ps.server.replacement import Replacing
-from fleet.ps.server.resumption import Resuming
-from fleet.ps.server.state_directory import Durable
-from fleet.ps.server.state_requests import Recalling
-from fleet.ps.server.status import Telling
-from fleet.ps.server.step_requests import Training
+from fleet.ps.server.replacement import Replacement
+from fleet.ps.server.resumption import Resumption
+from fleet.ps.server.state_directory import StateDirectory
+from fleet.ps.server.state_requests import StateRequests
+from fleet.ps.server.status import Status
+from fleet.ps.server.step_requests import StepRequests
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
@@ -48,7 +48,7 @@ class Service:
         *,
         expected: Expected | None = None,
         restore: Restore | None = None,
-        durable: Durable | None = None,
+        durable: StateDirectory | None = None,
         resumes: Place | None = None,
         name: str = "",
     ) -> None:
@@ -59,16 +59,16 @@ class Service:
         self.floor = floor = Floor(endpoint, knobs, clock, durable, name or f"server {endpoint}")
         self.ended = floor.ending.ended
         self._keeping = keeping = Keeping(floor)
-        replacing = Replacing(floor, keeping)
-        filling = Filling(floor, keeping, replacing, restore)
-        joining = Joining(floor, keeping, filling, expected)
-        training = Training(floor)
-        checkpointing = Checkpointing(floor)
-        self._meeting = meeting = Meeting(floor)
-        self._recalling = recalling = Recalling(floor)
-        self._leaving = leaving = Leaving(floor, keeping)
-        self._telling = telling = Telling(floor, None if expected is None else expected[0])
-        self.resuming = Resuming(floor, filling, joining, resumes)
+        replacing = Replacement(floor, keeping)
+        filling = Initialization(floor, keeping, replacing, restore)
+        joining = Handshake(floor, keeping, filling, expected)
+        training = StepRequests(floor)
+        checkpointing = CheckpointRequests(floor)
+        self._meeting = meeting = Barrier(floor)
+        self._recalling = recalling = StateRequests(floor)
+        self._leaving = leaving = Departure(floor, keeping)
+        self._telling = telling = Status(floor, None if expected is None else expected[0])
+        self.resuming = Resumption(floor, filling, joining, resumes)
         self._handlers: dict[str, Callable[[Arrival], None]] = {
             "hello": joining.hello,
             "upload": filling.upload,
@@ -135,7 +135,7 @@ class Service:
                 self._keeping.begin_if_due()
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.knows_readers))
+            floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.policy.remembers_reads))
         return floor.settle
 
     def _again(self, frame: Frame) -> None:

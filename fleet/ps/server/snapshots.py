@@ -1,7 +1,7 @@
 """Snapshots of a durable server: begun between two requests, and written beside those that follow.
 
 A snapshot is of the moment it is begun in, at which the journal changes as well: parameters are copied then, and rows
-are kept standing (standing.py) until they are written. One is written at a time. It is given up when other values take
+are kept frozen (frozen_view.py) until they are written. One is written at a time. It is given up when other values take
 the place of those it is of, and when the server ends: the journal has everything.
 """
 
@@ -98,7 +98,7 @@ class Snapshots:
             raise
         finally:
             with lock:
-                shot.standing.leave()
+                shot.frozen.leave()
         with lock:
             self._check_wanted(shot)  # else it may stay: it leads to where others do
             self.memory.adopt(shot, snapshot)

@@ -82,7 +82,7 @@ class Draft:
     journal_bytes: int
 
 
-class Durable:
+class StateDirectory:
     def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
         self.directory = Path(root).resolve() / endpoint.folder_name
         self._sync = sync

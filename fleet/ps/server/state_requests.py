@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fleet.errors import MissedError, ProtocolError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.context import Floor
-from fleet.ps.server.object_states import Share
+from fleet.ps.server.object_states import ObjectState
 from fleet.ps.server.pending import Arrival, Outbox, Waiting
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -15,7 +15,7 @@ from fleet.ps.wire.frame import Frame
 _LONGEST_NAME = 8192
 
 
-class Recalling:
+class StateRequests:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
 
@@ -74,11 +74,11 @@ class Recalling:
         return str(self._floor.endpoint)
 
 
-def share_of(tensors: Sequence[WireTensor], steps: int, name: str = "") -> Share:
+def share_of(tensors: Sequence[WireTensor], steps: int, name: str = "") -> ObjectState:
     """The state that came as the only one of some tensors: a copy, which holds on to nothing that came with it."""
     if len(tensors) != 1 or tensors[0].dtype != "uint8" or len(tensors[0].shape) != 1:
         raise ProtocolError("a state is not one flat tensor of bytes", got=[each.dtype for each in tensors][:20])
-    return Share(tensors[0].numpy().copy(), steps, name)
+    return ObjectState(tensors[0].numpy().copy(), steps, name)
 
 
 def check_name(name: str) -> None:

@@ -20,7 +20,7 @@ from fleet.telemetry.figures import LONGEST_NAME, MOST_FIGURES
 from fleet.telemetry.process import ProcessFigures
 
 
-class Ledger:
+class Statistics:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._process = ProcessFigures(clock)
@@ -100,7 +100,7 @@ class Ledger:
         return {
             **about,
             "job_id": job.job_id,
-            "mode": job.mode.name,
+            "mode": job.plan.spec.settings.mode,
             "index": None if job.shard is None else job.shard.server,
             "tables": {} if job.shard is None else {t.spec.name: [len(t), t.nbytes] for t in job.shard.tables},
             "workers": [

@@ -12,7 +12,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 _MOST_NAMED = 8
 
 
-class Telling:
+class Status:
     def __init__(self, floor: Floor, worker_num: int | None) -> None:
         """``worker_num`` is the number of workers this process was told of, where it was told."""
         self._floor = floor

@@ -25,7 +25,7 @@ from fleet.ps.wire.wire_errors import error_reply
 _MOST_TEXT = 1000
 
 
-class Training:
+class StepRequests:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
 
@@ -35,8 +35,8 @@ class Training:
         if not job.initialized or job.growing or request.step != job.gate.delivered(request.worker) + 1:
             raise ProtocolError("a part came before its push was due", where=str(self._floor.endpoint))
         # A journal has pushes that are whole.
-        is_whole = self._floor.memory is not None or job.mode.adds
-        granted = not is_whole and Narrow(job.plan.spec.settings.wire_dtype).is_plain
+        may = self._floor.memory is None and job.policy.takes_gradients_early
+        granted = may and Narrow(job.plan.spec.settings.wire_dtype).is_plain
         if granted:
             job.parts.add(request, arrival.tensors, self._floor.shard().dense)
         arrival.answer(pb.Reply(granted=granted))
@@ -52,7 +52,7 @@ class Training:
             raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
         quiet = request.push.quiet
         told = None
-        if job.remembers(dense=not quiet, training=job.mode.adds):
+        if job.policy.remembers_push(brings_values=not quiet):
             told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
             worker,
@@ -83,7 +83,7 @@ class Training:
         job.states.pushed(worker, step, request.push.keeping)
         if kept is not None:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
-        needed = job.mode.version_needed(step, job.plan.spec.settings.staleness)
+        needed = job.policy.version_needed(step)
         floor.park(needed, waiting, effects, arrival.outbox)
 
     def pull(self, arrival: Arrival) -> None:
@@ -93,6 +93,7 @@ class Training:
             raise ProtocolError("a pull's tables and ids differ in number")
         wanted = _wanted(pull, ids)
         self._check_reply(job, pull, ids)
+        is_remembered = job.policy.remembers_read(dense=pull.dense, training=any(pull.training))
         waiting = Waiting(
             request.worker,
             f"values at step {request.step}",
@@ -102,7 +103,7 @@ class Training:
             ahead=pull.ahead,
             has_rows=bool(wanted),
             nbytes=arrival.frame.nbytes,
-            handing_out=arrival.frame if job.remembers(dense=pull.dense, training=any(pull.training)) else None,
+            handing_out=arrival.frame if is_remembered else None,
         )
         floor.check_patience(waiting)
         # While the job grows, workers that are not there yet still need rows to get there.

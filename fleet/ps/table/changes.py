@@ -22,7 +22,7 @@ class _Held:
     def __init__(self) -> None:
         self._held = MemoryStore()
         self._marked = MemoryStore()
-        self._told = np.empty(0, np.int64)
+        self._sent = np.empty(0, np.int64)
 
     def hold(self, ids: Ids) -> None:
         self._held.insert(np.unique(ids))
@@ -32,24 +32,24 @@ class _Held:
 
     def take(self, again: bool) -> Ids:
         if again:
-            self._marked.insert(self._told)
-        self._told = self._marked.ids(np.arange(len(self._marked)))
+            self._marked.insert(self._sent)
+        self._sent = self._marked.ids(np.arange(len(self._marked)))
         self._marked = MemoryStore()
-        return self._told
+        return self._sent
 
     def kept(self) -> list[Ids]:
-        return [*(store.ids(np.arange(len(store))) for store in (self._held, self._marked)), self._told]
+        return [*(store.ids(np.arange(len(store))) for store in (self._held, self._marked)), self._sent]
 
-    def recall(self, held: Ids, marked: Ids, told: Ids) -> None:
+    def recall(self, held: Ids, marked: Ids, sent: Ids) -> None:
         self._held.insert(held)
         self._marked.insert(marked)
-        self._told = told
+        self._sent = sent
 
 
 class Changes:
     def __init__(self) -> None:
         self._held: dict[int, dict[int, _Held]] = {}
-        self._told_at: dict[int, int] = {}
+        self._sent_at: dict[int, int] = {}
 
     def hold(self, worker: int, table: int, ids: Ids) -> None:
         """``worker`` was handed these rows to train them."""
@@ -63,22 +63,22 @@ class Changes:
 
     def take(self, worker: int, step: int) -> dict[int, Ids]:
         """The ids, by table, that ``worker`` is told with the answer to its push number ``step``."""
-        if step < self._told_at.get(worker, 0):
+        if step < self._sent_at.get(worker, 0):
             return {}  # a late copy of an older push, whose sender has gone on
-        again = self._told_at.get(worker) == step
-        self._told_at[worker] = step
+        again = self._sent_at.get(worker) == step
+        self._sent_at[worker] = step
         taken = {table: held.take(again) for table, held in sorted(self._held.get(worker, {}).items())}
         return {table: ids for table, ids in taken.items() if len(ids)}
 
     def forget(self, worker: int) -> None:
         self._held.pop(worker, None)
-        self._told_at.pop(worker, None)
+        self._sent_at.pop(worker, None)
 
     # ---------------------------------------------------------------- for whoever goes on in its place
 
     def kept(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
         """All of this, in parts: what they are, and the ids."""
-        for worker, step in self._told_at.items():
+        for worker, step in self._sent_at.items():
             yield {"worker": worker, "told_at": step}, []
         for worker, tables in self._held.items():
             for table, held in tables.items():
@@ -87,7 +87,7 @@ class Changes:
     def recall(self, about: Mapping[str, Any], ids: Sequence[torch.Tensor]) -> None:
         """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
         if "told_at" in about:
-            self._told_at[about["worker"]] = about["told_at"]
+            self._sent_at[about["worker"]] = about["told_at"]
             return
         held = self._held.setdefault(about["worker"], {})[about["table"]] = _Held()
         held.recall(*(each.numpy() for each in ids))

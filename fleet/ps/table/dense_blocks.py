@@ -26,7 +26,7 @@ from fleet.ps.table.runs import BlockState, Run, agree, joined, parted, split, t
 Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
 
 
-class DenseShard:
+class DenseBlocks:
     def __init__(self, plan: Plan, server: int, options: Sequence[Mapping[str, Any]]) -> None:
         self.clock = 0  #: how many updates there have been
         self._server = server

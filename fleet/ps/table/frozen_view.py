@@ -3,7 +3,7 @@
 The moment is the beginning of an epoch (history.py), and rows remember the one they were changed in last. So those that
 have not changed since are read as they are, in their order, and the others were set aside before they changed first.
 No more than a little of that is kept in memory: whoever changes more rows waits until it has been handed on. Several
-moments may be standing at once.
+moments may be frozen at once.
 
 Not thread-safe: the caller holds the server's lock.
 """
@@ -35,7 +35,7 @@ def described(table: Table, step: int, ids: Ids, columns: Mapping[str, Array]) -
     return about, {"ids": ids, **columns}
 
 
-class Standing:
+class FrozenView:
     def __init__(self, tables: Sequence[Table], since: int, until: int, hand_on: HandOn) -> None:
         """Of rows that were changed last in the epoch ``since`` or later and are changed now, in the epoch ``until`` or
         later, ``hand_on`` gets what they were before."""
@@ -48,9 +48,9 @@ class Standing:
         self._hand_on = hand_on
         self._aside: list[list[tuple[Ids, dict[str, Array]]]] = [[] for _ in tables]
         self._held = 0
-        self._told = [partial(self._set_aside, index) for index in range(len(tables))]
-        for table, told in zip(tables, self._told, strict=True):
-            table.tell_before_changes(told)
+        self._watchers = [partial(self._set_aside, index) for index in range(len(tables))]
+        for table, watcher in zip(tables, self._watchers, strict=True):
+            table.watch(watcher)
 
     def end(self) -> None:
         """All rows have been read or set aside: hand on what is left."""
@@ -65,8 +65,8 @@ class Standing:
 
     def leave(self) -> None:
         """Keep nothing any more."""
-        for table, told in zip(self._tables, self._told, strict=True):
-            table.tell_no_more(told)
+        for table, watcher in zip(self._tables, self._watchers, strict=True):
+            table.unwatch(watcher)
 
     def _set_aside(self, index: int, slots: Ids) -> None:
         table = self._tables[index]

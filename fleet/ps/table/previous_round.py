@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Before:
+class PreviousRound:
     version: int
     #: all dense values, one flat tensor an element type
     dense: Sequence[torch.Tensor]

@@ -22,14 +22,14 @@ from fleet.kernels import RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge
 from fleet.plan.plan import Plan
-from fleet.ps.consistency import MODES
+from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
-from fleet.ps.table.dense_blocks import DenseShard, Gradient
-from fleet.ps.table.frozen_view import HandOn, Standing, described
+from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
+from fleet.ps.table.frozen_view import FrozenView, HandOn, described
 from fleet.ps.table.history import History
-from fleet.ps.table.slot_cache import LookedUp
+from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.table import Table
 
 Array = np.ndarray[Any, Any]
@@ -78,18 +78,16 @@ class Shard:
         self._seed = seed
         self._options_text = tuple(options)
         self._options = self.check_options(plan, options)
-        self.dense = DenseShard(plan, server, self._options)
+        self.dense = DenseBlocks(plan, server, self._options)
         settings = plan.spec.settings
-        mode = MODES[settings.mode]
+        policy = policy_of(settings)
         self.compensation = Compensation(settings.dc_lambda, settings.dc_adaptive) if settings.dc_lambda else None
-        self.changes = Changes() if mode.adds else None
+        self.changes = Changes() if policy.tells_changed_rows else None
         self.staleness = Staleness()
-        # Gradients of several workers are summed, changes are of ids of many steps: neither are those of one look-up.
-        is_looked_up = not mode.adds and (settings.worker_num == 1 or not mode.lockstep)
-        self._looked_up = LookedUp() if is_looked_up else None
+        self._slot_cache = SlotCache() if policy.applies_one_lookup(settings.worker_num) else None
         self._tables: list[Table] = []
         #: what is left of the last round
-        self._rest: Callable[[], None] | None = None
+        self._pending: Callable[[], None] | None = None
         self.history = History()
         self._add_tables()
 
@@ -122,7 +120,7 @@ class Shard:
         spec = self.plan.spec.tables[index]
         rows = self.rule_of(self.plan, spec.group, rows=True).rows
         assert rows is not None
-        return Table(spec, rows, self._seed, looked_up=self._looked_up)
+        return Table(spec, rows, self._seed, slot_cache=self._slot_cache)
 
     @staticmethod
     def rule_of(plan: Plan, group: int, *, rows: bool) -> Rule:
@@ -192,9 +190,9 @@ class Shard:
         workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have changed
         and the weights that they had before.
 
-        Dense values have changed when this returns. Rows follow with ``settle``, or when somebody looks at a table,
-        and so does what is returned."""
-        self.settle()
+        Dense values have changed when this returns. Rows follow with ``apply_pending``, or when somebody looks at a
+        table, and so does what is returned."""
+        self.apply_pending()
         before: dict[int, tuple[Array, Array]] = {}
         for contribution in contributions:
             self._count_staleness(contribution)
@@ -209,23 +207,23 @@ class Shard:
             self._options, self._options_text = self.check_options(self.plan, first.options), first.options
         self.dense.apply([c.dense for c in contributions], len(contributions), self._options)
         used = sorted(frozenset().union(*(c.used for c in contributions)))
-        self._rest = partial(self._apply_rows, [c.rows for c in contributions], used, before if keep else None)
+        self._pending = partial(self._apply_rows, [c.rows for c in contributions], used, before if keep else None)
         return before
 
     @property
-    def is_unsettled(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether something is left of the last round."""
-        return self._rest is not None
+        return self._pending is not None
 
-    def settle(self) -> None:
+    def apply_pending(self) -> None:
         """Do what is left of the last round."""
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            rest()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
 
     @property
     def tables(self) -> list[Table]:
-        self.settle()
+        self.apply_pending()
         return self._tables
 
     def _apply_rows(
@@ -316,22 +314,22 @@ class Shard:
         for table in self.tables:
             table.warm(self._options[table.spec.group])
 
-    def stand(self, since: int, hand_on: HandOn) -> Standing:
+    def freeze(self, since: int, hand_on: HandOn) -> FrozenView:
         """Have the tables as they are now exported with what this returns, while they change; ``hand_on`` gets those of
         the rows that will have changed by then, as they are now."""
-        return Standing(self.tables, since, self.history.epoch, hand_on)
+        return FrozenView(self.tables, since, self.history.epoch, hand_on)
 
     def export(
-        self, cursor: str, since: int = 0, *, dense_state: bool = True, standing: Standing | None = None
+        self, cursor: str, since: int = 0, *, dense_state: bool = True, frozen: FrozenView | None = None
     ) -> Piece:
         """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
-        the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``standing`` there
+        the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``frozen`` there
         still, without tables that came later; of the blocks the values alone if their state is not wanted."""
         found = _CURSOR.fullmatch(cursor)
         if found and found["kind"] == "dense":
             return self._export_dense(int(found["first"]), int(found["second"]), dense_state)
         if found and int(found["first"]) < len(self.tables):
-            return self._export_rows(int(found["first"]), int(found["second"]), since, standing)
+            return self._export_rows(int(found["first"]), int(found["second"]), since, frozen)
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
     def _export_dense(self, position: int, start: int, state: bool) -> Piece:
@@ -352,12 +350,12 @@ class Shard:
         named = dict(zip(names(about), tensors, strict=True))
         return Piece({"dense": about, "seed": self._seed}, named, following)
 
-    def _export_rows(self, index: int, start: int, since: int, standing: Standing | None) -> Piece:
+    def _export_rows(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
         table = self.tables[index]
         until, step = None, self._step_to_keep(table)
-        if standing is not None:
-            standing.check()
-            since, until, step = standing.since, standing.until, standing.steps[index]
+        if frozen is not None:
+            frozen.check()
+            since, until, step = frozen.since, frozen.until, frozen.steps[index]
         most = max(1, PIECE_BYTES // max(1, table.nbytes // max(1, len(table))))
         if since:
             slots, stop = table.changed(since, until, start, most)
@@ -366,11 +364,11 @@ class Shard:
             slots = np.arange(start, stop)
             if until is not None:
                 slots = table.of_epochs(slots, since, until)
-        tables = len(self.tables if standing is None else standing.steps)
+        tables = len(self.tables if frozen is None else frozen.steps)
         following = _cursor(index, stop, tables) if stop < len(table) else _cursor(index + 1, 0, tables)
         piece = Piece(*described(table, step, *table.rows_at(slots)), following)
-        if standing is not None and not following:
-            standing.end()
+        if frozen is not None and not following:
+            frozen.end()
         return piece
 
     def _step_to_keep(self, table: Table) -> int:

@@ -17,7 +17,7 @@ MOST_IDS = 2 << 20
 _Key = tuple[str, int, int, int]
 
 
-class LookedUp:
+class SlotCache:
     def __init__(self) -> None:
         self._known: dict[_Key, tuple[Ids, Ids]] = {}
         self._count = 0

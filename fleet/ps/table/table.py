@@ -20,7 +20,7 @@ from fleet.numeric.merge import merge
 from fleet.plan.specs import TableSpec
 from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.memory_store import MemoryStore
-from fleet.ps.table.slot_cache import LookedUp
+from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.store import Store
 
 #: The column that is the table; the others are the optimizer's, but for this one.
@@ -40,9 +40,9 @@ class Table:
         kernel: RowKernel,
         seed: int,
         store: Store | None = None,
-        looked_up: LookedUp | None = None,
+        slot_cache: SlotCache | None = None,
     ) -> None:
-        """``looked_up``, if it is given, remembers the ids that are read for training."""
+        """``slot_cache``, if it is given, remembers the ids that are read for training."""
         self.spec = spec
         self.step = 0
         self._kernel = kernel
@@ -51,9 +51,9 @@ class Table:
         self._initial = InitialRows(spec, seed)
         self._store: Store = MemoryStore() if store is None else store
         self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
-        self._looked_up = looked_up
+        self._slot_cache = slot_cache
         self._epoch = 0
-        self._told: tuple[Callable[[Ids], None], ...] = ()
+        self._watchers: tuple[Callable[[Ids], None], ...] = ()
 
     def __len__(self) -> int:
         return len(self._store)
@@ -71,8 +71,8 @@ class Table:
         """The rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside training."""
         ids = self._checked(ids)
         slots = self._store.find(ids)
-        if training and self._looked_up is not None:
-            self._looked_up.remember(self.spec.name, ids, slots)
+        if training and self._slot_cache is not None:
+            self._slot_cache.remember(self.spec.name, ids, slots)
         out = np.empty((ids.size, self.spec.dim), self._dtype)
         gather(self._store.column(WEIGHT), slots, out)
         missing = np.flatnonzero(slots < 0)
@@ -92,7 +92,7 @@ class Table:
         ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
         names = self.prepare(options)
         slots = self._insert(ids)
-        self._tell(slots)
+        self._announce(slots)
         before = self._copied(WEIGHT, slots) if keep else None
         state = {name: self._store.column(name) for name in names}
         self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
@@ -104,7 +104,7 @@ class Table:
         """Add to the rows of ids, which are distinct; unknown ones begin to exist first."""
         ids, changes = self._checked(ids), self._shaped(WEIGHT, changes, ids, self.spec.dim)
         slots = self._insert(ids)
-        self._tell(slots)
+        self._announce(slots)
         accumulate(slots, changes, self._store.column(WEIGHT))
         self._mark(slots)
 
@@ -130,7 +130,7 @@ class Table:
                 self._store.ensure_column(name, widths[name], 0.0, self._dtype)
         # Made-up weights would be written over at once.
         slots = self._store.insert(ids) if WEIGHT in rows else self._insert(ids)
-        self._tell(slots)
+        self._announce(slots)
         for name, values in rows.items():
             scatter(self._store.column(name), slots, values)
         self._mark(slots)
@@ -151,17 +151,17 @@ class Table:
         self._epoch = epoch
         self._store.ensure_column(_CHANGED, 1, epoch, np.uint32)
 
-    def tell_before_changes(self, told: Callable[[Ids], None]) -> None:
-        """From now on give ``told`` the slots of rows that are about to change."""
-        self._told += (told,)
+    def watch(self, watcher: Callable[[Ids], None]) -> None:
+        """Give ``watcher`` the slots of rows that are about to change, from now on."""
+        self._watchers += (watcher,)
 
-    def tell_no_more(self, told: Callable[[Ids], None]) -> None:
-        """As before ``tell_before_changes``; whoever is not told may be named as well."""
-        self._told = tuple(each for each in self._told if each is not told)
+    def unwatch(self, watcher: Callable[[Ids], None]) -> None:
+        """Give it none any more; one that does not watch may be named as well."""
+        self._watchers = tuple(each for each in self._watchers if each is not watcher)
 
-    def _tell(self, slots: Ids) -> None:
-        for told in self._told:
-            told(slots)
+    def _announce(self, slots: Ids) -> None:
+        for watcher in self._watchers:
+            watcher(slots)
 
     def _mark(self, slots: Ids) -> None:
         if self._epoch:
@@ -210,7 +210,7 @@ class Table:
 
     def _insert(self, ids: Ids) -> Ids:
         before = len(self._store)
-        known = None if self._looked_up is None else self._looked_up.take(self.spec.name, ids)
+        known = None if self._slot_cache is None else self._slot_cache.take(self.spec.name, ids)
         slots = self._store.insert(ids) if known is None else self._completed(ids, known)
         if len(self._store) > before:
             fresh = np.arange(before, len(self._store))

@@ -85,7 +85,7 @@ class DirectChannel:
 
     # ---------------------------------------------------------------- for calls
 
-    def settle(self, call: DirectCall, connection: socket.socket, *, whole: bool) -> None:
+    def release(self, call: DirectCall, connection: socket.socket, *, whole: bool) -> None:
         """A call has ended; after a ``whole`` reply its connection can carry the next."""
         with self._lock:
             if call not in self._busy:
@@ -194,7 +194,7 @@ class DirectCall:
         finally:
             # The connection may carry the next request by now: whoever asks again gets nothing from it.
             self._broken = ConnectionAbortedError("the call has ended")
-            self._channel.settle(self, connection, whole=whole)
+            self._channel.release(self, connection, whole=whole)
 
     def cancel(self) -> None:
         self._channel.cancel(self)

@@ -1,7 +1,7 @@
 """The connections that a server has let in: requests arrive over them, and their replies leave.
 
-One thread waits for all of them, reads a request, has it handled and sends the reply (``Crew``). It may be held up, by
-a peer that stops in the middle or does not read, by a long request or one that waits for the server's lock: then
+One thread waits for all of them, reads a request, has it handled and sends the reply (``LeaderPool``). It may be held
+up by a peer that stops in the middle or does not read, by a long request or one that waits for the server's lock: then
 another goes on for the other connections. A request that is parked holds no thread.
 """
 
@@ -23,7 +23,7 @@ from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.frame import PREFIX_BYTES, Frame, announced_bytes
-from fleet.ps.wire.leader_pool import Crew, Work
+from fleet.ps.wire.leader_pool import LeaderPool, Work
 from fleet.ps.wire.stream import Outgoing, receive, tune
 from fleet.ps.wire.transport import Handler
 from fleet.ps.wire.wire_errors import error_reply, handle
@@ -123,7 +123,7 @@ class Connections:
         for end in (self._bell, self._rung):
             end.setblocking(False)
         self._selector.register(self._rung, selectors.EVENT_READ)
-        self._crew = Crew("fleet-direct", self._wait)
+        self._leaders = LeaderPool("fleet-direct", self._wait)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -172,9 +172,9 @@ class Connections:
             for connection in self._all:
                 self._unwatch(connection)
             self._over = True
-        self._crew.dismiss()
+        self._leaders.dismiss()
         self._ring()
-        self._crew.join(JOIN_S)
+        self._leaders.join(JOIN_S)
         self._selector.close()
         self._bell.close()
         self._rung.close()
@@ -210,7 +210,7 @@ class Connections:
     def _call_for(self, connection: Connection) -> None:
         """Somebody has to attend to a connection, and soon."""
         self._ready.append(connection)
-        if not self._crew.relieve():
+        if not self._leaders.relieve():
             self._ring()
 
     def _ring(self) -> None:
@@ -264,17 +264,17 @@ class Connections:
         return None
 
     def _greet(self, connection: Connection) -> None:
-        self._crew.relieve()  # whoever this is, others do not wait for it
+        self._leaders.relieve()  # whoever this is, others do not wait for it
         connection.greet(self._key)
-        self._settle(connection)
+        self._await_next(connection)
 
     def _read(self, connection: Connection) -> tuple[Exchange, Frame] | None:
         begun = connection.peek()
         if begun is None:
-            self._settle(connection)
+            self._await_next(connection)
             return None
         if announced_bytes(begun) > _LARGE_BYTES and self._others_wait():
-            self._crew.relieve()
+            self._leaders.relieve()
         try:
             request = receive(pb.Request, connection.sock, self._limit)
         except FleetError as error:
@@ -317,7 +317,7 @@ class Connections:
             outgoing = Outgoing(reply)
             outgoing.send(connection.sock, wait=False)
             if outgoing.is_sent:
-                self._settle(connection)
+                self._await_next(connection)
                 return
         except Exception as error:
             self._end(connection, error)
@@ -331,14 +331,14 @@ class Connections:
 
     def _send_rest(self, connection: Connection) -> None:
         if self._ready:
-            self._crew.relieve()
+            self._leaders.relieve()
         rest, connection.rest = connection.rest, None
         assert rest is not None, "what is unsent has a rest"
         rest.send(connection.sock, wait=True)
-        self._settle(connection)
+        self._await_next(connection)
 
-    def _settle(self, connection: Connection) -> None:
-        """It can carry the next request."""
+    def _await_next(self, connection: Connection) -> None:
+        """Wait for the next request on it."""
         with self._lock:
             if self._closing:
                 self._drop(connection)

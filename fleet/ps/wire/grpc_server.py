@@ -102,7 +102,7 @@ class GrpcListener:
                 "cannot listen here",
                 where=str(at),
                 got=str(error),
-                todo="Give the server an address of this machine; FLEET_BIND is one that others need not know.",
+                todo="Give the server an address of this machine; FLEET_BIND_ADDRESS is one that others need not know.",
             ) from None
         self._server.start()
 

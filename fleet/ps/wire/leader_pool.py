@@ -34,7 +34,7 @@ SPARE = 8
 _numbers = itertools.count()
 
 
-class Crew:
+class LeaderPool:
     """Does the work that ``wait`` returns, until it returns none."""
 
     def __init__(self, name: str, wait: Callable[[], Work | None]) -> None:

@@ -16,7 +16,13 @@ _log = logging.getLogger("fleet.wire")
 #: Room for a long traceback; what is more was not written for a reader.
 _MOST_TEXT = 64 << 10
 
-_KINDS = {cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, FleetError)}
+#: By every name, older ones included, so that a peer of any release is understood.
+_KINDS = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, FleetError)}
+#: Two classes have other names than they have on the wire, where peers of older releases know them by these.
+_SENT_AS: dict[type[FleetError], str] = {
+    errors.DuplicateWorkerError: "PlaceTakenError",
+    errors.ServerBusyError: "StillBusyError",
+}
 
 
 def error_reply(error: FleetError) -> Frame:
@@ -27,7 +33,7 @@ def error_reply(error: FleetError) -> Frame:
     return Frame(
         pb.Reply(
             error=pb.Error(
-                kind=type(error).__name__,
+                kind=_SENT_AS.get(type(error), type(error).__name__),
                 what=text(error.what),
                 where=text(error.where),
                 expected=text(error.expected),

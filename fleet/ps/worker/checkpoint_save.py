@@ -70,7 +70,7 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
         worker.floor.own.give(wanted or name, own)
 
     def rest(go_on: Callable[[], None] | None) -> None:
-        if go_on is not None and not worker.floor.mode.lockstep:
+        if go_on is not None and not worker.floor.policy.shares_steps:
             go_on()
         once(worker, name, lambda last: _write(worker, dirname, mode, moment, shares, last, go_on), by_anyone=False)
 
@@ -88,7 +88,7 @@ def _write(
 ) -> None:
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
-    own, lockstep = worker.floor.own, worker.floor.mode.lockstep
+    own, lockstep = worker.floor.own, worker.floor.policy.shares_steps
     with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
         told = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
         files: dict[int, list[PieceFile]] = {}
@@ -163,7 +163,7 @@ class CheckpointStates:
         """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
         floor = self._floor
         gives = floor.own.gives or floor.progress.others_give
-        return gives and floor.mode.lockstep and floor.assignment.worker_num > 1
+        return gives and floor.policy.shares_steps and floor.assignment.worker_num > 1
 
     def ask(self, step: int) -> None:
         """Let all know that a checkpoint is to follow a step."""
@@ -179,7 +179,7 @@ class CheckpointStates:
     def wanted(self) -> str | None:
         """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know
         when one is, and it is after every step."""
-        return (self._floor.progress.wanted or None) if self._floor.mode.lockstep else ""
+        return (self._floor.progress.wanted or None) if self._floor.policy.shares_steps else ""
 
     def name_of_call(self, call: str) -> str:
         """The name of what is wanted in a call that every worker makes; empty where nobody gives any."""

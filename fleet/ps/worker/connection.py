@@ -19,12 +19,12 @@ from fleet.base.settings import Knobs
 from fleet.errors import (
     ConfigurationError,
     DeadlineError,
+    DuplicateWorkerError,
     FleetError,
     IdentityError,
     JobAbortedError,
-    PlaceTakenError,
+    ServerBusyError,
     ServerLostError,
-    StillBusyError,
 )
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -98,16 +98,16 @@ class ServerClient:
             rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
             try:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
-            except PlaceTakenError:
+            except DuplicateWorkerError:
                 taken_at = taken_at or self._clock.now()
                 if self._clock.now() - taken_at > TAKEN_BEATS * self._knobs.beat_s:
                     raise
                 self._clock.sleep(RETRY_PAUSE_S)
-            except (TransportError, StillBusyError) as error:
+            except (TransportError, ServerBusyError) as error:
                 taken_at = 0.0  # a server that starts again has not heard of anybody's death
                 now = self._clock.now()
                 if not wait or now - began >= self._knobs.startup_deadline_s:
-                    if isinstance(error, StillBusyError):
+                    if isinstance(error, ServerBusyError):
                         raise
                     raise DeadlineError(
                         f"the server at {self.endpoint} did not come up",

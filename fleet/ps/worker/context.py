@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fleet.base.cluster import Assignment
 from fleet.base.settings import Knobs
-from fleet.ps.consistency.gate import Mode
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.worker.connections import Lines
 from fleet.ps.worker.fetch import Fetching
 from fleet.ps.worker.lookups import RowReader
@@ -22,7 +22,7 @@ class Floor:
     assignment: Assignment
     strategy: Strategy
     knobs: Knobs
-    mode: Mode
+    policy: Policy
     figures: WorkerFigures
     progress: Progress
     lines: Lines
@@ -30,8 +30,3 @@ class Floor:
     fetching: Fetching
     rows: RowReader
     own: OwnStates
-
-    @property
-    def may_lose_steps(self) -> bool:
-        """Whether the job goes on where a server has lost steps (the servers' ``Job`` has the same)."""
-        return not (self.mode.lockstep or self.mode.adds or self.strategy.dc_lambda)

@@ -53,7 +53,7 @@ class Delivering:
         except BaseException as error:
             self._in_doubt = push.kept() if _is_unanswered(error) else None
             raise
-        if floor.mode.adds:  # half an exchange with the servers would be made once more with the next
+        if floor.policy.trains_on_workers:  # half an exchange with the servers would be made once more with the next
             whole(lambda: self._finish(push, step, replies), "fleet-exchange")
         else:
             self._finish(push, step, replies)

@@ -28,11 +28,11 @@ class ForkedReader:
         self._rows.adopt(floor.trained.plan.spec.tables, floor.trained.description.handles)
 
     def lookup(self, wanted: Sequence[Wanted], replica: Replica | None) -> list[Lookup]:
-        mode, strategy = self._floor.mode, self._floor.strategy
-        if (mode.adds or strategy.dc_lambda != 0) and any(each.training for each in wanted):
+        mode = self._floor.strategy.mode
+        if self._floor.policy.remembers_reads and any(each.training for each in wanted):
             raise UnsupportedError(
                 "a look-up of rows to be trained was made in a forked child of a worker, which trains nothing",
-                where=f"the mode {mode.name!r}, in which servers remember what each worker has looked up",
+                where=f"the mode {mode!r}, in which servers remember what each worker has looked up",
                 todo="Call model.eval() in the child, or look the rows up in the process that called init_worker().",
             )
         with self.callers:

@@ -35,7 +35,7 @@ class Agreeing:
     def begin_from(self, values: list[Flat]) -> None:
         """Train on these values of the servers from now on."""
         floor = self._floor
-        if not floor.mode.adds:
+        if not floor.policy.trains_on_workers:
             return
         trained, workers = floor.trained, floor.assignment.worker_num
         self.replica = Replica(trained.description, trained.layouts, trained.writer, workers, values)
@@ -63,7 +63,7 @@ class Agreeing:
         self._unsent += 1
         state = self._floor.own.take()
         self._state = self._state if state is None else state
-        if self._unsent >= self._floor.strategy.update_frequency:
+        if self._unsent >= self._floor.policy.steps_per_push(1):
             self._agree(self.replica)
 
     def _fetch(self, index: int, ids: Array) -> Array:

@@ -73,9 +73,9 @@ def _ended(floor: Floor, error: ServerLostError) -> ServerLostError:
 def _check_alike(floor: Floor, answers: Sequence[Any]) -> None:
     clients = floor.lines.clients
     # Servers may be a round apart where this worker starts again, while others train, or have its last push or not.
-    steps = [answer.version if floor.mode.lockstep else answer.delivered for answer in answers]
+    steps = [answer.version if floor.policy.shares_steps else answer.delivered for answer in answers]
     is_mixed = max(steps) > 0 and len({answer.initialized for answer in answers}) > 1
-    if is_mixed or (are_apart(steps) and not floor.may_lose_steps):
+    if is_mixed or (are_apart(steps) and not floor.policy.may_lose_steps):
         has_state = [answer.initialized for answer in answers]
         told = [step if there else None for step, there in zip(steps, has_state, strict=True)]
         raise not_at_the_same_step(floor.assignment.servers, told)

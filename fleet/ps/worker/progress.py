@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleet.checkpoint.resume_choice import Resumed
-from fleet.ps.consistency.gate import Mode
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 
 
 class Progress:
-    def __init__(self, mode: Mode, staleness: int) -> None:
-        self._mode = mode
-        self._staleness = staleness
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         #: pushes that the servers have
         self.completed = 0
         #: how many of this worker's steps are in them
@@ -55,13 +54,13 @@ class Progress:
     def go_back(self, resumed: Resumed) -> None:
         """Take a step once more whose round was not over when this worker resumed, as all others begin with it. The
         servers, which have it, count it once."""
-        if self._mode.lockstep and resumed.ahead and self.steps == resumed.step + resumed.ahead:
+        if self._policy.shares_steps and resumed.ahead and self.steps == resumed.step + resumed.ahead:
             self.completed -= resumed.ahead
             self.steps = self.taken = self.went_on_at = resumed.step
 
     def version_needed(self, more_steps: int = 0) -> int:
         """The version that this worker needs to go on, now or when it has completed some more steps."""
-        return self._mode.version_needed(self.completed + more_steps, self._staleness)
+        return self._policy.version_needed(self.completed + more_steps)
 
     def notice(self, replies: Sequence[Frame]) -> None:
         """Replies from the first servers on: they say whether values have been replaced, and states are wanted."""
@@ -78,9 +77,9 @@ class Progress:
 
     def name_of_call(self, call: str) -> str:
         """A name for a call that is carried out once for the job: the same on every worker that makes it."""
-        if self._mode.lockstep and self._calls_after != self.completed:
+        if self._policy.shares_steps and self._calls_after != self.completed:
             self._calls.clear()
             self._calls_after = self.completed
         self._calls[call] += 1
-        after = f" after step {self.completed}" if self._mode.lockstep else ""
+        after = f" after step {self.completed}" if self._policy.shares_steps else ""
         return f"{call}{after}, call {self._calls[call]}"

@@ -17,7 +17,7 @@ from fleet.checkpoint.inference import ids_key
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.state import check_state, restore, warn_of_none
-from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, StillBusyError
+from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, ServerBusyError
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.numeric.jit import Array
 from fleet.ps.wire import fleet_pb2 as pb
@@ -46,7 +46,7 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
                 worker.floor.lines.ask(f"loading {where}", load=asked)
             try:
                 return _take_over(worker, attempt)
-            except StillBusyError:  # a server was killed in between, and has to read again
+            except ServerBusyError:  # a server was killed in between, and has to read again
                 continue
 
     once(worker, worker.floor.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
@@ -96,7 +96,7 @@ def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[st
 def _take_over(worker: WorkerRuntime, attempt: str) -> None:
     try:
         worker.floor.lines.ask("other values", ready=pb.Ready(anew=True, attempt=attempt))
-    except StillBusyError:
+    except ServerBusyError:
         raise
     except FleetError as error:
         # Other servers may go on from them already: nobody may go on as if nothing had happened.

@@ -24,7 +24,7 @@ from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
 from fleet.numeric.values import UserValue, reduce_over_workers
 from fleet.plan.plan import make_plan
-from fleet.ps.consistency import MODES
+from fleet.ps.consistency import policy_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.barrier import Meeting
@@ -68,8 +68,8 @@ class WorkerRuntime:
         self._describe = describe
         self.callers = Callers()
         self.figures = WorkerFigures(clock)
-        mode = MODES[strategy.mode]
-        progress = Progress(mode, strategy.staleness)
+        policy = policy_of(strategy, strategy.update_frequency)
+        progress = Progress(policy)
         incarnation = secrets.randbits(63)
         clients = [
             ServerClient(endpoint, network, knobs, clock, assignment.index, incarnation, self.told, place == 0)
@@ -81,7 +81,7 @@ class WorkerRuntime:
         fetching = Fetching(lines, progress, trained)
         own = OwnStates(clients[0], progress, knobs.security.max_message_bytes)
         self.floor = floor = Floor(
-            assignment, strategy, knobs, mode, self.figures, progress, lines, trained, fetching, rows, own
+            assignment, strategy, knobs, policy, self.figures, progress, lines, trained, fetching, rows, own
         )
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         gradients = UserGradients(floor)
@@ -147,9 +147,10 @@ class WorkerRuntime:
 
     def _extend(self) -> None:
         floor, trained = self.floor, self.floor.trained
-        if not floor.mode.lockstep:
+        if not floor.policy.shares_steps:
+            mode = floor.strategy.mode
             raise UnsupportedError(
-                f"parameters cannot join a running job in the mode {floor.mode.name!r}, whose workers share no step",
+                f"parameters cannot join a running job in the mode {mode!r}, whose workers share no step",
                 todo="Give all parameters to the optimizer before fleet.init_worker().",
             )
         self.settle("add_param_group()")
@@ -170,7 +171,7 @@ class WorkerRuntime:
 
     @property
     def trains_here(self) -> bool:
-        return self.floor.mode.adds
+        return self.floor.policy.trains_on_workers
 
     @property
     def replica(self) -> Replica | None:
@@ -302,14 +303,14 @@ class WorkerRuntime:
         with self.callers:
             self.settle("summary()")
             surveys = [reply.message.about for reply in floor.lines.ask("summary", survey=pb.Survey())]
-        return summary(floor.assignment.index, floor.mode.name, floor.progress.steps, surveys, self.told())
+        return summary(floor.assignment.index, floor.strategy.mode, floor.progress.steps, surveys, self.told())
 
     def told(self) -> dict[str, float]:
         """What this worker tells of itself, from any thread."""
         return self.figures.read(
             step=self.floor.progress.taken,
             steps=self.floor.progress.own,
-            lockstep=self.floor.mode.lockstep,
+            lockstep=self.floor.policy.shares_steps,
             queue=self._stepping.queued,
             sent_bytes=self.floor.lines.sent_bytes,
             received_bytes=self.floor.lines.received_bytes,

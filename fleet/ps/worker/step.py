@@ -38,16 +38,14 @@ class Stepping:
         self._delivering = delivering
         self._begin_anew = begin_anew
         self._communication = replace(floor.knobs.communicator, **dict(floor.strategy.communicator))  # type: ignore[arg-type]
-        self._merge = self._make_merge(self._communication.max_merge_var_num if floor.mode.name == "half_async" else 1)
+        self._merge = self._make_merge(floor.policy.steps_per_push(self._communication.max_merge_var_num))
         self._communicator: Communicator | None = None
         self._early: EarlyGradients | None = None
 
     def start(self) -> None:
         """The first values are there: what works beside the user's thread may begin."""
-        if self._floor.mode.behind:
+        if not self._floor.policy.awaits_answers:
             merge, name = self._make_merge(0), str(self._floor.assignment.index)
-            # A gradient of rows is compensated from when they were read last, which should be what it was computed on.
-            compensated = self._floor.strategy.dc_lambda != 0
             self._communicator = Communicator(
                 self._communication,
                 merge,
@@ -55,7 +53,7 @@ class Stepping:
                 self._fetch_behind,
                 name,
                 values_bytes=max(map(nbytes, self._floor.trained.layouts)),
-                gives_way=bool(self._floor.trained.description.handles) and not compensated,
+                gives_way=bool(self._floor.trained.description.handles) and self._floor.policy.lets_reads_go_first,
             )
         self._early = self._make_early()
 
@@ -72,8 +70,8 @@ class Stepping:
     def _make_early(self) -> EarlyGradients | None:
         """What lets gradients leave ahead of their push, where each step is one push, of gradients as they are."""
         params = self._floor.trained.description.params
-        is_one_push = self._communicator is None and not self._floor.mode.adds and self._merge.steps == 1
-        if not (is_one_push and self._pushing.is_plain and worthwhile(params)):
+        may = self._floor.policy.sends_gradients_early(self._communication.max_merge_var_num)
+        if not (may and self._pushing.is_plain and worthwhile(params)):
             return None
         return EarlyGradients(params, self._pushing.send_part, str(self._floor.assignment.index))
 

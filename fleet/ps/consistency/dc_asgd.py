@@ -1,0 +1,20 @@
+"""DC-ASGD: a mode without rounds whose late gradients are compensated for what has happened since they were computed.
+
+Server half: what is added to each gradient is in ``fleet.ps.table.compensation``; the order is the mode's own.
+Worker half: as the mode's own. A gradient of rows is compensated from when they were read last, which should be what
+it was computed on: so no look-up may go before its push.
+"""
+
+from __future__ import annotations
+
+from fleet.ps.consistency.policy import Policy
+
+
+class Compensated(Policy):
+    remembers_reads = True
+    lets_reads_go_first = False
+
+
+def compensated(policy: type[Policy]) -> type[Policy]:
+    """A mode's policy with delay compensation."""
+    return type(f"Compensated{policy.__name__}", (Compensated, policy), {})

@@ -1,0 +1,79 @@
+"""What a mode says beside the order of updates: questions that workers and servers ask, each with one answer a mode.
+
+A mode's file overrides what is otherwise in it. Pure, as gates are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fleet.ps.consistency.gate import Gate
+
+
+class Policy:
+    #: Steps are the whole job's: after the same one every server is at the same version and every worker sees it.
+    shares_steps = False
+    #: A worker goes on with the answer to its push, and not before it is there.
+    awaits_answers = True
+    #: The user's optimizers step on the workers, and servers add what comes of it to their values.
+    trains_on_workers = False
+    #: Servers remember what each worker has read: to read changes what they do next.
+    remembers_reads = False
+    #: A push that is due lets the next forward read its rows first.
+    lets_reads_go_first = False
+    #: Servers take gradients that come ahead of their push.
+    takes_gradients_early = True
+    #: The answer to a push tells which rows others have changed.
+    tells_changed_rows = False
+    #: The optimizer state of dense parameters is on the servers.
+    has_dense_state_on_servers = True
+    #: Checkpoints are worker 0's to save, whose state is the job's.
+    saves_on_first_worker = False
+
+    def __init__(self, staleness: int = 0, update_frequency: int = 1) -> None:
+        """``staleness`` and ``update_frequency`` are the strategy's, and mean nothing to most modes."""
+        self.staleness = staleness
+        self.update_frequency = update_frequency
+
+    @property
+    def may_lose_steps(self) -> bool:
+        """Whether a job goes on where a server has lost steps: what it has is right without them."""
+        return not (self.shares_steps or self.remembers_reads)
+
+    # ---------------------------------------------------------------- a worker asks
+
+    def version_needed(self, step: int) -> int:
+        """The version of the servers' values that a worker needs to go on after a step."""
+        return 0
+
+    def steps_per_push(self, most_merged: int) -> int:
+        """How many steps a worker makes one push of; ``most_merged`` is the communicator's setting."""
+        return 1
+
+    def sends_gradients_early(self, most_merged: int) -> bool:
+        """Whether gradients may leave while the backward still runs."""
+        return self.steps_per_push(most_merged) == 1
+
+    # ---------------------------------------------------------------- a server asks
+
+    def remembers_read(self, *, dense: bool, training: bool) -> bool:
+        """Whether it remembers that a worker read dense values, or rows that are to be trained."""
+        return self.remembers_reads and (dense or training)
+
+    def remembers_push(self, *, brings_values: bool) -> bool:
+        """Whether it remembers the answer to a push."""
+        return self.remembers_reads and brings_values
+
+    def applies_one_lookup(self, worker_num: int) -> bool:
+        """Whether the rows that are updated together are those that one forward has looked up."""
+        return True
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A consistency mode: the name that strategies and checkpoints have for it, and its two halves."""
+
+    name: str
+    gate: Callable[[Iterable[int], int], Gate]
+    policy: type[Policy]

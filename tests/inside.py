@@ -1,0 +1,122 @@
+"""The one way from a test into a running job: what no user can reach is reached here, and under these names.
+
+A test asks for what it needs (``connections(fleet)``, ``job_of(service)``); where in the product that lies is known to
+this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fleet import Fleet
+from fleet.base import exit_guard
+from fleet.ps.server.service import Service
+from fleet.ps.table.shard import Shard
+
+# ---------------------------------------------------------------- a process
+
+
+def abort(fleet: Fleet, reason: str) -> None:
+    """End its job for all, if it has one."""
+    if fleet._chosen is not None:
+        fleet._chosen.abort(reason)
+
+
+def listening(fleet: Fleet) -> Any:
+    """The runtime of the server in this process, from ``resume_from`` on."""
+    return fleet._chosen._listening  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------- a worker
+
+
+def worker_of(fleet: Fleet) -> Any:
+    """The runtime of the worker."""
+    return fleet._chosen._worker  # type: ignore[union-attr]
+
+
+def runtime_of(optimizer: Any) -> Any:
+    """The same, by the optimizer that ``distributed_optimizer`` returned."""
+    return optimizer._stepper()
+
+
+def leave(fleet: Fleet) -> None:
+    """Close what the worker has open without a goodbye, as a process does that is killed."""
+    exit_guard.release(worker_of(fleet))
+    worker_of(fleet).close()
+
+
+def flush(fleet: Fleet) -> None:
+    """Let all that the worker has sent arrive."""
+    worker_of(fleet).flush()
+
+
+def lines_of(worker: Any) -> Any:
+    """The worker's connections to all servers, which it asks together."""
+    return worker.floor.lines
+
+
+def connections(fleet: Fleet) -> Sequence[Any]:
+    """The worker's connections, one a server."""
+    return lines_of(worker_of(fleet)).clients  # type: ignore[no-any-return]
+
+
+def under_way(fleet: Fleet) -> list[int]:
+    """Of each connection, how many requests have no answer yet."""
+    return [len(connection._under_way) for connection in connections(fleet)]
+
+
+def description_of(fleet: Fleet) -> Any:
+    """The job as the worker has described it to the servers."""
+    return worker_of(fleet).floor.trained.description
+
+
+def completed(fleet: Fleet) -> int:
+    """Steps of this worker that are done."""
+    return worker_of(fleet).floor.progress.completed  # type: ignore[no-any-return]
+
+
+def take_fresh(optimizer: Any) -> None:
+    """Put the values that have arrived behind the user's back into the parameters."""
+    worker = runtime_of(optimizer)
+    fresh = worker._stepping._communicator.fresh()
+    if fresh is not None:
+        worker.floor.fetching.take(fresh)
+
+
+def running_forwards(optimizer: Any) -> int:
+    """How many forwards are thought to run."""
+    return len(runtime_of(optimizer)._foresight._running)
+
+
+def is_in_a_meeting(fleet: Fleet) -> bool:
+    """Whether a barrier or a reduction of this worker waits for its answer."""
+    return bool(worker_of(fleet)._meeting._in_doubt)
+
+
+# ---------------------------------------------------------------- a server
+
+
+def found_job(service: Service) -> Any:
+    """The server's job, None before the first hello."""
+    return service.floor.job
+
+
+def job_of(service: Service) -> Any:
+    """The server's job, which has begun."""
+    return service.floor.running()
+
+
+def shard_of(service: Service) -> Shard:
+    return service.floor.shard()
+
+
+def reductions_of(service: Service) -> Any:
+    """What workers have brought to their barriers and reductions."""
+    return job_of(service).hall
+
+
+def end_of(service: Service) -> Any:
+    """Whether and how the job ends on the server."""
+    return service.floor.ending
