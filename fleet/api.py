@@ -1,4 +1,5 @@
-"""``Fleet``: every call a user makes. ``fleet.init`` and its like are the bound methods of one default instance.
+"""Defines ``Fleet``, every call a user makes. ``fleet.init`` and its like are the bound methods of one default
+instance.
 
 Importing this module imports neither torch nor gRPC nor numba; a backend does, when ``init`` has chosen one.
 """

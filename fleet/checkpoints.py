@@ -1,4 +1,4 @@
-"""Checkpoints from time to time: when one is due, of which kind it is, and which older ones may go.
+"""Saves checkpoints from time to time: decides when one is due, of which kind it is, and which older ones may go.
 
 The first worker decides and saves, in every kind of job, so nobody has to agree on a time. With servers it trains on as
 soon as they let it: they write their shares beside the training, and a thread here waits for them and adds the

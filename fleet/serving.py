@@ -1,4 +1,4 @@
-"""Models to serve: from what a job has learnt to a directory, and from that to a model of plain torch."""
+"""Saves what a job has learnt as a model to serve, and loads it as a model of plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and their optimizer state, put together from the blocks they were cut into when they were exported."""
+"""Puts parameters and their optimizer state together from the blocks they were cut into when they were exported."""
 
 from __future__ import annotations
 

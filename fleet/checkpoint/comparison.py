@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, one parameter and one table at a time.
+"""Compares two checkpoints, one parameter and one table at a time.
 
 The rows of a table come in another order in each, so those of the first are put into files of a temporary directory,
 sorted by id, and those of the second are looked up there as they pass by.

@@ -1,4 +1,4 @@
-"""What a checkpoint says of one parameter, or of one block of it: its values, and the state of its optimizer.
+"""Describes one parameter, or one block of it, in a checkpoint: its values, and the state of its optimizer.
 
 An entry tells which parameter, which of its elements, which key ("value", or "state." and torch's name), and whether
 the tensor has one number for each of these elements; what is no tensor stands in the entry itself, as "plain".

@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and what to know of them."""
+"""Writes files that are on the disk when a call returns, and reads their sizes and checksums."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model to serve as a directory: its tensors, what they are, a program that runs them if there is one, and a page for
-whoever finds it.
+"""Writes and reads a model to serve: a directory with its tensors, their description, perhaps a program, and a page.
 
 It is filled beside its place and renamed into it. One that is there already steps aside for the moment of two renames,
 so that the directory is always the old one, or none, or the new one, and never a mixture.

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory of this machine, or anything fsspec has a name for (``s3://bucket/run``).
+"""Names where a checkpoint lies: a directory of this machine, or anything fsspec knows (``s3://bucket/run``).
 
 Both offer the same few operations. What is created is durable when it is closed; what is published replaces what was
 there in one step.

@@ -1,4 +1,4 @@
-"""A checkpoint as plain files for other programs: safetensors with everything in it, Parquet for the rows of a table.
+"""Exports a checkpoint for other programs: safetensors with everything in it, Parquet for the rows of a table.
 
 Files are written beside their place and renamed into it. Rows come in the order of their ids: they are written to where
 they belong in a file as they pass by, so no table is ever in memory; the pages of such a file are the system's to keep.

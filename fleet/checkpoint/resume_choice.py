@@ -1,4 +1,4 @@
-"""What a job goes on from: one choice for all of its processes, made of what its servers have and see.
+"""Chooses what a job goes on from: once for all of its processes, from what its servers have and see.
 
 State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else it is the
 newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the servers

@@ -1,4 +1,4 @@
-"""A directory of checkpoints, each named after its step: which is the newest, and which are too old."""
+"""Lists a directory of checkpoints named after their steps: which is the newest, and which are too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a worker's own objects, schedulers, datasets and the like, as bytes, and back into them.
+"""Turns the state of a worker's own objects (schedulers, datasets) into bytes, and back.
 
 It is a line of JSON and behind it the bytes of the tensors in it, end to end. JSON's lists are lists; what JSON does
 not know, other keys of a dict among it, is an object with one key, which says what it is. Nothing is pickled: what has

@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that it exists whole or not at all.
+"""Writes a checkpoint so that it exists whole or not at all.
 
 The pieces go into a folder of their own, which several processes may fill; the manifest that names them comes last. A
 new directory is filled beside its place and renamed into it. Where a directory is already (a volume may be mounted

@@ -1,4 +1,4 @@
-"""Batch norms whose statistics are those of the batches of all workers.
+"""Computes batch norms over the batches of all workers.
 
 torch has such layers for CUDA only. This one is made of an all-reduce that autograd can go back through, so it runs
 wherever the job does. In evaluation it is the layer it was.

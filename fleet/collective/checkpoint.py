@@ -1,4 +1,4 @@
-"""The state of a collective job as one checkpoint, and back.
+"""Saves the state of a collective job as one checkpoint, and loads it.
 
 The same format as that of a parameter-server job, and servers can start from it: every parameter is one block, with its
 optimizer state; the model's buffers come in a piece of their own. One worker writes, one reads and hands it to the

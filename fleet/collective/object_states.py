@@ -1,4 +1,4 @@
-"""The states of the workers' own objects on their way through the job's store: into a checkpoint, and back.
+"""Moves the states of the workers' own objects through the job's store: into a checkpoint, and back.
 
 Every worker puts its own there when a checkpoint wants it. Whoever writes takes them out, and waits for those that give
 theirs as long as they can still come to it.

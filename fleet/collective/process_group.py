@@ -1,4 +1,4 @@
-"""The process group of a collective job: made from the role maker's endpoints, or the user's own, adopted.
+"""Makes the process group of a collective job from the role maker's endpoints, or adopts the user's own.
 
 The first endpoint hosts a store (under torchrun the launcher does). Through it the workers find each other, compare
 what they are about to train, and connect; the connections themselves are torch's, NCCL for CUDA tensors and Gloo for

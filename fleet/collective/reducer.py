@@ -1,4 +1,4 @@
-"""Gradients averaged while backward runs, by DistributedDataParallel's own reducer and without its wrapper.
+"""Averages gradients while backward runs, by DistributedDataParallel's own reducer and without its wrapper.
 
 DDP arms the reducer in the forward of its wrapper. Here a hook on every gradient accumulator does it, at the first
 gradient of a backward, before the reducer's own hook sees it. It also asks the autograd engine to call ``_close`` when

@@ -1,4 +1,4 @@
-"""What a collective job goes on from: the newest checkpoint that its workers see, which worker 0 reads for all.
+"""Finds what a collective job goes on from: the newest checkpoint its workers see, which worker 0 reads for all.
 
 Every worker writes down in the job's store what it sees, and all come to the same choice.
 """

@@ -1,4 +1,4 @@
-"""Parameters averaged over the workers, and gradients collected over several steps: what options do in ``step``."""
+"""Carries out what options do in ``step``: parameters averaged over workers, gradients merged over several steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer of a collective job: the wrapped ones step in this process, on gradients that are everybody's."""
+"""Steps the wrapped optimizers in this process, on gradients that are the same on every worker."""
 
 from __future__ import annotations
 

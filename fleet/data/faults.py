@@ -1,4 +1,4 @@
-"""What becomes of malformed samples: the first one ends the reading, or all are counted, and some of them logged."""
+"""Decides what becomes of malformed samples: the first one ends the reading, or all are counted and some logged."""
 
 from __future__ import annotations
 

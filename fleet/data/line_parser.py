@@ -1,4 +1,4 @@
-"""Lines of MultiSlot text to rows: the compiled loop, what stopped it, and the few floats that it leaves to Python.
+"""Parses lines of MultiSlot text in a compiled loop, which leaves errors and a few floats to Python.
 
 A number becomes the nearest float32 of what is written. The loop computes in float64, with an error of less than two
 units in the last place, and rounds; where another result were possible within four, and for subnormal numbers, it

@@ -1,4 +1,4 @@
-"""The live view of ``fleetrun``: a table that stays below the lines of the processes, on a terminal.
+"""Shows the live view of ``fleetrun``: a table that stays below the lines of the processes, on a terminal.
 
 It is made of the records that the processes keep in the log directory, and drawn by whoever writes the lines: nothing
 else may write to the terminal in between.

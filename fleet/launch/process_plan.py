@@ -1,4 +1,4 @@
-"""What to start: from the shape of a job to one command and one set of variables for each process.
+"""Plans what to start: from the shape of a job to one command and one set of variables for each process.
 
 A job on one machine and one machine's part of a larger job are the same thing here: a list of servers, a list of
 the workers' hosts, and the set of hosts that are this machine. Everything comes in as an argument.

@@ -1,4 +1,4 @@
-"""Embeddings to serve: what remote ones become when the training is over, made of plain torch.
+"""Freezes remote embeddings for serving: replaces them by modules of plain torch.
 
 Each holds the sorted ids of its table and a matrix with their rows, and finds the row of an id by binary search. Below
 the rows the matrix has one of the initializer's mean, which unknown ids read as they do in evaluation, and one of

@@ -1,4 +1,4 @@
-"""Where an embedding module and the servers meet: ids go out, rows come in, gradients of rows are collected.
+"""Connects an embedding module to the servers: ids go out, rows come in, gradients of rows are collected.
 
 A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. Gradients of rows
 are collected in ``weight.grad`` (see gradient.py).

@@ -1,4 +1,4 @@
-"""The cluster as an MPI launcher makes it: even ranks serve, odd ranks train, or all are workers of a collective job.
+"""Makes a cluster of an MPI launcher's ranks: even ones serve, odd ones train, or all are workers of a collective job.
 
 Where a server listens is agreed, not guessed: each offers a free port at every address it has, the workers try them,
 and the first one that all of them have reached is the server's endpoint.

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing but a browser: no network, no library.
+"""Writes a run as one HTML page that needs nothing but a browser: no network, no library.
 
 The curves are drawn here, so the page shows them without its script as well; that only tells what a pointer points at.
 """

@@ -1,4 +1,4 @@
-"""What a process told of itself while it ran, on disk: one line of JSON a second, in a file of its own.
+"""Keeps a record of a process's figures on disk: one line of JSON a second, in a file of its own.
 
 Nobody needs a whole file: its last line is what ``fleet top LOGDIR`` and the view of ``fleetrun`` show, all of them
 what ``fleet report`` draws. A file that has grown too large is thinned out: lines that are about equally far apart

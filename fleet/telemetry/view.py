@@ -1,4 +1,4 @@
-"""A job as it is seen from outside, out of what its processes tell: one row for each of them.
+"""Builds a view of a job from outside, from what its processes report: one row for each of them.
 
 Pure. A ``View`` is what was known at one moment; rates come from two of them. Workers are known through the servers,
 which hear from them with every heartbeat, and where their own records can be read, through these.
