@@ -136,7 +136,7 @@ class Fleet:
         return self._me("is_server").is_server
 
     def is_first_worker(self) -> bool:
-        """Whether this is worker 0, who does what is to be done once.
+        """Whether this is worker 0, which does what has to be done once.
 
         Examples:
             >>> if fleet.is_first_worker():

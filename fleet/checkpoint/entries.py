@@ -38,8 +38,8 @@ def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
 
 
 def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
-    """Of a block's entries what belongs to its elements from ``start`` to ``stop``; what belongs to all goes with the
-    first of them."""
+    """Return what belongs to a block's elements from ``start`` to ``stop``; what belongs to all of them goes with the
+    first."""
     for entry, tensor in entries:
         if tensor is not None and entry["elementwise"] and stop - start < tensor.numel():
             part = tensor.reshape(-1)[start:stop]
@@ -58,8 +58,8 @@ def names(told: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
-    """Entries and tensors apart, as they are sent and written: copies, since training goes on and a file's tensors may
-    share no memory."""
+    """Separate entries from tensors, as they are sent and written. Tensors are copied, since training goes on and a
+    file's tensors may share no memory."""
     told, tensors = [], []
     for entry, tensor in entries:
         told.append(entry)

@@ -32,8 +32,8 @@ DESCRIPTION, TENSORS, PROGRAM, README = "inference.json", "model.safetensors", "
 
 @dataclass(frozen=True)
 class TableFacts:
-    """What a table's rows do not tell. ``mean`` is what ids without a row read; ``zero_padding``: the padding id reads
-    zeros, and not its row."""
+    """Says what a table's rows do not: ``mean`` is what ids without a row read; with ``zero_padding`` the padding id
+    reads zeros, and not its row."""
 
     num_embeddings: int | None
     embedding_dim: int
@@ -56,8 +56,8 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """Tensors by the names of ``state_dict``. A table in ``tables`` has its trained rows under its weight's name, and
-    beside them their sorted ids (``ids_key``)."""
+    """Holds tensors by the names of ``state_dict``. A table in ``tables`` has its trained rows under its weight's name,
+    and beside them their sorted ids (``ids_key``)."""
 
     values: Mapping[str, torch.Tensor]
     tables: Mapping[str, TableFacts]

@@ -128,8 +128,8 @@ class Rows:
         self._ranks[order[is_last]] = np.arange(len(self.ids))
 
     def parts(self) -> Iterator[tuple[Array, dict[str, Array]]]:
-        """Some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once. One that was
-        saved without a column that others have holds zeros there."""
+        """Yield some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once; in a
+        column that it was saved without it has zeros."""
         start = 0
         for _, ids, columns in self._pieces():
             ranks = self._ranks[start : start + len(ids)]

@@ -37,8 +37,8 @@ _ENTRY_BYTES = 320
 
 
 def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, force: bool) -> list[Path]:
-    """Write the file or the folder that ``out`` names, and return the files. ``tables`` are those that are wanted
-    alone, by name; none: everything is."""
+    """Write the file or the folder that ``out`` names, and return the files. ``tables`` names the only tables wanted;
+    if empty, everything is."""
     chosen = _chosen(checkpoint, tables)
     jobs = _planned(checkpoint, out, chosen, everything=not tables, state=state)
     present = [path for path in jobs if path.exists()]

@@ -47,7 +47,7 @@ _SCHEDULED = ("lr", "momentum", "betas")
 
 
 def check_state(state: object) -> dict[str, Any]:
-    """The dict that a user gives, of names and what can tell its state or stands for itself."""
+    """Check the dict that a user gives: names, with objects that have a state or values that are one."""
     checked = _named(state)
     for name, value in checked.items():
         if not _is_object(value):

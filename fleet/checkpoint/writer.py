@@ -216,7 +216,7 @@ class CheckpointWriter:
         refuse_unwritable(_WHAT, self._final.url, error)
 
     def _may_be_there(self) -> bool:
-        """Whether the manifest stands there that names the pieces, or nobody can tell: then they must stay."""
+        """Whether the manifest that names the pieces is there, or may be: then they must stay."""
         try:
             present = Checkpoint.open_manifest(self._final)[1].id
         except CheckpointError:

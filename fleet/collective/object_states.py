@@ -27,8 +27,8 @@ def give(worker: CollectiveWorker, name: str, state: Bytes) -> None:
 
 
 def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[tuple[int, int, Bytes]]:
-    """What has been given under a name, by everyone who makes this call or by those who have said that they give
-    theirs: worker, steps, state."""
+    """Collect what has been given under a name, by everyone who makes this call or by those who give theirs: worker,
+    steps, state."""
     monitor = worker.group.monitor
 
     def absent(store: Store) -> list[int]:

@@ -183,7 +183,7 @@ class Reducer:
         self._on_round(Round(workers))
 
     def _correct(self, marks: Sequence[float], workers: int) -> None:
-        """What nobody has a gradient for has none, and the mean is over those who took part."""
+        """Give parameters that nobody has a gradient for none, and divide by the number of those who took part."""
         present = []
         for param, mark in zip(self._params, marks, strict=True):
             if mark > 0 and param.grad is not None:

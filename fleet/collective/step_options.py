@@ -46,7 +46,7 @@ class MergedGradients:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self) -> None:
-        """Add what ``.grad`` holds now, whatever becomes of it."""
+        """Add what ``.grad`` holds now, whatever happens to it afterwards."""
         for index, param in enumerate(self._params):
             if param.grad is not None:
                 present = self._sums.get(index)

@@ -13,7 +13,7 @@ from fleet.optimizer import DistributedOptimizer, Stepper
 
 
 class Synchronized(Stepper, Protocol):
-    """A running worker whose backwards can be told to send nothing."""
+    """A running worker whose backwards can be kept from sending anything."""
 
     def set_synchronized(self, wanted: bool) -> bool: ...
 

@@ -288,7 +288,7 @@ class Parser:
         self._state = np.zeros(10, np.int64)
 
     def fault(self) -> int:
-        """Go on to the next malformed line and tell what it is; ``DONE`` where there is none any more."""
+        """Go on to the next malformed line and say what it is; ``DONE`` if there is none any more."""
         slots, state, reals = self._slots, self._state, self._words.view(np.float32)
         while True:
             fault = _parse(

@@ -25,7 +25,7 @@ _KEPT = 6
 
 class LiveView:
     def __init__(self, fd: int, directory: Path, processes: Sequence[str]) -> None:
-        """On the terminal ``fd``. ``processes`` are those of this machine; servers tell of the others."""
+        """On the terminal ``fd``. ``processes`` are those of this machine; servers report the others."""
         self.fd = fd
         self._directory = directory
         self._processes = processes

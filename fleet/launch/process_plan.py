@@ -172,7 +172,8 @@ def check_reachable(hosts: Collection[str], here: Collection[str]) -> None:
 
 
 def shared_job_id(servers: Sequence[Endpoint], worker_hosts: Sequence[str]) -> str:
-    """A name that the launchers of several machines find without talking: all were told the same two lists."""
+    """Return a name that the launchers of several machines find without talking, since all were given the same two
+    lists."""
     text = ",".join(map(str, servers)) + "/" + ",".join(worker_hosts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -100,7 +100,7 @@ class _Expand(torch.autograd.Function):
 
 
 def _lies_in_blocks(grad: torch.Tensor) -> bool:
-    """Whether there is something between one part of it and the next, as where a model puts rows beside other features.
+    """Whether something lies between one part of it and the next, as when a model puts rows beside other features.
 
     A copy without would take as long as adding it up does.
     """

@@ -71,8 +71,8 @@ class RowSource(Protocol):
 
 
 class Found(NamedTuple):
-    """What an embedding goes on with: rows, every id's place among them in the shape of the ids, and the padding row's
-    place."""
+    """What an embedding goes on with: rows, the place of every id among them in the shape of the ids, and the padding
+    row's place."""
 
     rows: torch.Tensor
     inverse: torch.Tensor

@@ -22,7 +22,7 @@ Cards = list[dict[str, Any]]
 
 
 class Ranks(Protocol):
-    """The processes of one launch, and their way to tell each other something."""
+    """The processes of one launch, and how they exchange messages."""
 
     rank: int
     size: int

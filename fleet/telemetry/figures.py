@@ -60,7 +60,7 @@ def reported(figures: Figures) -> dict[str, float]:
 
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:
-    """How fast a figure grew between two readings, a second; None where they do not tell."""
+    """Return how fast a figure grew between two readings, a second; None if they do not say."""
     if before is None or name not in before or name not in now:
         return None
     seconds = now["uptime_seconds"] - before["uptime_seconds"]
