@@ -75,18 +75,43 @@ class State:
         )
 
 
+#: What is as it is, and no part of which changes.
+ATOMS = frozenset({int, str, bool, type(None), Ticket})
+
+
 def frozen(value: Any) -> Hashable:
     """A hashable picture of everything a gate remembers."""
-    if isinstance(value, dict):
-        return tuple((frozen(key), frozen(item)) for key, item in value.items())
+    kind = type(value)
+    if kind in ATOMS:
+        return value  # type: ignore[no-any-return]
+    if kind is dict:
+        return tuple([(key if type(key) in ATOMS else frozen(key), frozen(item)) for key, item in value.items()])
     if isinstance(value, set | frozenset):
-        return frozenset(frozen(item) for item in value)
+        return frozenset([frozen(item) for item in value])
     if isinstance(value, list | tuple):
-        return tuple(frozen(item) for item in value)
-    if hasattr(value, "__dict__") and not isinstance(value, Ticket):
-        return (type(value).__name__, frozen(vars(value)))
+        return tuple([frozen(item) for item in value])
+    if hasattr(value, "__dict__"):
+        return (kind.__name__, frozen(vars(value)))
     hash(value)
-    return value
+    return value  # type: ignore[no-any-return]
+
+
+def copied(value: Any) -> Any:
+    """What ``copy.deepcopy`` makes of a gate, several times as fast: no part of one is in two places."""
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is dict:
+        return {key: item if type(item) in ATOMS else copied(item) for key, item in value.items()}
+    if kind is set or kind is list:
+        return kind(value if all(type(item) in ATOMS for item in value) else map(copied, value))
+    if kind is tuple and all(type(item) in ATOMS for item in value):
+        return value
+    if isinstance(value, SyncGate | ArrivalGate):
+        made = copy.copy(value)
+        vars(made).update(copied(vars(value)))
+        return made
+    return copy.deepcopy(value)
 
 
 @dataclass
@@ -147,7 +172,7 @@ class Explorer:
 
     def after(self, before: State, event: Event) -> State:
         state = copy.copy(before)
-        state.gate = copy.deepcopy(before.gate)
+        state.gate = copied(before.gate)
         state.parked = dict(before.parked)
         worker, step = event.worker, event.step
         if event.kind == "push":
@@ -288,18 +313,28 @@ def some_rounds(worker_num: int, departures: int) -> set[tuple[int, ...]]:
 # --- Every order ------------------------------------------------------------------------------------------------------
 
 
-SIZES = [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+#: Workers, departures and repetitions. A mishap that may come need not: orders with fewer of them are among these, and
+#: are looked at in the same way. By themselves they tell which rounds there are.
+SIZES = [
+    *(
+        (worker_num, departures, repeats)
+        for worker_num in (1, 2)
+        for departures in range(worker_num + 1)
+        for repeats in (0, 1)
+    ),
+    (3, 2, 1),
+]
+ROUNDS = [(3, 0, 0), (3, 1, 0), (3, 2, 0)]
 
 
 @pytest.mark.parametrize(
     ("name", "worker_num", "departures", "repeats", "start"),
     [
-        (name, worker_num, departures, repeats, start)
+        (name, *size, start)
         for name in MODES
-        for worker_num, departures in SIZES
-        for repeats in (0, 1)
-        # Where counting starts is looked at in the small cases, and everywhere for the mode that has rounds.
-        for start in ((0, 41) if name == "sync" or worker_num < 3 else (0,))
+        for size in (*SIZES, *(ROUNDS if name == "sync" else ()))
+        # Where counting starts is looked at in the smaller cases.
+        for start in ((0,) if size == (3, 2, 1) else (0, 41))
     ],
 )
 def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:

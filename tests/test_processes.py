@@ -7,11 +7,20 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from harness import PATIENT, Job, until
 from patience import PROCESSES_S
+from scripts import train
+
+from fleet.base.cluster import Endpoint
+from fleet.base.ports import is_taken
+from fleet.base.settings import Knobs
+from fleet.errors import DeadlineError, JobAbortedError
+from fleet.ps.backend import real_network
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
@@ -80,6 +89,45 @@ def processes() -> Iterator[Processes]:
     made = Processes()
     yield made
     made.end()
+
+
+class Here:
+    """Members of a job that are threads of this process, over real sockets, as what is looked at is the process beside
+    them. Its workers do what the script's do."""
+
+    def __init__(self, endpoints: list[str], workers: int, variant: str = "", **environ: str) -> None:
+        self.said: list[str] = []
+        self._job = Job(
+            lambda made, _: train.train(made, variant, self.said.append),
+            workers,
+            network=real_network(Knobs.read(environ)),
+            endpoints=endpoints,
+            environ={**PATIENT, **environ},
+        )
+        self._threads: list[threading.Thread] = []
+
+    def start(self, *, servers: Sequence[int] = (), workers: Sequence[int] = ()) -> Here:
+        members = [(self._job.serve, index) for index in servers] + [(self._job.work, index) for index in workers]
+        for member, index in members:
+            name = f"{member.__name__} {index}"
+            self._threads.append(threading.Thread(target=member, args=(index,), name=name, daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def heard(self, wanted: str) -> None:
+        """Wait until a worker here says so."""
+        until(lambda: wanted in self.said or self._job.errors)
+        assert wanted in self.said, self._job.errors
+
+    def error(self, member: str) -> BaseException:
+        """What ended a member that failed."""
+        self._job.join(self._threads)
+        return self._job.errors[member]
+
+    def end(self) -> None:
+        """All end well."""
+        self._job.join(self._threads)
+        assert not self._job.errors
 
 
 def ended(process: subprocess.Popen[str], timeout_s: float = PROCESSES_S) -> tuple[int, str, str]:
@@ -162,21 +210,20 @@ def test_an_exception_ends_the_whole_job_with_its_traceback(
 ) -> None:
     """No launcher watches: the servers and the other worker learn of it from the one that failed."""
     endpoints = free_endpoints(1)
-    server = processes.server(endpoints[0], endpoints, 2)
-    good, bad = (processes.worker(index, endpoints, 2, "fail") for index in range(2))
-    code, _, err = ended(bad)
+    here = Here(endpoints, 2, "fail").start(servers=[0], workers=[0])
+    code, _, err = ended(processes.worker(1, endpoints, 2, "fail"))
     assert code == 1
     assert "ValueError: a bad batch" in err
-    for process in (good, server):
-        code, _, err = ended(process)
-        assert code == 1
-        assert "JobAbortedError: worker 1 failed" in err
-        assert "ValueError: a bad batch" in err
+    for member in ("worker 0", "server 0"):
+        error = here.error(member)
+        assert isinstance(error, JobAbortedError)
+        assert "worker 1 failed" in str(error)
+        assert "ValueError: a bad batch" in str(error)
 
 
 def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
-    server = processes.server(endpoints[0], endpoints, 1)
+    here = Here(endpoints, 1).start(servers=[0])
     worker = processes.worker(0, endpoints, 1, "slow")
     assert worker.stdout is not None
     assert [worker.stdout.readline() for _ in range(2)] == ["joined\n", "under way\n"]
@@ -184,32 +231,29 @@ def test_ctrl_c_on_a_worker(processes: Processes, free_endpoints: Callable[[int]
     code, _, err = ended(worker)
     assert code != 0
     assert "KeyboardInterrupt" in err
-    code, _, err = ended(server)
-    assert code == 1
-    assert "KeyboardInterrupt" in err
+    assert "KeyboardInterrupt" in str(here.error("server 0"))
 
 
-def test_a_killed_worker_that_starts_again(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
+def test_a_killed_worker_that_starts_again(
+    processes: Processes, free_endpoints: Callable[[int], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
     """It goes on with the job's next step, and everybody ends where they would have ended."""
     endpoints = free_endpoints(2)
     beating = {"FLEET_HEARTBEAT_S": "0.2"}
-    servers = [processes.server(endpoint, endpoints, 2, **beating) for endpoint in endpoints]
-    workers = [processes.worker(index, endpoints, 2, "again", **beating) for index in range(2)]
-    assert workers[1].stdout is not None
-    first = [workers[1].stdout.readline() for _ in range(7)]
+    here = Here(endpoints, 2, "again", **beating).start(servers=[0, 1], workers=[0])
+    worker = processes.worker(1, endpoints, 2, "again", **beating)
+    assert worker.stdout is not None
+    first = [worker.stdout.readline() for _ in range(7)]
     assert first == ["joined\n", "from 0\n", *(f"step {step}\n" for step in range(5))]
-    workers[1].kill()
-    workers[1] = processes.worker(1, endpoints, 2, "again", **beating)
-    outs = [ended(worker) for worker in workers]
-    assert [code for code, _, _ in outs] == [0, 0], outs
-    for _, out, _ in outs:
-        assert out.endswith(f"weight {-sum(range(1, 41))}.0 row -14.0\n")
-    resumed = int(outs[1][1].splitlines()[1].removeprefix("from "))
+    worker.kill()
+    code, out, err = ended(processes.worker(1, endpoints, 2, "again", **beating))
+    assert code == 0, err
+    here.end()
+    last = f"weight {-sum(range(1, 41))}.0 row -14.0"
+    assert out.splitlines()[-1] == here.said[-1] == last
+    resumed = int(out.splitlines()[1].removeprefix("from "))
     assert 5 <= resumed < 40
-    for server in servers:
-        code, _, err = ended(server)
-        assert code == 0
-        assert "worker 1 has started again" in err
+    assert caplog.text.count("worker 1 has started again") == 2, "each server says so"
 
 
 def test_sigterm_on_a_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
@@ -230,31 +274,27 @@ def test_a_forked_child_does_not_speak_for_the_worker(
     processes: Processes, free_endpoints: Callable[[int], list[str]]
 ) -> None:
     endpoints = free_endpoints(1)
-    server = processes.server(endpoints[0], endpoints, 1)
+    here = Here(endpoints, 1).start(servers=[0])
     code, out, err = ended(processes.worker(0, endpoints, 1, "fork"))
     assert code == 0, err
     assert "weight -5.0" in out
-    assert ended(server)[0] == 0
+    here.end()
 
 
 def test_sigterm_on_a_server(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     """The server ends cleanly; the worker is told which one it was and why."""
     endpoints = free_endpoints(2)
-    servers = [processes.server(endpoint, endpoints, 1) for endpoint in endpoints]
-    worker = processes.worker(0, endpoints, 1, "slow")
-    assert worker.stdout is not None
-    assert worker.stdout.readline() == "joined\n"
-    servers[1].send_signal(signal.SIGTERM)
-    code, out, err = ended(servers[1])
+    here = Here(endpoints, 1, "slow").start(servers=[0], workers=[0])
+    server = processes.server(endpoints[1], endpoints, 1)
+    here.heard("joined")
+    server.send_signal(signal.SIGTERM)
+    code, out, err = ended(server)
     assert code == 0, err
     assert "served" in out
-    code, _, err = ended(worker)
-    assert code == 1
-    assert endpoints[1] in err
-    assert "SIGTERM" in err
-    code, _, err = ended(servers[0])
-    assert code == 1
-    assert "SIGTERM" in err, "the other server hears the reason from the worker"
+    told = str(here.error("worker 0"))
+    assert endpoints[1] in told
+    assert "SIGTERM" in told
+    assert "SIGTERM" in str(here.error("server 0")), "the other server hears the reason from the worker"
 
 
 def test_a_killed_server_is_an_error_after_the_deadline(
@@ -263,13 +303,12 @@ def test_a_killed_server_is_an_error_after_the_deadline(
     endpoints = free_endpoints(1)
     hasty = {"FLAGS_rpc_deadline": "1500", "FLEET_HEARTBEAT_S": "0.2"}
     server = processes.server(endpoints[0], endpoints, 1, **hasty)
-    worker = processes.worker(0, endpoints, 1, "slow", **hasty)
-    assert worker.stdout is not None
-    assert worker.stdout.readline() == "joined\n"
+    here = Here(endpoints, 1, "slow", **hasty).start(workers=[0])
+    here.heard("joined")
     server.kill()
-    code, _, err = ended(worker)
-    assert code == 1
-    assert re.search(rf"DeadlineError: the server at {re.escape(endpoints[0])} is silent", err)
+    error = here.error("worker 0")
+    assert isinstance(error, DeadlineError)
+    assert f"the server at {endpoints[0]} is silent" in str(error)
 
 
 @pytest.mark.slow
@@ -308,11 +347,9 @@ def test_a_server_and_a_worker_that_are_paused(
 
 def test_a_script_that_forgets_stop_worker(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
-    server = processes.server(endpoints[0], endpoints, 1)
+    here = Here(endpoints, 1).start(servers=[0])
     assert ended(processes.worker(0, endpoints, 1, "forget"))[0] == 0
-    code, _, err = ended(server)
-    assert code == 1
-    assert "without fleet.stop_worker()" in err
+    assert "without fleet.stop_worker()" in str(here.error("server 0"))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +363,7 @@ def test_a_script_that_forgets_stop_worker(processes: Processes, free_endpoints:
 def test_fleetrun_names_the_worker_that_ended_the_job(
     processes: Processes, tmp_path: Path, variant: str, code: int, why: str
 ) -> None:
-    command = ("-m", "fleet.launch", "--server_num", "2", "--worker_num", "2", TRAIN, variant)
+    command = ("-m", "fleet.launch", "--server_num", "1", "--worker_num", "2", TRAIN, variant)
     got, _, err = ended(processes.start(*command, cwd=tmp_path))
     assert got == code
     assert re.search(rf"^\[fleetrun\] worker [01] failed: {why}; its output is in logs/worker", err, re.MULTILINE), err
@@ -344,12 +381,11 @@ def test_a_forgotten_stop_worker_is_told_of_alone(processes: Processes) -> None:
 
 def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
-    first = processes.server(endpoints[0], endpoints, 1)
-    worker = processes.worker(0, endpoints, 1, "slow")
-    assert worker.stdout is not None
-    assert worker.stdout.readline() == "joined\n"
+    here = Here(endpoints, 1, "again").start(servers=[0])
+    until(lambda: is_taken(Endpoint.parse(endpoints[0])))
     code, _, err = ended(processes.start("-m", "fleet", "server", "--endpoint", endpoints[0]))
+    here.start(workers=[0]).end()
     assert code != 0
     assert f"port {endpoints[0].partition(':')[2]} is in use" in err
-    assert f"process {first.pid}" in err
+    assert f"process {os.getpid()}" in err
     assert "Traceback" not in err, "an operator's command explains itself without one"
