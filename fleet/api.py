@@ -1,4 +1,5 @@
-"""``Fleet``: every call a user makes. ``fleet.init`` and its like are the bound methods of one default instance.
+"""Defines ``Fleet``, every call a user makes. ``fleet.init`` and its like are the bound methods of one default
+instance.
 
 Importing this module imports neither torch nor gRPC nor numba; a backend does, when ``init`` has chosen one.
 """
@@ -135,7 +136,7 @@ class Fleet:
         return self._me("is_server").is_server
 
     def is_first_worker(self) -> bool:
-        """Whether this is worker 0, who does what is to be done once.
+        """Whether this is worker 0, which does what has to be done once.
 
         Examples:
             >>> if fleet.is_first_worker():

@@ -1,4 +1,4 @@
-"""Checkpoints from time to time: when one is due, of which kind it is, and which older ones may go.
+"""Saves checkpoints from time to time: decides when one is due, of which kind it is, and which older ones may go.
 
 The first worker decides and saves, in every kind of job, so nobody has to agree on a time. With servers it trains on as
 soon as they let it: they write their shares beside the training, and a thread here waits for them and adds the
@@ -44,7 +44,7 @@ _THREAD = "fleet-checkpoint "
 
 @dataclass
 class Schedule:
-    """When a checkpoint is due, and of which kind it is. Pure but for what it is told."""
+    """Decides when a checkpoint is due, and of which kind it is. Pure."""
 
     every_steps: int | None
     every_s: float | None
@@ -58,8 +58,8 @@ class Schedule:
     missed: bool = False
 
     def is_due(self, step: int, now: float) -> bool:
-        """At multiples of ``every_steps``, or at the first step after one that was missed; ``every_s`` after the last
-        one was begun."""
+        """Whether one is due: at multiples of ``every_steps``, or at the first step after a missed one; or ``every_s``
+        after the last one was begun."""
         self.step = min(self.step, step)  # a job that has loaded another state has gone back
         by_steps = self.every_steps is not None and step // self.every_steps > self.step // self.every_steps
         by_time = self.every_s is not None and now - self.at >= self.every_s

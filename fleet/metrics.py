@@ -1,4 +1,4 @@
-"""Metrics over the data of all workers: ``fleet.metrics.auc(predictions, labels)`` and its like.
+"""Computes metrics over the data of all workers: ``fleet.metrics.auc(predictions, labels)`` and its like.
 
 Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. What
 travels are sums and counts, never the data. Importing this imports no numpy: ``import fleet`` does it.

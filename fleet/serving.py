@@ -1,4 +1,4 @@
-"""Models to serve: from what a job has learnt to a directory, and from that to a model of plain torch."""
+"""Saves what a job has learnt as a model to serve, and loads it as a model of plain torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def remote_tables(state: Mapping[str, torch.Tensor]) -> dict[str, TableHandle]:
 
 
 def state_to_save(model: torch.nn.Module, tables: Collection[int], example_inputs: object) -> dict[str, torch.Tensor]:
-    """``state_in_job``, if it can be saved; what cannot is refused on every worker, whoever will write."""
+    """Return ``state_in_job`` if it can be saved; otherwise refuse it on every worker, whichever will write."""
     if example_inputs is not None:
         check_examples(example_inputs)
     state = state_in_job(model, tables)

@@ -1,4 +1,4 @@
-"""Parameters and their optimizer state, put together from the blocks they were cut into when they were exported."""
+"""Puts parameters and their optimizer state together from the blocks they were cut into when they were exported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fleet.errors import CheckpointError
 
 class Assembly:
     def __init__(self, numel: Mapping[str, int], where: str) -> None:
-        """``numel``: the parameters that are wanted, and how many elements each has; pieces of others are passed by.
-        ``where`` the pieces come from is told in errors."""
+        """``numel`` says which parameters are wanted, and how many elements each has; pieces of others are skipped.
+        ``where`` is named in errors."""
         self._numel = numel
         self._where = where
         self._pieces: dict[str, dict[str, Any]] = {name: {} for name in numel}

@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, one parameter and one table at a time.
+"""Compares two checkpoints, one parameter and one table at a time.
 
 The rows of a table come in another order in each, so those of the first are put into files of a temporary directory,
 sorted by id, and those of the second are looked up there as they pass by.
@@ -23,7 +23,7 @@ from fleet.plan.specs import JobSpec
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two tensors of one shape: whether they are the same bits, the largest difference, and the norm of the
+    """Compares two tensors of one shape: whether they are the same bits, the largest difference, and the norm of the
     difference, as a part of the first one's norm."""
 
     same: bool
@@ -33,8 +33,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class RowDifference:
-    """Of two tables: rows that only one has, rows that are not the same bits in some column, and the largest difference
-    in each column."""
+    """Compares two tables: rows that only one has, rows that are not the same bits in some column, and the largest
+    difference in each column."""
 
     added: int
     removed: int
@@ -48,7 +48,7 @@ class RowDifference:
 
 @dataclass(frozen=True)
 class Told:
-    """What can only be told: numbers of the job, and what one lacks or has of another kind."""
+    """Says what cannot be measured: numbers of the job, and what one lacks or has of another kind."""
 
     left: str
     right: str
@@ -63,8 +63,8 @@ Finding = tuple[str, "Difference | RowDifference | Told"]
 
 
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Finding]:
-    """Everything that either has, as it is found: numbers of the job, parameters, their state, buffers, the states of
-    workers' own objects, tables."""
+    """Yield everything that either has, in the order it is found: numbers of the job, parameters, their state, buffers,
+    the states of workers' own objects, tables."""
     for name, mine, theirs in (
         ("step", left.manifest.version, right.manifest.version),
         ("seed of rows", left.manifest.seed, right.manifest.seed),

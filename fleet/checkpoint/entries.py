@@ -1,4 +1,4 @@
-"""What a checkpoint says of one parameter, or of one block of it: its values, and the state of its optimizer.
+"""Describes one parameter, or one block of it, in a checkpoint: its values, and the state of its optimizer.
 
 An entry tells which parameter, which of its elements, which key ("value", or "state." and torch's name), and whether
 the tensor has one number for each of these elements; what is no tensor stands in the entry itself, as "plain".
@@ -38,8 +38,8 @@ def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
 
 
 def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
-    """Of a block's entries what belongs to its elements from ``start`` to ``stop``; what belongs to all goes with the
-    first of them."""
+    """Return what belongs to a block's elements from ``start`` to ``stop``; what belongs to all of them goes with the
+    first."""
     for entry, tensor in entries:
         if tensor is not None and entry["elementwise"] and stop - start < tensor.numel():
             part = tensor.reshape(-1)[start:stop]
@@ -58,8 +58,8 @@ def names(told: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
-    """Entries and tensors apart, as they are sent and written: copies, since training goes on and a file's tensors may
-    share no memory."""
+    """Separate entries from tensors, as they are sent and written. Tensors are copied, since training goes on and a
+    file's tensors may share no memory."""
     told, tensors = [], []
     for entry, tensor in entries:
         told.append(entry)

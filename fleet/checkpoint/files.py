@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and what to know of them."""
+"""Writes files that are on the disk when a call returns, and reads their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def measure(path: Path) -> tuple[int, int]:
 
 
 def read_past_cache(path: Path, most: int) -> memoryview | None:
-    """The beginning of a file, not more of it than ``most``, without leaving any of it in the system's cache: what is
-    read once and kept takes its memory once then. None where it is in the cache, or the system reads in no other way.
-    """
+    """Read at most ``most`` bytes from the beginning of a file without leaving them in the system's cache, so that what
+    is read once takes its memory once. None if the file is in the cache, or the system has no other way to read."""
     if sys.platform != "linux":
         return None
     try:

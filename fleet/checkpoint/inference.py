@@ -1,5 +1,4 @@
-"""A model to serve as a directory: its tensors, what they are, a program that runs them if there is one, and a page for
-whoever finds it.
+"""Writes and reads a model to serve: a directory with its tensors, their description, perhaps a program, and a page.
 
 It is filled beside its place and renamed into it. One that is there already steps aside for the moment of two renames,
 so that the directory is always the old one, or none, or the new one, and never a mixture.
@@ -33,8 +32,8 @@ DESCRIPTION, TENSORS, PROGRAM, README = "inference.json", "model.safetensors", "
 
 @dataclass(frozen=True)
 class TableFacts:
-    """What a table's rows do not tell. ``mean`` is what ids without a row read; ``zero_padding``: the padding id reads
-    zeros, and not its row."""
+    """Says what a table's rows do not: ``mean`` is what ids without a row read; with ``zero_padding`` the padding id
+    reads zeros, and not its row."""
 
     num_embeddings: int | None
     embedding_dim: int
@@ -57,8 +56,8 @@ class TableFacts:
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """Tensors by the names of ``state_dict``. A table in ``tables`` has its trained rows under its weight's name, and
-    beside them their sorted ids (``ids_key``)."""
+    """Holds tensors by the names of ``state_dict``. A table in ``tables`` has its trained rows under its weight's name,
+    and beside them their sorted ids (``ids_key``)."""
 
     values: Mapping[str, torch.Tensor]
     tables: Mapping[str, TableFacts]

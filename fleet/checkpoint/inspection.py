@@ -1,4 +1,4 @@
-"""Looking at a checkpoint without a job: what is in it, and whether all of it is as it was written.
+"""Looks at a checkpoint without a job: what is in it, and whether all of it is as it was written.
 
 Nothing is held whole. Parameters are put together some at a time; of a table's rows only the ids are held, with the
 place of each among them (some 60 bytes a row while they are sorted), and the rest passes by piece after piece.
@@ -128,8 +128,8 @@ class Rows:
         self._ranks[order[is_last]] = np.arange(len(self.ids))
 
     def parts(self) -> Iterator[tuple[Array, dict[str, Array]]]:
-        """Some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once. One that was
-        saved without a column that others have holds zeros there."""
+        """Yield some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once; in a
+        column that it was saved without it has zeros."""
         start = 0
         for _, ids, columns in self._pieces():
             ranks = self._ranks[start : start + len(ids)]

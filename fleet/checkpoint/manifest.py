@@ -1,4 +1,4 @@
-"""What a checkpoint is: a manifest and the pieces it names. Reading one trusts nothing it has not checked.
+"""Reads and writes manifests, which name the pieces of a checkpoint. Reading one trusts nothing it has not checked.
 
 A delta has the rows that changed since the checkpoint it goes on from: either that one's pieces come before its own in
 one manifest, or it names that one as its parent, by place and id.

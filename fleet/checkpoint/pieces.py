@@ -1,4 +1,4 @@
-"""The files a checkpoint consists of: safetensors, each small enough to be whole in memory, each with its checksum.
+"""Reads and writes the files of a checkpoint: safetensors, each small enough for memory, each with its checksum.
 
 They are encoded and decoded here and not by the safetensors library because that copies every tensor, and more than
 once.

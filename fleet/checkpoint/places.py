@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory of this machine, or anything fsspec has a name for (``s3://bucket/run``).
+"""Names where a checkpoint lies: a directory of this machine, or anything fsspec knows (``s3://bucket/run``).
 
 Both offer the same few operations. What is created is durable when it is closed; what is published replaces what was
 there in one step.
@@ -202,7 +202,8 @@ class Directory:
 
 
 class Remote:
-    """A place that fsspec reaches. Nothing can be renamed there, but a file appears when all of it has been written."""
+    """A place that fsspec reaches. Nothing can be renamed there, but a file appears only when all of it has been
+    written."""
 
     def __init__(self, fs: Any, path: str, protocol: str) -> None:
         self._fs = fs
@@ -277,8 +278,8 @@ class Remote:
         return f"{self._path}/{name}"
 
     def _kind(self, path: str) -> str | None:
-        """``"file"``, ``"directory"``, or None where there is nothing. By ``info``, as ``exists`` and ``isfile`` take
-        a refusal for an absence."""
+        """Return ``"file"``, ``"directory"``, or None if there is nothing. It uses ``info``, since ``exists`` and
+        ``isfile`` take a refusal for an absence."""
         with self._asking():
             self._fs.invalidate_cache()
             try:

@@ -1,4 +1,4 @@
-"""A checkpoint as plain files for other programs: safetensors with everything in it, Parquet for the rows of a table.
+"""Exports a checkpoint for other programs: safetensors with everything in it, Parquet for the rows of a table.
 
 Files are written beside their place and renamed into it. Rows come in the order of their ids: they are written to where
 they belong in a file as they pass by, so no table is ever in memory; the pages of such a file are the system's to keep.
@@ -37,8 +37,8 @@ _ENTRY_BYTES = 320
 
 
 def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, force: bool) -> list[Path]:
-    """Write the file or the folder that ``out`` names, and return the files. ``tables`` are those that are wanted
-    alone, by name; none: everything is."""
+    """Write the file or the folder that ``out`` names, and return the files. ``tables`` names the only tables wanted;
+    if empty, everything is."""
     chosen = _chosen(checkpoint, tables)
     jobs = _planned(checkpoint, out, chosen, everything=not tables, state=state)
     present = [path for path in jobs if path.exists()]

@@ -1,4 +1,4 @@
-"""The page beside a saved model: what is in its directory, and how to use it with PyTorch alone."""
+"""Writes the page beside a saved model: what is in its directory, and how to use it with PyTorch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job goes on from: one choice for all of its processes, made of what its servers have and see.
+"""Chooses what a job goes on from: once for all of its processes, from what its servers have and see.
 
 State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else it is the
 newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the servers
@@ -72,7 +72,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one server has and sees. Of checkpoints it tells only where neither a job nor a choice is there before."""
+    """What one server has and sees. It lists checkpoints only if it has neither a job nor a choice."""
 
     held: Held | None = None
     chosen: Choice | None = None
@@ -128,8 +128,8 @@ def are_apart(steps: Sequence[int]) -> bool:
 
 
 def steps_apart(seen: Sequence[Seen]) -> list[int] | None:
-    """The servers' steps if they are further apart than steps of one job in rounds can be, which is no proof: they
-    are asked one after the other, and a job that runs goes on meanwhile."""
+    """Return the servers' steps if they are further apart than one job in rounds allows. That is no proof: they are
+    asked one after the other, and a running job goes on meanwhile."""
     held = [each.held for each in seen if each.held is not None]
     steps = [each.step for each in held if each.lockstep]
     return steps if len(steps) == len(seen) and are_apart(steps) else None
@@ -193,7 +193,7 @@ def choose(servers: Sequence[object], seen: Sequence[Seen], *, strict: bool = Tr
 
 
 def newest_of_all(seen: Sequence[Sequence[Mark]]) -> Mark:
-    """The newest checkpoint that all see who tell what they see; a beginning if there is none."""
+    """Return the newest checkpoint that all servers see which list any; a beginning if there is none."""
     return max(set(seen[0]).intersection(*seen[1:]), default=BEGINNING)
 
 
@@ -203,7 +203,7 @@ def _origin(seen: Seen) -> str:
 
 
 def passed_by(servers: Sequence[object], seen: Sequence[Seen], choice: Choice) -> list[str]:
-    """Newer checkpoints than the one that was chosen, each in words with who does not see it."""
+    """Return the checkpoints that are newer than the chosen one, each in words with the servers that do not see it."""
     newer = {mark for each in seen for mark in each.checkpoints if mark.step > choice.mark.step}
     blind = {mark: [servers[i] for i, each in enumerate(seen) if mark not in each.checkpoints] for mark in newer}
     return [f"{mark} is not seen by {', '.join(map(str, blind[mark]))}" for mark in sorted(newer)]

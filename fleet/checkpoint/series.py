@@ -1,4 +1,4 @@
-"""A directory of checkpoints, each named after its step: which is the newest, and which are too old."""
+"""Lists a directory of checkpoints named after their steps: which is the newest, and which are too old."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _file_above(root: Place) -> str | None:
 
 
 def complete(root: Place) -> Iterator[Checkpoint]:
-    """Those that are complete, with all that they go on from, the one of the latest step first; each is where its step
-    says that it is."""
+    """Return the complete checkpoints whose lineage is complete as well, the latest step first; each lies where its
+    step says."""
     for step in reversed(steps_in(root)):
         place = root.within(name_of(step))
         try:
@@ -101,8 +101,8 @@ def latest(root: Place) -> Checkpoint | None:
 
 
 def remove_old(root: Place, keep: int, newest: int) -> None:
-    """Keep so many, up to the step ``newest``, and what they go on from. Of later steps there may be some that an
-    earlier run has left; they are not of this series."""
+    """Keep so many, up to the step ``newest``, and what they go on from. Later steps are left alone: an earlier run may
+    have left them, and they are not of this series."""
     steps = [step for step in steps_in(root) if step <= newest]
     places = {step: place for step in steps if is_checkpoint(place := root.within(name_of(step)))}
     kept = sorted(places)[-keep:]

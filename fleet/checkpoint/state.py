@@ -1,4 +1,4 @@
-"""The state of a worker's own objects, schedulers, datasets and the like, as bytes, and back into them.
+"""Turns the state of a worker's own objects (schedulers, datasets) into bytes, and back.
 
 It is a line of JSON and behind it the bytes of the tensors in it, end to end. JSON's lists are lists; what JSON does
 not know, other keys of a dict among it, is an object with one key, which says what it is. Nothing is pickled: what has
@@ -47,7 +47,7 @@ _SCHEDULED = ("lr", "momentum", "betas")
 
 
 def check_state(state: object) -> dict[str, Any]:
-    """The dict that a user gives, of names and what can tell its state or stands for itself."""
+    """Check the dict that a user gives: names, with objects that have a state or values that are one."""
     checked = _named(state)
     for name, value in checked.items():
         if not _is_object(value):

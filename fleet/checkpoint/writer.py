@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that it exists whole or not at all.
+"""Writes a checkpoint so that it exists whole or not at all.
 
 The pieces go into a folder of their own, which several processes may fill; the manifest that names them comes last. A
 new directory is filled beside its place and renamed into it. Where a directory is already (a volume may be mounted
@@ -216,7 +216,7 @@ class CheckpointWriter:
         refuse_unwritable(_WHAT, self._final.url, error)
 
     def _may_be_there(self) -> bool:
-        """Whether the manifest stands there that names the pieces, or nobody can tell: then they must stay."""
+        """Whether the manifest that names the pieces is there, or may be: then they must stay."""
         try:
             present = Checkpoint.open_manifest(self._final)[1].id
         except CheckpointError:

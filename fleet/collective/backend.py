@@ -1,4 +1,4 @@
-"""The collective backend: puts a job's parts together, and says which calls it has nothing for."""
+"""Puts the parts of a collective job together, and refuses the calls that need servers."""
 
 from __future__ import annotations
 

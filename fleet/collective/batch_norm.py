@@ -1,4 +1,4 @@
-"""Batch norms whose statistics are those of the batches of all workers.
+"""Computes batch norms over the batches of all workers.
 
 torch has such layers for CUDA only. This one is made of an all-reduce that autograd can go back through, so it runs
 wherever the job does. In evaluation it is the layer it was.
@@ -28,8 +28,8 @@ class _Sum(torch.autograd.Function):
 
 
 class StatisticsGroup:
-    """Where the batch norms of all workers meet: a communicator of their own, so that gradients on their way are not in
-    its. A worker that has stopped will not come, which the others have to hear."""
+    """The communicator on which the batch norms of all workers meet, apart from that of gradients on their way. The
+    others must hear when a worker has stopped and will not come."""
 
     def __init__(self) -> None:
         self._group: Group | None = None

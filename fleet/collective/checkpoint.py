@@ -1,4 +1,4 @@
-"""The state of a collective job as one checkpoint, and back.
+"""Saves the state of a collective job as one checkpoint, and loads it.
 
 The same format as that of a parameter-server job, and servers can start from it: every parameter is one block, with its
 optimizer state; the model's buffers come in a piece of their own. One worker writes, one reads and hands it to the
@@ -31,8 +31,8 @@ _log = logging.getLogger("fleet.checkpoint")
 
 
 def save(worker: CollectiveWorker, dirname: object, mode: object, own: Bytes | None, wanted: str) -> None:
-    """Written by the first worker that calls it after this step; the others wait until it has been. ``own`` is the
-    state of this worker's own objects, ``wanted`` the name under which others give theirs; empty: that of this call."""
+    """Save as the first worker that calls it after this step; the others wait until it is done. ``own`` is the state of
+    this worker's own objects, ``wanted`` the name under which others give theirs, or empty for that of this call."""
     if mode != "full":
         raise UnsupportedError(
             "a collective job has no rows of which only the changed ones could be saved",
@@ -137,7 +137,7 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
 
 
 def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """What there is, and the tensors of it in that order."""
+    """Read what a checkpoint has, and its tensors in that order."""
     spec = _spec(worker)
     if strict:
         checkpoint.check_fits(spec)

@@ -1,4 +1,4 @@
-"""How one bucket of gradients becomes the mean over all workers: the ways it can go, chosen once for a job.
+"""Turns one bucket of gradients into the mean over all workers, in a way that is chosen once for a job.
 
 ``begin`` is called while backward still runs and starts what can run beside it; what it returns is called after
 backward and hands back the bucket's new content. The buckets come in the same order on every worker.

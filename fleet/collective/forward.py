@@ -1,4 +1,4 @@
-"""What options change about a model's forward: recomputation of activations, and half precision.
+"""Changes a model's forward as options say: recomputation of activations, and half precision.
 
 Both replace ``forward`` on an instance, which leaves modules, parameters and the keys of ``state_dict`` as they are.
 """

@@ -1,4 +1,4 @@
-"""Writing something once for the whole job: the first worker that asks does it, and the others wait in the store."""
+"""Writes something once for the whole job: the first worker that asks does it, and the others wait in the store."""
 
 from __future__ import annotations
 

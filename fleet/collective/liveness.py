@@ -1,4 +1,4 @@
-"""When is a worker lost? Decided from counters that grow for as long as their workers live.
+"""Decides when a worker is lost, from counters that grow for as long as their workers live.
 
 Pure: counts and instants come in.
 """

@@ -1,4 +1,4 @@
-"""The whole model as plain tensors on the CPU: every worker of a collective job has all of it."""
+"""Exports the whole model as plain tensors on the CPU: every worker of a collective job has all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of the workers' own objects on their way through the job's store: into a checkpoint, and back.
+"""Moves the states of the workers' own objects through the job's store: into a checkpoint, and back.
 
 Every worker puts its own there when a checkpoint wants it. Whoever writes takes them out, and waits for those that give
 theirs as long as they can still come to it.
@@ -27,8 +27,8 @@ def give(worker: CollectiveWorker, name: str, state: Bytes) -> None:
 
 
 def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[tuple[int, int, Bytes]]:
-    """What has been given under a name, by everyone who makes this call or by those who have said that they give
-    theirs: worker, steps, state."""
+    """Collect what has been given under a name, by everyone who makes this call or by those who give theirs: worker,
+    steps, state."""
     monitor = worker.group.monitor
 
     def absent(store: Store) -> list[int]:

@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels et al., 2019, arXiv:1905.13727), by torch's own communication hook."""
+"""Runs PowerSGD (Vogels et al., 2019, arXiv:1905.13727) by torch's own communication hook."""
 
 from __future__ import annotations
 

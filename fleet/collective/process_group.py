@@ -1,4 +1,4 @@
-"""The process group of a collective job: made from the role maker's endpoints, or the user's own, adopted.
+"""Makes the process group of a collective job from the role maker's endpoints, or adopts the user's own.
 
 The first endpoint hosts a store (under torchrun the launcher does). Through it the workers find each other, compare
 what they are about to train, and connect; the connections themselves are torch's, NCCL for CUDA tensors and Gloo for
@@ -116,7 +116,7 @@ class Group:
             )
 
     def _open_store(self, deadline_s: float) -> tuple[Store, str, bool]:
-        """The job's store, who keeps it, in words, and whether that is this process."""
+        """Return the job's store, in words who keeps it, and whether this process does."""
         endpoint, launched = self._assignment.workers[0], self._assignment.store_launched
         hosts = self.rank == 0 and not launched
         host = f"the launcher at {endpoint}" if launched else f"worker 0 at {endpoint}"
@@ -158,7 +158,7 @@ class Group:
             self._clock.sleep(_RETRY_S)
 
     def _call_the_roll(self, about: Mapping[str, object], deadline_s: float) -> None:
-        """Everybody is there and is about to train the same, or somebody is told to be missing or to differ."""
+        """Check that everybody is there and will train the same; otherwise name who is missing or differs."""
         told = json.dumps(about, sort_keys=True)
         self._post_and_wait("hello", told, deadline_s)
         first = json.loads(self.monitor.ask(lambda store: store.get("hello/0")))
@@ -286,8 +286,8 @@ class Group:
         self._control = self._server = None
 
     def abandon(self) -> None:
-        """The job has failed. Collectives that are under way will never end, and to destroy their group would be to
-        wait for them: it is left to the end of the process."""
+        """Leave the group to the end of the process after a failure: collectives that are under way never end, and
+        destroying the group would wait for them."""
         self.monitor.linger()
         self.monitor.end()
         self._server = self._store = None

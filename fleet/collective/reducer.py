@@ -1,4 +1,4 @@
-"""Gradients averaged while backward runs, by DistributedDataParallel's own reducer and without its wrapper.
+"""Averages gradients while backward runs, by DistributedDataParallel's own reducer and without its wrapper.
 
 DDP arms the reducer in the forward of its wrapper. Here a hook on every gradient accumulator does it, at the first
 gradient of a backward, before the reducer's own hook sees it. It also asks the autograd engine to call ``_close`` when
@@ -183,7 +183,7 @@ class Reducer:
         self._on_round(Round(workers))
 
     def _correct(self, marks: Sequence[float], workers: int) -> None:
-        """What nobody has a gradient for has none, and the mean is over those who took part."""
+        """Give parameters that nobody has a gradient for none, and divide by the number of those who took part."""
         present = []
         for param, mark in zip(self._params, marks, strict=True):
             if mark > 0 and param.grad is not None:

@@ -1,4 +1,4 @@
-"""Barriers and reductions among the workers of a collective job, over its store rather than its process group.
+"""Runs barriers and reductions of a collective job over its store rather than its process group.
 
 So they are not in the way of gradients, and a worker that has stopped need not take part: it says so in the store. The
 n-th gathering of one worker meets the n-th of every other. The first worker that is in it collects what all have

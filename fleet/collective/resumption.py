@@ -1,4 +1,4 @@
-"""What a collective job goes on from: the newest checkpoint that its workers see, which worker 0 reads for all.
+"""Finds what a collective job goes on from: the newest checkpoint its workers see, which worker 0 reads for all.
 
 Every worker writes down in the job's store what it sees, and all come to the same choice.
 """
@@ -42,5 +42,5 @@ def resume(group: Group, root: Place, *, strict: bool) -> Resumption:
 
 
 def choose(seen: list[list[Mark]]) -> Mark:
-    """The newest one that all see who see any. Those that see none need none: worker 0 reads for them."""
+    """Choose the newest checkpoint that is seen by all who see any. The others need none: worker 0 reads for them."""
     return newest_of_all([some for some in seen if some]) if seen[0] else BEGINNING

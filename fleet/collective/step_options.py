@@ -1,4 +1,4 @@
-"""Parameters averaged over the workers, and gradients collected over several steps: what options do in ``step``."""
+"""Carries out what options do in ``step``: parameters averaged over workers, gradients merged over several steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MergedGradients:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self) -> None:
-        """Add what ``.grad`` holds now, whatever becomes of it."""
+        """Add what ``.grad`` holds now, whatever happens to it afterwards."""
         for index, param in enumerate(self._params):
             if param.grad is not None:
                 present = self._sums.get(index)

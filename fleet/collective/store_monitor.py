@@ -1,4 +1,4 @@
-"""The worker's line to the others beside the process group: a thread that keeps to the job's store.
+"""Connects a worker to the job's store, beside the process group, on a thread of its own.
 
 A request to a store whose host has stopped answering never returns, and a collective of which one member has died may
 not either. So the user's thread asks neither directly. The monitor's thread alone speaks to the store: it counts a

@@ -1,4 +1,4 @@
-"""The optimizer of a collective job: the wrapped ones step in this process, on gradients that are everybody's."""
+"""Steps the wrapped optimizers in this process, on gradients that are the same on every worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet.optimizer import DistributedOptimizer, Stepper
 
 
 class Synchronized(Stepper, Protocol):
-    """A running worker whose backwards can be told to send nothing."""
+    """A running worker whose backwards can be kept from sending anything."""
 
     def set_synchronized(self, wanted: bool) -> bool: ...
 

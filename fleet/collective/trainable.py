@@ -1,4 +1,4 @@
-"""What cannot train the same on every worker of a collective job, refused by name."""
+"""Refuses by name what cannot train the same on every worker of a collective job."""
 
 from __future__ import annotations
 

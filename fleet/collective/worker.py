@@ -1,4 +1,4 @@
-"""One worker of a running collective job: what its optimizer's steps and the user's calls do.
+"""Runs one worker of a collective job: its optimizer's steps and the user's calls.
 
 A *round* is where all workers meet in the process group: at the end of a backward, in a step that completes a merge, or
 where local SGD averages. A worker that has stopped goes on meeting the others with nothing to contribute, inside of its

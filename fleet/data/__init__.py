@@ -1,4 +1,4 @@
-"""Datasets for what click models are trained on: MultiSlot text, Parquet and CSV."""
+"""Reads what click models are trained on: datasets of MultiSlot text, Parquet and CSV."""
 
 from fleet.data.columns import Batch, Floats, Ids, Ignored, Ragged
 from fleet.data.csv import Csv

@@ -1,4 +1,4 @@
-"""Arrow's arrays to rows, for the formats that pyarrow reads."""
+"""Turns Arrow's arrays into rows, for the formats that pyarrow reads."""
 
 from __future__ import annotations
 

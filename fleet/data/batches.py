@@ -1,4 +1,4 @@
-"""Rows, and batches made of them.
+"""Holds rows, and makes batches of them.
 
 All whole numbers of a batch share one piece of memory and all its floats another. So a ``DataLoader``'s worker process
 hands over two pieces and not one for every column, which would cost more than reading them did.

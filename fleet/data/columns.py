@@ -1,4 +1,4 @@
-"""What a user says of the columns to be read, and the form that all formats read them into.
+"""Declares the columns to be read, and the form that all formats read them into.
 
 A *row* is one sample as 64-bit *words*, column by column: the values, after their number where that may differ from row
 to row. A float32 lies in one half of its word. So a row of any format is one piece of memory, which makes shuffling a

@@ -1,4 +1,4 @@
-"""CSV and its like, chunk by chunk: lines are found here, as in all text, and taken apart by pyarrow."""
+"""Reads CSV and its like in chunks: lines are found here, as in all text, and taken apart by pyarrow."""
 
 from __future__ import annotations
 

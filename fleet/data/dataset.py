@@ -1,4 +1,4 @@
-"""``SampleFiles``, which every format shares: who reads what, in which order, in batches, and from where it goes on.
+"""Defines ``SampleFiles``, which every format shares: who reads what, in which order, in batches, and from where.
 
 Files consist of pieces, which are dealt to the processes that read: the workers of a ``DataLoader``, or this one alone.
 Each reads its pieces into rows, holds as many rows as the bound on memory allows (a *window*; a few, where nothing is

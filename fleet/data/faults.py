@@ -1,4 +1,4 @@
-"""What becomes of malformed samples: the first one ends the reading, or all are counted, and some of them logged."""
+"""Decides what becomes of malformed samples: the first one ends the reading, or all are counted and some logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Faults:
         self.skipped = 0
 
     def found(self, described: Callable[[], DataError]) -> None:
-        """One more; it is described where somebody is told, for finding out its line may mean to read a file again."""
+        """Count one more. It is described only if it is reported, since finding its line may mean to read a file
+        again."""
         if not self._skip:
             raise described()
         self.skipped += 1

@@ -1,4 +1,4 @@
-"""Lines of MultiSlot text to rows: the compiled loop, what stopped it, and the few floats that it leaves to Python.
+"""Parses lines of MultiSlot text in a compiled loop, which leaves errors and a few floats to Python.
 
 A number becomes the nearest float32 of what is written. The loop computes in float64, with an error of less than two
 units in the last place, and rounds; where another result were possible within four, and for subnormal numbers, it
@@ -288,7 +288,7 @@ class Parser:
         self._state = np.zeros(10, np.int64)
 
     def fault(self) -> int:
-        """Go on to the next malformed line and tell what it is; ``DONE`` where there is none any more."""
+        """Go on to the next malformed line and say what it is; ``DONE`` if there is none any more."""
         slots, state, reals = self._slots, self._state, self._words.view(np.float32)
         while True:
             fault = _parse(

@@ -1,5 +1,6 @@
-"""MultiSlot text, the format of PaddlePaddle's data feeds: a sample is a line, which says for each slot in order how
-many values it has, and the values."""
+"""Reads and writes MultiSlot text, the format of PaddlePaddle's data feeds: a line is a sample, with a count and the
+values for each slot.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads what in which order: the same for ever for the same numbers, on every machine and with every release.
+"""Decides who reads what in which order: the same for the same numbers, on every machine and with every release.
 
 Shuffling is in two steps, as in CorgiPile (Xu et al., SIGMOD 2022): pieces of files in a random order, and, of as many
 of them as fit into memory, all samples in a random order. So a sample's place follows from a few numbers, and a reading

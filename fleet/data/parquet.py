@@ -1,4 +1,4 @@
-"""Parquet files, a row group at a time."""
+"""Reads Parquet files, a row group at a time."""
 
 from __future__ import annotations
 

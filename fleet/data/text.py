@@ -1,4 +1,4 @@
-"""Files of lines, a range of bytes at a time: local or anywhere fsspec reaches, plain or compressed by gzip.
+"""Reads files of lines, a range of bytes at a time: local or anywhere fsspec reaches, plain or compressed by gzip.
 
 A line belongs to the range that it begins in, so that ranges can be read by different processes and nothing is lost or
 read twice. What can be cut is cut into ranges of ``PIECE`` bytes; a compressed file is one. Lines come in chunks whose

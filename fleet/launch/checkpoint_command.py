@@ -1,5 +1,4 @@
-"""What ``fleet checkpoint`` does: what is in checkpoints, whether they are whole, how two differ, and their contents as
-plain files."""
+"""Carries out ``fleet checkpoint``: lists, verifies, compares and exports checkpoints."""
 
 from __future__ import annotations
 

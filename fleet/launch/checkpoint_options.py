@@ -1,4 +1,4 @@
-"""``fleet checkpoint`` as it is read from the command line, without the torch that it takes to be carried out."""
+"""Reads the command line of ``fleet checkpoint``, without importing the torch that its work needs."""
 
 from __future__ import annotations
 

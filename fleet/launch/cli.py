@@ -1,4 +1,4 @@
-"""The commands: ``fleetrun`` starts a job; ``fleet`` carries it and the rest as subcommands."""
+"""Runs the commands: ``fleetrun`` starts a job; ``fleet`` has it and the rest as subcommands."""
 
 from __future__ import annotations
 

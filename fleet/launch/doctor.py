@@ -1,4 +1,4 @@
-"""``fleet doctor``: what holds a job back, in sentences."""
+"""Runs ``fleet doctor``, which says in sentences what holds a job back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fleet env``: what a bug report needs to say about a machine, whatever is missing or broken on it.
+"""Runs ``fleet env``: says what a bug report needs about a machine, whatever is missing or broken on it.
 
 Whatever may crash or hang, torch first of all, is asked in a process of its own. Secrets are not shown.
 """

@@ -1,4 +1,4 @@
-"""Ends the job's processes if the launcher itself is gone, however it went; run as a program of its own.
+"""Ends the job's processes if the launcher itself is gone, however it ended; runs as a program of its own.
 
 The launcher holds the other end of this program's standard input and writes the process groups it starts, one a line.
 The pipe closes when the launcher ends, even by SIGKILL. Unlike the kernel's parent-death signal this reaches whole

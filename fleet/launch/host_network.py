@@ -1,4 +1,4 @@
-"""This machine on the network: ports that are free, and which of a job's hosts it is."""
+"""Looks at this machine on the network: which ports are free, and which of a job's hosts it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole job has the folder of its logs and that of its records for itself: another one's would overwrite them."""
+"""Reserves the folder of logs and that of records for one job: another one would overwrite them."""
 
 from __future__ import annotations
 

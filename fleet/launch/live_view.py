@@ -1,4 +1,4 @@
-"""The live view of ``fleetrun``: a table that stays below the lines of the processes, on a terminal.
+"""Shows the live view of ``fleetrun``: a table that stays below the lines of the processes, on a terminal.
 
 It is made of the records that the processes keep in the log directory, and drawn by whoever writes the lines: nothing
 else may write to the terminal in between.
@@ -25,7 +25,7 @@ _KEPT = 6
 
 class LiveView:
     def __init__(self, fd: int, directory: Path, processes: Sequence[str]) -> None:
-        """On the terminal ``fd``. ``processes`` are those of this machine; servers tell of the others."""
+        """On the terminal ``fd``. ``processes`` are those of this machine; servers report the others."""
         self.fd = fd
         self._directory = directory
         self._processes = processes

@@ -1,4 +1,4 @@
-"""The parser of the commands: its errors are told as ours are."""
+"""Parses the commands, with errors in the form of Fleet's own."""
 
 from __future__ import annotations
 

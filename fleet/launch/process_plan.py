@@ -1,4 +1,4 @@
-"""What to start: from the shape of a job to one command and one set of variables for each process.
+"""Plans what to start: from the shape of a job to one command and one set of variables for each process.
 
 A job on one machine and one machine's part of a larger job are the same thing here: a list of servers, a list of
 the workers' hosts, and the set of hosts that are this machine. Everything comes in as an argument.
@@ -172,7 +172,8 @@ def check_reachable(hosts: Collection[str], here: Collection[str]) -> None:
 
 
 def shared_job_id(servers: Sequence[Endpoint], worker_hosts: Sequence[str]) -> str:
-    """A name that the launchers of several machines find without talking: all were told the same two lists."""
+    """Return a name that the launchers of several machines find without talking, since all were given the same two
+    lists."""
     text = ",".join(map(str, servers)) + "/" + ",".join(worker_hosts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

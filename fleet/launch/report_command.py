@@ -1,4 +1,4 @@
-"""``fleet report``: a finished run, or one as far as it has come, as one HTML page."""
+"""Runs ``fleet report``: writes a finished run, or one as far as it has come, as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fleet server``: one parameter server with no user script; it learns everything from the first worker."""
+"""Runs ``fleet server``: one parameter server without a user script, which learns everything from the first worker."""
 
 from __future__ import annotations
 

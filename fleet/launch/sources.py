@@ -1,4 +1,4 @@
-"""Where those who look at a job from outside find it: at its servers while it runs, or in the records it has left."""
+"""Finds a job for those who look at it from outside: at its servers while it runs, or in the records it has left."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ class _Pump:
             os.write(self._voice, f"{text}\n".encode(errors="replace"))
 
     def blame(self, process: str, logs: str) -> None:
-        """Show at the end why ``process`` failed; what the others said of it is in ``logs``."""
+        """Show at the end why ``process`` failed; ``logs`` has what the others wrote."""
         self._blamed = process, logs
 
     def follow(self, child: _Child, log_path: Path, log_mode: str) -> None:
@@ -427,7 +427,7 @@ def _next_effects(
 
 
 def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
-    """Of each worker that has told of some."""
+    """Return the steps of each worker that has reported some."""
     workers = [spec.name for spec in plan.processes if spec.role is Role.WORKER]
     told = (line.told.get("steps", 0) for line in newest(record_dir, workers) if line.kind == "worker")
     return [int(steps) for steps in told if steps]

@@ -1,4 +1,4 @@
-"""``fleet top``: a job as it runs, from anywhere its servers can be reached."""
+"""Runs ``fleet top``: shows a job as it runs, from anywhere its servers can be reached."""
 
 from __future__ import annotations
 

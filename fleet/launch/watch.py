@@ -1,4 +1,4 @@
-"""When a job is over and with which exit code: events in, effects out; whoever calls has the clock and the processes.
+"""Decides when a job is over and with which exit code: events in, effects out; the caller has clock and processes.
 
 A job runs until a process fails, somebody interrupts it, or all its processes have ended. Servers that are still there
 a grace period after the last worker are asked to end. Ending is SIGTERM to all, a grace period, then SIGKILL.

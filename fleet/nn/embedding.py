@@ -1,4 +1,4 @@
-"""``Embedding`` and ``EmbeddingBag`` whose rows live on the servers, and torch's own turned into such.
+"""Defines ``Embedding`` and ``EmbeddingBag`` whose rows live on the servers, and turns torch's own into such.
 
 They follow ``torch.nn``; what is different is that rows come into being when their id is first trained.
 """

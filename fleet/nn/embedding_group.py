@@ -1,4 +1,4 @@
-"""Many tables looked up together: one request a server, however many they are."""
+"""Looks many tables up together: one request a server, however many they are."""
 
 from __future__ import annotations
 

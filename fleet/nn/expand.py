@@ -1,4 +1,4 @@
-"""From the distinct rows of a lookup to a row for every id, or a sum for every bag, and the gradient back.
+"""Expands the distinct rows of a look-up to a row for every id, or a sum for every bag, and takes the gradient back.
 
 These are ``embedding`` and ``embedding_bag`` of ``torch.nn.functional``, except that torch adds up the gradient of
 many rows ten times slower than a plain loop (benchmarks/RESULTS.md). The loops add in the order of the ids, as torch
@@ -100,7 +100,7 @@ class _Expand(torch.autograd.Function):
 
 
 def _lies_in_blocks(grad: torch.Tensor) -> bool:
-    """Whether there is something between one part of it and the next, as where a model puts rows beside other features.
+    """Whether something lies between one part of it and the next, as when a model puts rows beside other features.
 
     A copy without would take as long as adding it up does.
     """

@@ -1,4 +1,4 @@
-"""A model as a ``torch.export`` program that takes batches of any size."""
+"""Exports a model as a ``torch.export`` program that takes batches of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings to serve: what remote ones become when the training is over, made of plain torch.
+"""Freezes remote embeddings for serving: replaces them by modules of plain torch.
 
 Each holds the sorted ids of its table and a matrix with their rows, and finds the row of an id by binary search. Below
 the rows the matrix has one of the initializer's mean, which unknown ids read as they do in evaluation, and one of
@@ -22,8 +22,8 @@ from fleet.nn.embedding_group import EmbeddingGroup
 
 @dataclass(frozen=True, eq=False)
 class FrozenTable:
-    """What there is of a table: rows for sorted ids. ``mean`` is what other ids read; ``zero_padding``: the padding id
-    reads zeros, and not its row."""
+    """A table's rows for sorted ids. ``mean`` is what other ids read; with ``zero_padding`` the padding id reads zeros,
+    and not its row."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -113,8 +113,8 @@ def freeze(
     tables: Mapping[str, FrozenTable],
     instead: Mapping[int, object],
 ) -> torch.nn.Module:
-    """A deep copy in evaluation mode, on the CPU, with these ``values`` for its parameters and buffers and with frozen
-    embeddings for its ``tables``, all by the names that ``state_dict`` has for them.
+    """Return a deep copy in evaluation mode, on the CPU, with these ``values`` for its parameters and buffers and with
+    frozen embeddings for its ``tables``, all by the names that ``state_dict`` has for them.
 
     ``instead``: by identity, what else the copy is to have another object for.
     """

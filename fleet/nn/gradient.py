@@ -1,4 +1,4 @@
-"""The gradient of a table's rows, as an object that torch's own tools treat as they treat any gradient.
+"""Holds the gradient of a table's rows in an object that torch's own tools treat like any gradient.
 
 It stands in ``weight.grad``, shaped ``(0, dim)`` like ``weight``, and carries what was collected. So it shares the fate
 of ``.grad`` whoever decides it: ``zero_grad`` of an optimizer or a module, with or without ``set_to_none``.

@@ -1,4 +1,4 @@
-"""Where an embedding module and the servers meet: ids go out, rows come in, gradients of rows are collected.
+"""Connects an embedding module to the servers: ids go out, rows come in, gradients of rows are collected.
 
 A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. Gradients of rows
 are collected in ``weight.grad`` (see gradient.py).
@@ -72,8 +72,8 @@ class RowSource(Protocol):
 
 
 class Found(NamedTuple):
-    """What an embedding goes on with: rows, every id's place among them in the shape of the ids, and the padding row's
-    place."""
+    """What an embedding goes on with: rows, the place of every id among them in the shape of the ids, and the padding
+    row's place."""
 
     rows: torch.Tensor
     inverse: torch.Tensor

@@ -1,5 +1,4 @@
-"""What the user's optimizers train, by name: the same names in the same order on every worker, in every kind of job,
-and in checkpoints."""
+"""Names what the user's optimizers train: the same names in the same order on every worker and in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who in a job: role makers, each a class with the one method ``assignment``."""
+"""Defines role makers, which say who is who in a job: each is a class with the one method ``assignment``."""
 
 from fleet.base.cluster import Role
 from fleet.role_maker.base import RoleMakerBase

@@ -1,4 +1,4 @@
-"""No cluster at all."""
+"""Makes a job of one process, without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of constructor arguments: each raises on the first thing wrong, in the documented order."""
+"""Checks constructor arguments: each check raises on the first thing wrong, in the documented order."""
 
 from __future__ import annotations
 

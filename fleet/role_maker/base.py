@@ -1,4 +1,4 @@
-"""What a role maker is: a class that can say which process of which job this one is."""
+"""Defines what a role maker is: a class that can say which process of which job this one is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What suggests that a process which found no job was meant to be a part of one."""
+"""Finds signs that a process which found no job was meant to be part of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists as Slurm abbreviates them: ``node[01-03,7],gpu1`` for names of hosts, ``2(x3),1`` for tasks on each."""
+"""Parses lists as Slurm abbreviates them: ``node[01-03,7],gpu1`` for hosts, ``2(x3),1`` for tasks on each."""
 
 from __future__ import annotations
 

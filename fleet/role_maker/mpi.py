@@ -1,4 +1,4 @@
-"""The cluster as an MPI launcher makes it: even ranks serve, odd ranks train, or all are workers of a collective job.
+"""Makes a cluster of an MPI launcher's ranks: even ones serve, odd ones train, or all are workers of a collective job.
 
 Where a server listens is agreed, not guessed: each offers a free port at every address it has, the workers try them,
 and the first one that all of them have reached is the server's endpoint.
@@ -23,7 +23,7 @@ Cards = list[dict[str, Any]]
 
 
 class Ranks(Protocol):
-    """The processes of one launch, and their way to tell each other something."""
+    """The processes of one launch, and how they exchange messages."""
 
     rank: int
     size: int

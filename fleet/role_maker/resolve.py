@@ -1,4 +1,4 @@
-"""Who this process is when the script does not say."""
+"""Decides who this process is when the script does not say."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tasks of a Slurm step as the processes of a job: every one finds the whole cluster in srun's variables, without a
-word to the others.
+"""Makes a cluster of the tasks of a Slurm step: each finds all of it in srun's variables, without a message to the
+others.
 
 Slurm tells the nodes, how many tasks each has, and in which way the tasks were dealt to them. From that follows where
 every task runs; a task that finds itself on another node says so, and nothing is started on a wrong guess.

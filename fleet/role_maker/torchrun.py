@@ -1,4 +1,4 @@
-"""The variables that torchrun, and whatever imitates it, gives each worker of a collective job."""
+"""Reads the variables that torchrun, and whatever imitates it, gives each worker of a collective job."""
 
 from __future__ import annotations
 

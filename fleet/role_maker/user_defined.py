@@ -1,4 +1,4 @@
-"""The cluster spelled out in code."""
+"""Takes a cluster that is spelled out in code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables, read so that everything wrong with them is told at once."""
+"""Reads environment variables so that everything wrong with them is reported at once."""
 
 from __future__ import annotations
 

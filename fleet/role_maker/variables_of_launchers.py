@@ -1,4 +1,4 @@
-"""The cluster as environment variables tell it, in every spelling that launchers have used."""
+"""Reads a cluster from environment variables, in every spelling that launchers have used."""
 
 from __future__ import annotations
 

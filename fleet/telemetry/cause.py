@@ -1,4 +1,4 @@
-"""Who has ended a job, put down before anybody else hears of it.
+"""Records who has ended a job, before anybody else hears of it.
 
 One process fails, the others learn of it and fail in turn, and whose exit a launcher sees first is chance. So whoever
 fails by itself writes that down in the directory of the records, and tells the others only then. The first word stands.

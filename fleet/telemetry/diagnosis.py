@@ -1,4 +1,4 @@
-"""What holds a job back, in sentences, out of two views of it. Pure: each rule is a function of both.
+"""Says in sentences what holds a job back, from two views of it. Pure: each rule is a function of both.
 
 A worker's time is all of the kinds that it counts (pushing, pulling, meeting) and the rest, which is its own: data,
 forward, backward. Of pushing and meeting a part is waiting for other workers; servers know which.

@@ -1,4 +1,4 @@
-"""The figures that a process tells of itself, by name: whoever shows any of them finds here what it means.
+"""Names the figures of a process: whoever shows one of them finds here what it means.
 
 A figure that counts only grows while its process lives. How fast, is the difference of two readings over the difference
 of their ``uptime_seconds``, which are the process's own.
@@ -60,7 +60,7 @@ def reported(figures: Figures) -> dict[str, float]:
 
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:
-    """How fast a figure grew between two readings, a second; None where they do not tell."""
+    """Return how fast a figure grew between two readings, a second; None if they do not say."""
     if before is None or name not in before or name not in now:
         return None
     seconds = now["uptime_seconds"] - before["uptime_seconds"]

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing but a browser: no network, no library.
+"""Writes a run as one HTML page that needs nothing but a browser: no network, no library.
 
 The curves are drawn here, so the page shows them without its script as well; that only tells what a pointer points at.
 """
@@ -134,7 +134,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _numbers(chart: Chart) -> str:
-    """The chart for who cannot see it, or wants figures."""
+    """Write the chart as a table, for readers who cannot see it or want numbers."""
     lines = [
         (name, *(map(_short, (min(known), sum(known) / len(known), max(known), known[-1]))))
         for name, curve in chart.curves.items()

@@ -1,4 +1,4 @@
-"""Rows of a picture as a table: of plain text anywhere, of rich's on a terminal."""
+"""Formats rows of a view as a table: of plain text anywhere, of rich's on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shows a process's figures while it runs: the record on disk, TensorBoard, and a page for Prometheus.
+"""Shows a process's figures while it runs: in the record on disk, in TensorBoard, and on a page for Prometheus.
 
 Each only where it was asked for, and a process of which nobody asks anything has no thread for it. What goes wrong
 here, a full disk say, is told once and never harms the training.

@@ -1,4 +1,4 @@
-"""What every process can tell of itself."""
+"""Reads what every process can say of itself: memory, processor time, uptime."""
 
 from __future__ import annotations
 

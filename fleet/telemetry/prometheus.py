@@ -1,4 +1,4 @@
-"""A page for Prometheus with the figures of one process, made anew whenever it is asked for.
+"""Serves a page for Prometheus with the figures of one process, made anew for every request.
 
 The names are those of ``names.py``: ``fleet_worker_steps_total`` of a worker, ``fleet_server_busy_seconds_total`` of a
 server; docs/observing.md lists them all. The page asks nobody who they are, so it listens on loopback unless told to.

@@ -1,4 +1,4 @@
-"""What a process told of itself while it ran, on disk: one line of JSON a second, in a file of its own.
+"""Keeps a record of a process's figures on disk: one line of JSON a second, in a file of its own.
 
 Nobody needs a whole file: its last line is what ``fleet top LOGDIR`` and the view of ``fleetrun`` show, all of them
 what ``fleet report`` draws. A file that has grown too large is thinned out: lines that are about equally far apart
@@ -127,8 +127,8 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
 
 
 def has_broken_off(directory: Path, process: str, at: float) -> bool:
-    """Whether a process that has ended was part of a job until then and has not left it. What is old says nothing: a
-    record ends before its process where the disk is full."""
+    """Whether a process ended as part of a job without having left it. Old lines prove nothing: a record ends before
+    its process if the disk is full."""
     path = path_of(directory, process)
     last = _last(path)
     try:
@@ -139,7 +139,7 @@ def has_broken_off(directory: Path, process: str, at: float) -> bool:
 
 
 def view_of(at: float, lines: Iterable[Line]) -> View:
-    """What the records' newest lines tell."""
+    """Return the view that the records' newest lines give."""
     statuses: dict[str, Mapping[str, Any] | str] = {}
     own: dict[int, tuple[Figures, float]] = {}
     gone: set[int] = set()

@@ -1,4 +1,4 @@
-"""A run from its beginning to its end, as the records tell it: figures over time, waits, and what happened.
+"""Tells a run from its beginning to its end from its records: figures over time, waits, and events.
 
 Pure. The curves are rows of pictures taken at equal distances, so they mean what ``fleet top`` shows.
 """

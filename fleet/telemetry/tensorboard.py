@@ -1,4 +1,4 @@
-"""A process's figures as scalars of TensorBoard, over the steps of a worker or the versions of a server.
+"""Writes a process's figures as scalars of TensorBoard, over the steps of a worker or the versions of a server.
 
 What counts is shown as what it grows by in a second.
 """

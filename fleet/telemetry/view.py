@@ -1,4 +1,4 @@
-"""A job as it is seen from outside, out of what its processes tell: one row for each of them.
+"""Builds a view of a job from outside, from what its processes report: one row for each of them.
 
 Pure. A ``View`` is what was known at one moment; rates come from two of them. Workers are known through the servers,
 which hear from them with every heartbeat, and where their own records can be read, through these.
@@ -69,7 +69,7 @@ class View:
 
     @property
     def is_heard(self) -> bool:
-        """Whether any process told anything."""
+        """Whether any process has reported anything."""
         return bool(self.workers) or any(server.figures for server in self.servers.values())
 
     @property
@@ -258,8 +258,8 @@ def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float
 
 
 def waited_seconds(worker: WorkerView) -> dict[int, float]:
-    """How long it has waited for each of the others. A wait that goes on counts as well, to equal parts for all that it
-    may be for: who of them comes last is not known yet."""
+    """Return how long it has waited for each of the others. A wait that goes on counts too, in equal parts for all it
+    may be for: which of them comes last is not known yet."""
     waited = dict(worker.waited)
     if worker.wait is not None:
         for other in worker.wait.workers:
@@ -308,7 +308,7 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job is: ``steps`` and ``examples`` a second; of steps None where nobody has told yet.
+    """How fast a job is: ``steps`` and ``examples`` a second; steps are None until somebody has reported some.
 
     In lockstep a step is one of all workers together, and counts once. Elsewhere each takes its own, and they add up.
     """

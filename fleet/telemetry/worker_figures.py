@@ -1,4 +1,4 @@
-"""A worker's figures: the training thread adds to them, and whoever shows them reads them from another thread.
+"""Holds a worker's figures: the training thread adds to them, and others read them from another thread.
 
 What a step pays for is a few additions. A loss is kept as the tensor it is, and made a number when somebody reads it,
 about once a second.
