@@ -29,7 +29,7 @@ from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
-from fleet.ps.server.durability import state_directory as durable
+from fleet.ps.server.durability import state_directory
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -76,7 +76,7 @@ def throughput(rounds: int, quick: bool, folder: Path) -> list[dict[str, Any]]:
 
 def killed(rows: int, folder: Path, journal_bytes: int) -> Path:
     """What a server with so many rows leaves behind when it is killed."""
-    durable.JOURNAL_BYTES = journal_bytes
+    state_directory.JOURNAL_BYTES = journal_bytes
     network, copy = LoopbackNetwork(), folder / "left"
     knobs = Knobs(durable_dir=str(folder / "kept"), durable_sync="os")
     clock = SystemClock()

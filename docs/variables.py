@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fleet.base import launcher_variables as launchers
+from fleet.base import launcher_variables
 from fleet.base.settings import IDLE, CommunicatorKnobs, Knobs, ObservingKnobs, SecurityKnobs, Setting, rows
 
 PAGE = Path(__file__).parent / "environment.md"
@@ -28,7 +28,7 @@ def of_settings(*tables: type) -> str:
     )
 
 
-def of_launchers(group: Sequence[launchers.Row], whose: str) -> str:
+def of_launchers(group: Sequence[launcher_variables.Row], whose: str) -> str:
     """A line for each of the rows; ``whose`` is what their second column tells."""
     return _table(
         ("variable", whose, "meaning"),
@@ -46,10 +46,10 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 TABLES = {
-    "cluster": of_launchers(launchers.CLUSTER, "needed by"),
-    "torchrun": of_launchers(launchers.TORCHRUN, "set by"),
-    "mpi": of_launchers(launchers.MPI, "set by"),
-    "slurm": of_launchers(launchers.SLURM, "set by"),
+    "cluster": of_launchers(launcher_variables.CLUSTER, "needed by"),
+    "torchrun": of_launchers(launcher_variables.TORCHRUN, "set by"),
+    "mpi": of_launchers(launcher_variables.MPI, "set by"),
+    "slurm": of_launchers(launcher_variables.SLURM, "set by"),
     "job": of_settings(Knobs, CommunicatorKnobs),
     "figures": of_settings(ObservingKnobs),
     "security": of_settings(SecurityKnobs),

@@ -34,7 +34,7 @@ from fleet.plan.specs import JobSpec
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import checkpoint_save as saving
+from fleet.ps.worker import checkpoint_save
 from fleet.ps.worker.connection import Connection
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
 
@@ -165,7 +165,7 @@ def when_claimed(monkeypatch: pytest.MonkeyPatch, workers: int) -> threading.Eve
 
 def test_one_worker_saves_or_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same checkpoint; where all ask at once, one writes and the others return when it is there."""
-    workers, written, write = 3, [], saving._write
+    workers, written, write = 3, [], checkpoint_save._write
     all_claimed = when_claimed(monkeypatch, workers)
 
     def patient(worker: Any, dirname: str, *rest: Any) -> None:
@@ -174,7 +174,7 @@ def test_one_worker_saves_or_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write(worker, dirname, *rest)
         written.append(dirname)
 
-    monkeypatch.setattr(saving, "_write", patient)
+    monkeypatch.setattr(checkpoint_save, "_write", patient)
 
     def body(fleet_: Fleet, worker: int) -> None:
         model, optimizer = join(fleet_, MAKES["adam"])

@@ -33,8 +33,7 @@ from fleet.checkpoint.places import Directory, place_at
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError
 from fleet.plan.specs import JobSpec, PlanSettings
-from fleet.ps.server import initialization as filling
-from fleet.ps.server import replacement as replacing
+from fleet.ps.server import initialization, replacement
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.pending import Waiting
 from fleet.ps.table.shard import Shard
@@ -457,8 +456,8 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         gc.collect()
         return len(made)
 
-    monkeypatch.setattr(filling, "Shard", Watched)
-    monkeypatch.setattr(replacing, "Shard", Watched)
+    monkeypatch.setattr(initialization, "Shard", Watched)
+    monkeypatch.setattr(replacement, "Shard", Watched)
     return count
 
 
@@ -467,7 +466,7 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
     strategy: str, shards: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, on all of them; nor does what the others have read stay in their memory."""
-    restore_from, broken = replacing.restore_from, []
+    restore_from, broken = replacement.restore_from, []
 
     def failing(url: object) -> Any:
         if broken and threading.current_thread().name.startswith("fleet-load"):
@@ -475,7 +474,7 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
             raise CheckpointError("this one does not get it")
         return restore_from(url)
 
-    monkeypatch.setattr(replacing, "restore_from", failing)
+    monkeypatch.setattr(replacement, "restore_from", failing)
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model, optimizer = join(fleet_, strategy)

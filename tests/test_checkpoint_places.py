@@ -22,8 +22,8 @@ from fleet import Checkpoints, Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoint.places import Claimed, Directory, place_at, proven
 from fleet.errors import ArgumentTypeError, CheckpointError
-from fleet.ps.server import checkpoint_share as shares
-from fleet.ps.worker import checkpoint_save as saving
+from fleet.ps.server import checkpoint_share
+from fleet.ps.worker import checkpoint_save
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 ROOT = Path(__file__).parent.parent
@@ -58,13 +58,13 @@ def stores(s3: str, tmp_path: Path) -> dict[str, str]:
 def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The servers whose shares went through the worker."""
     servers: list[int] = []
-    fetch = saving._fetch
+    fetch = checkpoint_save._fetch
 
     def watched(worker: Any, version: int, server: int, *rest: Any) -> None:
         servers.append(server)
         fetch(worker, version, server, *rest)
 
-    monkeypatch.setattr(saving, "_fetch", watched)
+    monkeypatch.setattr(checkpoint_save, "_fetch", watched)
     return servers
 
 
@@ -186,13 +186,13 @@ def test_servers_of_their_own_write_where_they_can(
 def test_servers_that_do_not_see_the_place_send_their_shares(
     seeing: tuple[bool, bool], strategy: str, tmp_path: Path, streamed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sees, find = itertools.cycle(seeing), shares.proven
-    monkeypatch.setattr(shares, "proven", lambda url, proof: find(url, proof) if next(sees) else None)
+    sees, find = itertools.cycle(seeing), checkpoint_share.proven
+    monkeypatch.setattr(checkpoint_share, "proven", lambda url, proof: find(url, proof) if next(sees) else None)
 
     def body(fleet_: Fleet, worker: int) -> None:
         save_twice(fleet_, str(tmp_path / "ckpt"), strategy)
         assert len(streamed) == 2 * seeing.count(False)
-        monkeypatch.setattr(shares, "proven", find)
+        monkeypatch.setattr(checkpoint_share, "proven", find)
         fleet_.save_persistables(tmp_path / "full")
 
     run_job(body, 1, 2)

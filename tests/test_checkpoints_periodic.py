@@ -33,10 +33,9 @@ from fleet.errors import (
     StateError,
 )
 from fleet.ps.backend import real_network
-from fleet.ps.server import checkpoint_share as shares
-from fleet.ps.table import frozen_view as standing
-from fleet.ps.table import shard
-from fleet.ps.worker import checkpoint_save as saving
+from fleet.ps.server import checkpoint_share
+from fleet.ps.table import frozen_view, shard
+from fleet.ps.worker import checkpoint_save
 
 
 class FakeClock:
@@ -212,14 +211,14 @@ def test_a_synchronous_job_is_saved_as_it_was_while_it_trains_on(
 ) -> None:
     """The servers go on after their first piece of rows when the worker has trained on, and changed most rows."""
     monkeypatch.setattr(shard, "PIECE_BYTES", 500)  # a few rows
-    monkeypatch.setattr(standing, "_HELD_BYTES", 300)
+    monkeypatch.setattr(frozen_view, "_HELD_BYTES", 300)
     begun, go = threading.Event(), threading.Event()
 
     def held_up(cursor: str) -> bool:
         assert not begun.is_set() or not shard.is_of_rows(cursor) or go.wait(30)
         return shard.is_of_rows(cursor)
 
-    monkeypatch.setattr(shares, "is_of_rows", held_up)
+    monkeypatch.setattr(checkpoint_share, "is_of_rows", held_up)
 
     def body(job: Fleet, worker: int) -> None:
         model, optimizer = join(job)
@@ -311,14 +310,14 @@ def test_a_failure_is_raised_and_training_may_go_on(
 
 
 def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, missed = saving._ask, [MissedError("a server was killed while it wrote its share")]
+    ask, missed = checkpoint_save._ask, [MissedError("a server was killed while it wrote its share")]
 
     def fail_once(*arguments: Any, begin: bool) -> None:
         if missed and not begin:
             raise missed.pop()
         ask(*arguments, begin=begin)
 
-    monkeypatch.setattr(saving, "_ask", fail_once)
+    monkeypatch.setattr(checkpoint_save, "_ask", fail_once)
     run_job(lambda job, worker: stepped(job, "sync", 5, tmp_path, every_steps=2), 1, 1)
     # What a server still writes into the folder of the one that was given up is in nobody's way.
     assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000003", "step-00000004"]
@@ -327,14 +326,14 @@ def test_what_a_killed_server_missed_is_made_up_for(tmp_path: Path, monkeypatch:
 def test_what_was_missed_of_the_last_step_is_made_up_for_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, missed = saving._ask, [MissedError("a server was killed while it wrote its share")]
+    ask, missed = checkpoint_save._ask, [MissedError("a server was killed while it wrote its share")]
 
     def fail_once(*arguments: Any, begin: bool) -> None:
         if missed and not begin:
             raise missed.pop()
         ask(*arguments, begin=begin)
 
-    monkeypatch.setattr(saving, "_ask", fail_once)
+    monkeypatch.setattr(checkpoint_save, "_ask", fail_once)
     run_job(lambda job, worker: stepped(job, "sync", 4, tmp_path, every_steps=4), 1, 1)
     assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000004"]
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from fleet.errors import ProtocolError
 from fleet.numeric import scatter
 from fleet.plan.layout import DenseLayout, dense_layout
-from fleet.ps.worker import trained_model as dense
+from fleet.ps.worker import trained_model
 from fleet.ps.worker.push import COPIED, end_to_end, pack
 from fleet.ps.worker.trained_model import Flat, ParameterWriter
 
@@ -35,7 +35,7 @@ def packed(layouts: list[DenseLayout], values: list[torch.Tensor]) -> list[Flat]
 
 @pytest.fixture(params=[1, 1 << 20], ids=["compiled", "by torch"])
 def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "MANY", request.param)
+    monkeypatch.setattr(trained_model, "MANY", request.param)
 
 
 @pytest.mark.usefixtures("many")
@@ -61,7 +61,7 @@ def test_a_torch_that_counts_changes_one_at_a_time(monkeypatch: pytest.MonkeyPat
             raise refusal("increment_version expects a tensor")
         increment_version(tensor)
 
-    monkeypatch.setattr(dense, "MANY", 1)
+    monkeypatch.setattr(trained_model, "MANY", 1)
     monkeypatch.setattr(scatter, "increment_version", one_at_a_time)
     params, layouts = made()
     before = [param._version for param in params]

@@ -30,12 +30,12 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Directory
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ServerLostError
-from fleet.ps.server import checkpoint_reader as loading
+from fleet.ps.server import checkpoint_reader
 from fleet.ps.server.checkpoint_share import write_pieces
 from fleet.ps.server.durability.state_directory import Journal, Kind, StateDirectory
 from fleet.ps.server.service import Service
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import connection as client
+from fleet.ps.worker import connection
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig, HashName
 
@@ -48,7 +48,7 @@ DRAWING = threading.Lock()
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are there again at once."""
-    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.002)
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
 
 
 class Model(torch.nn.Module):
@@ -558,7 +558,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 ) -> None:
     """A server that was killed before its first snapshot has both to read. However soon the checkpoint is read, what
     the journal has is in the snapshot that follows: the other worker's hello, without which nobody would know it."""
-    restored, read_in, go_on = loading._restore_dense, StateDirectory.records, threading.Event()
+    restored, read_in, go_on = checkpoint_reader._restore_dense, StateDirectory.records, threading.Event()
     servers = []
 
     def held_up(*given: Any) -> None:
@@ -585,7 +585,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 
     run_job(first, 2, 1)
     expected = run_job(trains("adam"), 2, 1, model_dir=str(tmp_path / "first"))
-    monkeypatch.setattr(loading, "_restore_dense", held_up)
+    monkeypatch.setattr(checkpoint_reader, "_restore_dense", held_up)
     monkeypatch.setattr(StateDirectory, "records", slowly)
     folder = tmp_path / "durable"
     job = DyingJob(
@@ -630,13 +630,13 @@ def test_what_is_kept_comes_before_a_checkpoint(
     body = trains("adam", steps=6)
     expected = run_job(body, 2, servers, model_dir=begun)
     if moment == "before it is read":
-        read = loading._restore_dense
+        read = checkpoint_reader._restore_dense
 
         def slowly(*given: Any) -> None:
             until(lambda: job.kills == servers)
             read(*given)
 
-        monkeypatch.setattr(loading, "_restore_dense", slowly)
+        monkeypatch.setattr(checkpoint_reader, "_restore_dense", slowly)
     job = DyingJob(
         trains("adam", steps=6, between=disturb), tmp_path / "durable", servers=servers, plan=first, model_dir=begun
     )
@@ -655,7 +655,7 @@ def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(t
 
     run_job(trains("adam", steps=2, between=saves), 1, 1)
     durable_ = StateDirectory(str(kept), Endpoint.parse("server0:1"), "os")
-    origin = loading.restore_from(str(older))
+    origin = checkpoint_reader.restore_from(str(older))
     durable_.record(Kind.ORIGIN, [json.dumps([origin.id, origin.url]).encode()])
     durable_.close()
     shutil.rmtree(older)

@@ -28,8 +28,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
-from fleet.ps.worker import connection as client
-from fleet.ps.worker import overlap as early
+from fleet.ps.worker import connection, overlap
 from fleet.strategy.parameter_server import Strategy
 
 STEPS = 5
@@ -43,8 +42,8 @@ STRATEGIES = {
 
 @pytest.fixture(autouse=True)
 def _all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.002)
+    monkeypatch.setattr(overlap, "SMALLEST_BYTES", 64)
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
 
 
 class Counting:

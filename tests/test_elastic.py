@@ -22,7 +22,7 @@ from test_relaxed import comes_to
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import DeadlineError, IdentityError, PlanMismatchError, ServerBusyError
-from fleet.ps.worker import connection as client
+from fleet.ps.worker import connection
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import Strategy
 
@@ -314,7 +314,7 @@ def test_servers_that_are_killed_know_who_has_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, offset: int
 ) -> None:
     """No push is lost and none counts twice, of whomever."""
-    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.002)
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
 
     def body(made: Fleet, index: int) -> None:
         host = Part(made, ELASTIC[mode]).join()
@@ -337,7 +337,7 @@ def test_who_has_left_goes_on_where_it_was_although_a_server_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All servers must agree on it, or what they do not agree on would be lost on some."""
-    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.002)
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
 
     def body(made: Fleet, index: int) -> None:
         host = Part(made, HALF).join()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.launch import cli
-from fleet.launch import env_report as environment
+from fleet.launch import cli, env_report
 
 SECRET = "correct-horse-battery-staple"
 
@@ -44,8 +43,8 @@ def test_a_broken_torch_is_told_and_does_no_harm(
 
 def test_a_torch_that_hangs(torch_that: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_that.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(environment, "_TORCH_S", 0.5)
-    assert environment.about({})["torch"] == {"cannot be imported": "no answer within 0.5 s"}
+    monkeypatch.setattr(env_report, "_TORCH_S", 0.5)
+    assert env_report.about({})["torch"] == {"cannot be imported": "no answer within 0.5 s"}
 
 
 def test_what_a_bug_report_needs(
@@ -77,7 +76,7 @@ def test_what_a_bug_report_needs(
     assert "HOME_OF_MINE" not in variables
     assert "FLEET_HEARTBEAT_S is not usable" in told["this process"]["settings"]
     assert told["python"]["executable"] == sys.executable
-    assert told["packages"]["torch-fleet"] == environment.version_of("torch-fleet")
+    assert told["packages"]["torch-fleet"] == env_report.version_of("torch-fleet")
     assert "127.0.0.1" in told["network"]["addresses"]
 
 
@@ -94,7 +93,7 @@ def test_what_a_bug_report_needs(
     ],
 )
 def test_which_process_this_would_be(environ: dict[str, str], role: str) -> None:
-    assert environment._job(environ)["role"].startswith(role)
+    assert env_report._job(environ)["role"].startswith(role)
 
 
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +102,12 @@ def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/memory.max": f"{4 << 30}\n",
         "/sys/fs/cgroup/cpu.max": "150000 100000\n",
     }
-    monkeypatch.setattr(environment, "_read", lambda path: files.get(path, ""))
-    assert environment._memory() == {"installed": "16.0 GiB", "available": "8.0 GiB", "limit": "4.0 GiB"}
-    assert environment._processor()["quota"] == "1.5 cores"
+    monkeypatch.setattr(env_report, "_read", lambda path: files.get(path, ""))
+    assert env_report._memory() == {"installed": "16.0 GiB", "available": "8.0 GiB", "limit": "4.0 GiB"}
+    assert env_report._processor()["quota"] == "1.5 cores"
     files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/cpu.max": "max 100000\n"}
-    assert environment._memory()["limit"] == "none"
-    assert environment._processor()["quota"] == "none"
+    assert env_report._memory()["limit"] == "none"
+    assert env_report._processor()["quota"] == "none"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import IdOutOfRangeError, UnsupportedError
-from fleet.ps.worker import lookup_prediction as foresight
+from fleet.ps.worker import lookup_prediction
 from fleet.ps.worker.lookup_prediction import HOPE, PATIENCE, View, _tensors, _view
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy.parameter_server import Strategy
@@ -337,9 +337,9 @@ def test_two_branches_in_turn_are_left_alone() -> None:
 @pytest.mark.parametrize("step", [False, True])
 def test_a_forward_that_was_interrupted(step: bool, most_ids: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says that it has ended: it is found out with the next step, or when too much is seen of it."""
-    monkeypatch.setattr(foresight, "MOST_IDS", most_ids)
+    monkeypatch.setattr(lookup_prediction, "MOST_IDS", most_ids)
     if most_ids == 5:
-        monkeypatch.setattr(foresight, "IDS_OF_ONE", 0)
+        monkeypatch.setattr(lookup_prediction, "IDS_OF_ONE", 0)
     forwards = []
 
     def interrupted(ids: torch.Tensor) -> None:

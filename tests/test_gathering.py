@@ -51,7 +51,7 @@ from fleet.numeric.reduction import (
 )
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.consistency import MODES
-from fleet.ps.server import reductions as server_side
+from fleet.ps.server import reductions
 from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -573,7 +573,7 @@ def test_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fleet.all_reduce_worker(np.ones(8, bool)).sum() == 8
         with pytest.raises(ConfigurationError, match=r"too large; expected at most 64 bytes, as int64; got 72 bytes"):
             fleet.all_reduce_worker(np.ones(9, bool))
-        monkeypatch.setattr(server_side, "MAX_BYTES", 32)
+        monkeypatch.setattr(reductions, "MAX_BYTES", 32)
         with pytest.raises(ProtocolError, match="too large; expected at most 32 bytes; got 64"):
             fleet.all_reduce_worker(np.ones(8, bool))
     finally:
@@ -839,7 +839,7 @@ def test_a_server_that_cannot_reduce_tells_everybody(monkeypatch: pytest.MonkeyP
     def reduce(*_: object) -> NoReturn:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(server_side, "reduced", reduce)
+    monkeypatch.setattr(reductions, "reduced", reduce)
 
     def body(fleet: Fleet, worker: int) -> None:
         with pytest.raises(FleetError, match=r"could not reduce what the workers brought.*none left"):

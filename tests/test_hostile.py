@@ -35,7 +35,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs, SecurityKnobs
 from fleet.checkpoint.manifest import Checkpoint, Manifest
 from fleet.errors import CheckpointError, ConfigurationError, FleetError, IdentityError, ProtocolError
-from fleet.numeric import buffers as memory
+from fleet.numeric import buffers
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec
@@ -395,7 +395,7 @@ def test_what_a_stranger_says_is_quoted_in_bounds(caplog: pytest.LogCaptureFixtu
 
 
 def test_the_memory_there_is_is_known() -> None:
-    there = memory.installed()
+    there = buffers.installed()
     assert there is None or there > MEBI
 
 

@@ -19,8 +19,7 @@ from patience import PROCESSES_S
 
 from fleet.base.cluster import Endpoint, Role
 from fleet.errors import ConfigurationError, PortInUseError
-from fleet.launch import cli
-from fleet.launch import host_network as network
+from fleet.launch import cli, host_network
 from fleet.launch.process_plan import (
     LaunchPlan,
     ProcessSpec,
@@ -261,7 +260,7 @@ else:
     socket.create_connection((host, int(port))).recv(1)
 print(*servers)
 """
-    start = network.free_ports(1)[0] // 2 - 5000  # below the range the kernel serves
+    start = host_network.free_ports(1)[0] // 2 - 5000  # below the range the kernel serves
     for _ in range(2):
         code, out, err = finish(launch(script, *TWO_AND_TWO, "--start_port", str(start)))
         assert code == 0, err
@@ -601,7 +600,7 @@ def test_a_console_that_went_away_does_not_end_the_job(launch: Launch, tmp_path:
 
 
 def test_every_host_that_is_this_machine(launch: Launch) -> None:
-    first, second = network.free_ports(2)
+    first, second = host_network.free_ports(2)
     lists = ("--servers", f"127.0.0.1:{first}, 127.0.0.2:{second}", "--workers", "127.0.0.1,127.0.0.2,127.0.0.2:77")
     code, out, _ = finish(launch("print(os.environ['PADDLE_TRAINERS_NUM'])", *lists))
     names = {f"server {i}" for i in range(2)} | {f"worker {i}" for i in range(3)}
@@ -609,7 +608,7 @@ def test_every_host_that_is_this_machine(launch: Launch) -> None:
 
 
 def test_two_launchers_make_one_job(launch: Launch) -> None:
-    first, second = network.free_ports(2)
+    first, second = host_network.free_ports(2)
     lists = ("--servers", f"127.0.0.1:{first},127.0.0.2:{second}", "--workers", "127.0.0.1,127.0.0.2,127.0.0.2")
     script = "print(os.environ['FLEET_JOB_ID'])"
     found = []
@@ -670,11 +669,11 @@ def test_a_busy_port_and_who_holds_it() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"port {port} is busy, held by process {os.getpid()} \(.*python"):
-            network.consecutive_ports(port, 1)
+            host_network.consecutive_ports(port, 1)
 
 
 def test_free_ports_are_distinct() -> None:
-    assert len(set(network.free_ports(200))) == 200
+    assert len(set(host_network.free_ports(200))) == 200
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "-h"], ["server", "--help"]])
@@ -772,8 +771,8 @@ def test_addresses() -> None:
     with pytest.raises(ConfigurationError):
         check_reachable(["localhost", "far"], {"localhost"})
     assert shared_job_id([Endpoint("a", 1)], ["b"]) == shared_job_id(parse_endpoints(" a:1 ", "server"), ["b"])
-    assert network.hosts_here(["localhost", "203.0.113.1"], None) == {"localhost"}
-    assert network.hosts_here(["localhost", "203.0.113.1", "elsewhere"], "203.0.113.1") == {"203.0.113.1"}
+    assert host_network.hosts_here(["localhost", "203.0.113.1"], None) == {"localhost"}
+    assert host_network.hosts_here(["localhost", "203.0.113.1", "elsewhere"], "203.0.113.1") == {"203.0.113.1"}
 
 
 def watched(here: tuple[str, ...] = ("a", "b")) -> tuple[Watch, dict[str, ProcessSpec]]:

@@ -16,7 +16,7 @@ from fleet import Fleet
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import ConfigurationError, IdOutOfRangeError, NotInitializedError, UnsupportedError
 from fleet.nn.handle import handle_of
-from fleet.ps.worker import upload as uploading
+from fleet.ps.worker import upload
 from fleet.ps.worker.connection import Connection
 
 ROWS, DIM = 10, 4
@@ -357,7 +357,7 @@ def test_initial_values_travel_in_requests_of_about_one_size(monkeypatch: pytest
         fleet_.init_worker()
         return [rows(torch.arange(100)), *model["small"]]
 
-    monkeypatch.setattr(uploading, "UPLOAD_BYTES", most)
+    monkeypatch.setattr(upload, "UPLOAD_BYTES", most)
     monkeypatch.setattr(Connection, "start", watched)
     rows, *small = alone(body)
     assert torch.equal(rows, start_of(100))

@@ -55,12 +55,10 @@ from fleet.errors import (
     ServerLostError,
     StateError,
 )
-from fleet.ps import backend
-from fleet.ps import resume_query as resuming
-from fleet.ps.server import checkpoint_reader as loading
-from fleet.ps.server import runtime
+from fleet.ps import backend, resume_query
+from fleet.ps.server import checkpoint_reader, runtime
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker import connection as client
+from fleet.ps.worker import connection
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.strategy.parameter_server import StrategyFactory
@@ -79,9 +77,9 @@ class Worker(WorkerRuntime):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "RETRY_PAUSE_S", 0.005)
-    monkeypatch.setattr(resuming, "LINGER_S", 0.0)
-    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(resume_query, "RETRY_PAUSE_S", 0.005)
+    monkeypatch.setattr(resume_query, "LINGER_S", 0.0)
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.005)
     monkeypatch.setattr(runtime, "GRACE_S", 0.0)
     monkeypatch.setattr(backend, "WorkerRuntime", Worker)
     WORKERS.clear()
@@ -282,7 +280,7 @@ def test_killed_while_it_reads_a_checkpoint(
     }
     Resuming(root, trains(root, steps=4), 2, 2).run()
     with monkeypatch.context() as patch:
-        restored, job = loading._restore_dense, Resuming(root, trains(root), 2, 2, environ=environ)
+        restored, job = checkpoint_reader._restore_dense, Resuming(root, trains(root), 2, 2, environ=environ)
 
         def dying(checkpoint: Any, shard: Any, *given: Any) -> None:
             if shard.server == 1:
@@ -291,7 +289,7 @@ def test_killed_while_it_reads_a_checkpoint(
                 until(lambda: end_of(job.runtimes[1]._service).begun)
             restored(checkpoint, shard, *given)
 
-        patch.setattr(loading, "_restore_dense", dying)
+        patch.setattr(checkpoint_reader, "_restore_dense", dying)
         job.run_until_killed()
     assert set(job.told.values()) == {3}
     job = Resuming(root, trains(root), 2, 2, environ=environ)
@@ -506,7 +504,7 @@ def test_a_server_that_comes_back_empty(tmp_path: Path) -> None:
 
 def test_servers_that_kept_different_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them has an older copy of what it had; every role is told, before anything begins."""
-    monkeypatch.setattr(resuming, "LINGER_S", 0.5)
+    monkeypatch.setattr(resume_query, "LINGER_S", 0.5)
     root, durable = tmp_path / "ckpt", tmp_path / "durable"
     environ = {**PATIENT, "FLEET_JOB_ID": "j", "FLEET_HEARTBEAT_S": "0.1", "FLEET_DURABLE_DIR": str(durable)}
 

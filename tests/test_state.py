@@ -32,7 +32,7 @@ from fleet.launch import cli
 from fleet.plan.specs import JobSpec, PlanSettings
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.object_states import ObjectState, ObjectStates
-from fleet.ps.worker import connection as client
+from fleet.ps.worker import connection
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 # ---------------------------------------------------------------------------------------------- as bytes
@@ -325,7 +325,7 @@ def test_every_worker_goes_on_where_it_was(strategy: str, workers: int, tmp_path
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are there again at once."""
-    monkeypatch.setattr(client, "RETRY_PAUSE_S", 0.002)
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
 
 
 def keep_and_step(me: Worker) -> None:

@@ -15,10 +15,7 @@ from fleet.base.lifecycle import Lifecycle
 from fleet.base.settings import Knobs
 from fleet.checkpoint.series import root_at
 from fleet.checkpoint.state import Bytes
-from fleet.collective import checkpoint as saving
-from fleet.collective import forward
-from fleet.collective import model_export as collecting
-from fleet.collective import object_states as states
+from fleet.collective import checkpoint, forward, model_export, object_states
 from fleet.collective.batch_norm import StatisticsGroup, synchronize
 from fleet.collective.process_group import Group
 from fleet.collective.resumption import Resumption, resume
@@ -126,7 +123,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         worker.start()
         try:
             if self._beginning is not None and self._beginning.url:
-                saving.load(worker, self._beginning.url, strict=self._beginning.strict)
+                checkpoint.load(worker, self._beginning.url, strict=self._beginning.strict)
         except BaseException as error:
             worker.abort(f"{type(error).__name__}: {error}")
             raise
@@ -172,7 +169,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     ) -> Callable[[None], None]:
         """What is returned saves; there is nothing to be done before it."""
         worker = self._running_worker("save_persistables()")
-        return lambda _: saving.save(worker, dirname, mode, own, wanted)
+        return lambda _: checkpoint.save(worker, dirname, mode, own, wanted)
 
     #: What would be saved is what the next step alters; and there are no rows.
     saves_behind = saves_deltas = False
@@ -181,9 +178,9 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def steps_taken(self) -> int:
         return self._running_worker("steps_taken").steps
 
-    def checkpoint_states(self, *, gives: bool) -> states.CheckpointStates:
+    def checkpoint_states(self, *, gives: bool) -> object_states.CheckpointStates:
         """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
-        return states.CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
+        return object_states.CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
 
     def keep_state(self, state: object) -> NoReturn:  # noqa: ARG002
         self._running_worker("keep_state()")
@@ -193,21 +190,21 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         )
 
     def load_state(self, state: object) -> bool:
-        return states.load(self._running_worker("load_state()"), state)
+        return object_states.load(self._running_worker("load_state()"), state)
 
     def load_persistables(self, dirname: object) -> None:
-        saving.load(self._quiet_worker("load_persistables()"), dirname)
+        checkpoint.load(self._quiet_worker("load_persistables()"), dirname)
 
     def load_state_dict(self, model: object, state: object) -> None:
-        saving.load_state(self._quiet_worker("load_state_dict()"), model, state)
+        checkpoint.load_state(self._quiet_worker("load_state_dict()"), model, state)
 
     def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
         worker = self._quiet_worker("save_inference_model()")
-        collecting.save_inference_model(worker, dirname, model, example_inputs, self._statistics)
+        model_export.save_inference_model(worker, dirname, model, example_inputs, self._statistics)
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
         self._quiet_worker("state_dict()")
-        return collecting.state_dict(model, tables=tables)
+        return model_export.state_dict(model, tables=tables)
 
     def resume_step(self) -> int:
         return self._running_worker("resume_step()").steps

@@ -21,7 +21,7 @@ from fleet.checkpoint.pieces import PIECE_BYTES, PieceWriter
 from fleet.checkpoint.places import place_at
 from fleet.checkpoint.state import Bytes, write_states
 from fleet.checkpoint.writer import CheckpointWriter
-from fleet.collective import object_states as states
+from fleet.collective import object_states
 from fleet.collective.lease import write_once
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ArgumentTypeError, CheckpointError, UnsupportedError
@@ -48,13 +48,13 @@ def save(worker: CollectiveWorker, dirname: object, mode: object, own: Bytes | N
             files.add(pieces.files)
             if own is not None or wanted:
                 with files.pieces("workers") as pieces:
-                    write_states(pieces, states.collect(worker, name, everyone=not wanted))
+                    write_states(pieces, object_states.collect(worker, name, everyone=not wanted))
                 files.add(pieces.files)
             files.commit(worker.steps, 0, spec)
 
     name = wanted or f"{where} after step {worker.steps}"
     if own is not None:
-        states.give(worker, name, own)
+        object_states.give(worker, name, own)
     write_once(worker, f"checkpoint {where}", write)
 
 
@@ -119,7 +119,7 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
         try:
             checkpoint = Checkpoint.open(dirname)
             found, values = _read(worker, checkpoint, strict)
-            found["states"] = states.bring(worker, checkpoint)
+            found["states"] = object_states.bring(worker, checkpoint)
         except Exception as error:
             failure = json.dumps({"failure": str(error)})
             monitor.ask(lambda store: store.set(key, failure))

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fleet.data import line_parser as parsing
+from fleet.data import line_parser
 from fleet.data.batches import Rows
 from fleet.data.columns import Column, Floats, Ids, layout
 from fleet.data.dataset import SampleFiles
@@ -52,7 +52,7 @@ class MultiSlot(SampleFiles):
         parser = Parser(layout(self.columns))
         for first, text in lines_of(piece, faults):
             parser.take(text)
-            while (fault := parser.fault()) != parsing.DONE:
+            while (fault := parser.fault()) != line_parser.DONE:
                 faults.found(partial(self._described, piece, first, parser, fault))
             yield parser.rows()
 
@@ -71,15 +71,15 @@ def _expected_and_got(fault: int, parser: Parser, column: Column) -> tuple[str, 
     word = shown(parser.word)
     count = "how many values the slot has, 1 or more"
     told: dict[int, tuple[str, str]] = {
-        parsing.NO_COUNT: (count, "the end of the line"),
-        parsing.BAD_COUNT: (count, word),
-        parsing.OTHER_WIDTH: (f"{getattr(column, 'width', None)} values", f"{parser.wanted}"),
-        parsing.TOO_FEW: (f"{parser.wanted} values", f"{parser.number} before the end of the line"),
-        parsing.NO_ID: ("a whole number", word),
-        parsing.ID_RANGE: ("a whole number from -2^63 to 2^64 - 1", word),
-        parsing.NO_FLOAT: ("a number", word),
-        parsing.FLOAT_RANGE: ("a number that a float32 can hold", word),
-        parsing.MORE: ("the end of the line behind the last slot", word),
+        line_parser.NO_COUNT: (count, "the end of the line"),
+        line_parser.BAD_COUNT: (count, word),
+        line_parser.OTHER_WIDTH: (f"{getattr(column, 'width', None)} values", f"{parser.wanted}"),
+        line_parser.TOO_FEW: (f"{parser.wanted} values", f"{parser.number} before the end of the line"),
+        line_parser.NO_ID: ("a whole number", word),
+        line_parser.ID_RANGE: ("a whole number from -2^63 to 2^64 - 1", word),
+        line_parser.NO_FLOAT: ("a number", word),
+        line_parser.FLOAT_RANGE: ("a number that a float32 can hold", word),
+        line_parser.MORE: ("the end of the line behind the last slot", word),
     }
     return told[fault]
 

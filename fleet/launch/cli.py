@@ -19,10 +19,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
-from fleet.launch import checkpoint_options
-from fleet.launch import env_report as environment
-from fleet.launch import host_network as network
-from fleet.launch import supervisor as local
+from fleet.launch import checkpoint_options, env_report, host_network, supervisor
 from fleet.launch.job_folder import alone_in
 from fleet.launch.parser import Parser
 from fleet.launch.process_plan import (
@@ -103,7 +100,7 @@ def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: st
 
 def _dispatch(argv: list[str], prog: str) -> int:
     parser = Parser(prog, description="Distributed training for PyTorch.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"fleet {environment.version_of('torch-fleet')}")
+    parser.add_argument("--version", action="version", version=f"fleet {env_report.version_of('torch-fleet')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (summary, _) in _COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
@@ -125,7 +122,7 @@ def _run(argv: list[str], prog: str) -> int:
         _make_writable(chosen_by, folder)
     # A part may share its folders with the others.
     with alone_in(folders) if plan.is_whole else nullcontext():
-        return local.run(
+        return supervisor.run(
             plan,
             log_dir=log_dir,
             record_dir=record_dir,
@@ -158,7 +155,7 @@ def _serve(argv: list[str], prog: str) -> int:
 
 
 def _environment(argv: list[str], prog: str) -> int:
-    return environment.tell(argv, prog, PROCESS_ENVIRONMENT)
+    return env_report.tell(argv, prog, PROCESS_ENVIRONMENT)
 
 
 def _top(argv: list[str], prog: str) -> int:
@@ -312,27 +309,27 @@ def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
             servers = parse_endpoints(options.servers, "server")
             worker_hosts = parse_worker_hosts(options.workers)
         hosts = [*(server.host for server in servers), *worker_hosts]
-        here = network.hosts_here(hosts, options.node_ip)
+        here = host_network.hosts_here(hosts, options.node_ip)
         check_reachable(hosts, here)
         for listening in (*servers, *workers[:1]):
             if listening.host in here:
-                network.check_free(listening)
+                host_network.check_free(listening)
         made_up = shared_job_id(servers or workers, worker_hosts)
     else:
         _check_numbers(options.server_num, options.worker_num)
         count = options.worker_num if options.server_num is None else options.server_num
         ports = (
-            network.free_ports(count)
+            host_network.free_ports(count)
             if options.start_port is None
-            else network.consecutive_ports(options.start_port, count)
+            else host_network.consecutive_ports(options.start_port, count)
         )
-        listening_here = tuple(Endpoint(network.LOOPBACK, port) for port in ports)
+        listening_here = tuple(Endpoint(host_network.LOOPBACK, port) for port in ports)
         if options.server_num is None:
             workers = listening_here
         else:
             servers = listening_here
-        worker_hosts = (network.LOOPBACK,) * options.worker_num
-        here = frozenset([network.LOOPBACK])
+        worker_hosts = (host_network.LOOPBACK,) * options.worker_num
+        here = frozenset([host_network.LOOPBACK])
         made_up = secrets.token_hex(8)
     plan = plan_launch(
         servers=servers,

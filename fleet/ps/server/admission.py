@@ -7,7 +7,7 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.errors import ConfigurationError, IdentityError, PlanMismatchError, ProtocolError
-from fleet.numeric import buffers as memory
+from fleet.numeric import buffers
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec, differences
 from fleet.ps.consistency import MODES
@@ -28,7 +28,7 @@ def check_share(endpoint: Endpoint, plan: Plan, server: int, options: Sequence[s
         Shard.rule_of(plan, group, rows=True)
     for group in {param.group for param in plan.spec.params}:
         Shard.rule_of(plan, group, rows=False)
-    needed, there = plan.dense_bytes(server), memory.installed()
+    needed, there = plan.dense_bytes(server), buffers.installed()
     if needed > most_bytes:
         raise ConfigurationError(
             "the dense parameters of one server do not fit into one message",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fleet.errors import ProtocolError
-from fleet.numeric import buffers as memory
+from fleet.numeric import buffers
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
 
@@ -41,7 +41,7 @@ class EarlyGradients:
         begun = self._by_worker.get(request.worker)
         if begun is None or begun.named != named or len(begun.present) != len(dense.layout.slots):
             sizes = dense.layout.sizes
-            flats = {dtype: memory.take_flat(size, getattr(torch, dtype)) for dtype, size in sizes.items()}
+            flats = {dtype: buffers.take_flat(size, getattr(torch, dtype)) for dtype, size in sizes.items()}
             begun = self._by_worker[request.worker] = _Begun(named, bytearray(len(dense.layout.slots)), flats)
         for position, each in zip(part.blocks, values, strict=True):
             slot = dense.layout.slots[position]

@@ -17,7 +17,7 @@ import torch
 from fleet.checkpoint.entries import Entry, entries_of, set_state
 from fleet.errors import ProtocolError
 from fleet.kernels import RULES
-from fleet.numeric import buffers as memory
+from fleet.numeric import buffers
 from fleet.plan.layout import DenseLayout, Slot, dense_layout
 from fleet.plan.plan import Plan
 from fleet.ps.table.compensation import Compensation
@@ -34,7 +34,7 @@ class DenseBlocks:
         self._runs: dict[int, Run] = {}  # of every block, by its position
         self._groups: dict[int, dict[str, Any]] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._shown: list[memory.Watch] = []  # what snapshots look at
+        self._shown: list[buffers.Watch] = []  # what snapshots look at
         self.adopt(plan, options)
 
     def adopt(self, plan: Plan, options: Sequence[Mapping[str, Any]]) -> None:
@@ -217,7 +217,7 @@ class DenseBlocks:
     def snapshot(self) -> list[torch.Tensor]:
         """All values as they are now and will stay, one flat tensor an element type, in the layout's order. Nothing is
         copied unless values change while somebody still holds them."""
-        shown = [memory.window(self._flat[name]) for name in self.layout.dtypes]
+        shown = [buffers.window(self._flat[name]) for name in self.layout.dtypes]
         self._shown += [watch for _, watch in shown]
         return [flat for flat, _ in shown]
 
@@ -226,7 +226,7 @@ class DenseBlocks:
         if any(watch() is not None for watch in self._shown):
             # All of them or, where there is no memory, none.
             self._flat |= {
-                name: memory.take_flat(len(flat), flat.dtype).copy_(flat) for name, flat in self._flat.items()
+                name: buffers.take_flat(len(flat), flat.dtype).copy_(flat) for name, flat in self._flat.items()
             }
             for run in self._each_run():
                 run.move(self._flat[run.slots[0].dtype])

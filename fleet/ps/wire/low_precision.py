@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 
 from fleet.errors import ProtocolError
-from fleet.numeric import buffers as memory
+from fleet.numeric import buffers
 from fleet.numeric.tensors import WireTensor
 
 #: Elements of a flat tensor that share a scale: it costs 1.6 % of float32's bytes.
@@ -82,7 +82,7 @@ class Narrow:
         if found is None:
             return [WireTensor.of(tensor)]
         tensor = tensor.contiguous()
-        numbers = memory.take_flat(tensor.numel(), getattr(torch, found.dtype)).view(tensor.shape)
+        numbers = buffers.take_flat(tensor.numel(), getattr(torch, found.dtype)).view(tensor.shape)
         scales = torch.empty(_count(tensor.shape), dtype=tensor.dtype)
         for part in _parts(tensor.shape):
             lines, into, scale = part.lines(tensor), part.lines(numbers), scales[part.scales, None]
@@ -115,7 +115,7 @@ class Narrow:
         numbers = parts[0].torch()
         if found is None:
             return numbers
-        tensor = memory.take_flat(numbers.numel(), getattr(torch, dtype)).view(shape)
+        tensor = buffers.take_flat(numbers.numel(), getattr(torch, dtype)).view(shape)
         scales = parts[-1].torch()
         for part in _parts(shape):
             part.lines(tensor).copy_(_read(part.lines(numbers), scales[part.scales, None], found))
