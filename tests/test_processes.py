@@ -16,6 +16,8 @@ from harness import PATIENT, Job, until
 from patience import PROCESSES_S
 from scripts import train
 
+from fleet.base.cluster import Endpoint
+from fleet.base.ports import is_taken
 from fleet.base.settings import Knobs
 from fleet.errors import DeadlineError, JobAbortedError
 from fleet.ps.backend import real_network
@@ -379,10 +381,10 @@ def test_a_forgotten_stop_worker_is_told_of_alone(processes: Processes) -> None:
 
 def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
-    here = Here(endpoints, 1, "again").start(servers=[0], workers=[0])
-    here.heard("joined")
+    here = Here(endpoints, 1, "again").start(servers=[0])
+    until(lambda: is_taken(Endpoint.parse(endpoints[0])))
     code, _, err = ended(processes.start("-m", "fleet", "server", "--endpoint", endpoints[0]))
-    here.end()
+    here.start(workers=[0]).end()
     assert code != 0
     assert f"port {endpoints[0].partition(':')[2]} is in use" in err
     assert f"process {os.getpid()}" in err
