@@ -235,7 +235,7 @@ def test_who_fails_says_that_it_is_the_cause_and_who_follows_does_not(tmp_path: 
 
     claims: list[list[str]] = []
     with pytest.MonkeyPatch.context() as patched:
-        for module in ("worker.runtime", "server.context"):
+        for module in ("worker.runtime", "server.job_end"):
             patched.setattr(
                 f"fleet.ps.{module}.claim",
                 lambda where, job, process, reason: claims.append([where, process, reason.split()[-1]]),
