@@ -38,7 +38,7 @@ from fleet.ps.wire.transport import BrokenCall, Call, Listener, Network, Respond
 from fleet.ps.wire.wire_errors import error_reply
 from fleet.ps.worker.connection import Connection, PendingRequest
 
-KNOBS = Knobs(beat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
+KNOBS = Knobs(heartbeat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
 #: For tests in which nobody falls silent, though the machine may be slow.
 PATIENT = replace(KNOBS, rpc_deadline_s=PATIENCE_S, startup_deadline_s=PATIENCE_S)
 WORKER = 3
@@ -248,9 +248,9 @@ def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for(
         def connect(self, endpoint: Endpoint) -> Any:
             return Channel()
 
-    client = Connection(Endpoint("server", 1), Restarting(), Knobs(beat_s=1.0), clock, WORKER, 77)
+    client = Connection(Endpoint("server", 1), Restarting(), Knobs(heartbeat_s=1.0), clock, WORKER, 77)
     assert client.hello(hello(client), wait=True).message.version == 8
-    taken_for_good = Connection(Endpoint("server", 1), Restarting(), Knobs(beat_s=0.1), clock, WORKER, 78)
+    taken_for_good = Connection(Endpoint("server", 1), Restarting(), Knobs(heartbeat_s=0.1), clock, WORKER, 78)
     clock.time = 5.5
     with pytest.raises(DuplicateWorkerError):
         taken_for_good.hello(hello(client), wait=True)
@@ -348,7 +348,7 @@ def test_a_request_that_keeps_breaking_although_the_server_is_heard(
 def test_retries_are_counted_however_rare_heartbeats_are(line: Line) -> None:
     """A break takes no time and falls between two heartbeats; it counts all the same."""
     line.network.add(Fault(Action.DROP_REQUEST, kind="push", times=None))
-    client = line.joined(replace(PATIENT, beat_s=0.5, rpc_retry_times=1))
+    client = line.joined(replace(PATIENT, heartbeat_s=0.5, rpc_retry_times=1))
     with pytest.raises(DeadlineError, match="keeps dropping"):
         line.waiting(push(client, 7)).result(PATIENCE_S)
 
@@ -499,7 +499,7 @@ def test_close_leaves_no_thread_and_no_waiter(any_line: Line) -> None:
 
 
 def test_close_while_the_server_is_silent(any_line: Line) -> None:
-    client = any_line.joined(replace(PATIENT, beat_s=PATIENCE_S / 4))
+    client = any_line.joined(replace(PATIENT, heartbeat_s=PATIENCE_S / 4))
     any_line.network.add(Fault(Action.SILENCE, times=None))
     future = any_line.waiting(push(client, 7))
     until(lambda: any_line.network.struck)
@@ -512,7 +512,7 @@ def test_close_while_the_server_is_silent(any_line: Line) -> None:
 def test_closing_again_and_again_under_a_fast_pulse(any_line: Line) -> None:
     """A heartbeat that starts on a closed channel must not end in a traceback of the pulse."""
     for _ in range(30):
-        client = any_line.joined(replace(PATIENT, beat_s=0.001))
+        client = any_line.joined(replace(PATIENT, heartbeat_s=0.001))
         beats = any_line.server.count("beat")
         until(partial(any_line.server.heard_beyond, beats))
         client.close()

@@ -34,7 +34,7 @@ def test_defaults() -> None:
         ("FLAGS_rpc_retry_times", "0", "rpc_retry_times", 0),
         ("FLAGS_rpc_get_thread_num", "1", "rpc_get_thread_num", 1),
         ("FLEET_STARTUP_DEADLINE_S", "7", "startup_deadline_s", 7.0),
-        ("FLEET_HEARTBEAT_S", "0.05", "beat_s", 0.05),
+        ("FLEET_HEARTBEAT_S", "0.05", "heartbeat_s", 0.05),
         ("FLEET_CHECK_FINITE", "On", "check_finite", True),
         ("FLEET_CHECK_FINITE", "0", "check_finite", False),
         ("FLEET_JOB_ID", "j", "job_id", "j"),
@@ -79,10 +79,10 @@ def test_unusable(name: str, text: str, expected: str) -> None:
 
 
 def test_heartbeats_fit_in_the_deadline() -> None:
-    assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.5"}).beat_s == 0.5
+    assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.5"}).heartbeat_s == 0.5
     with pytest.raises(ConfigurationError, match=r"FLEET_HEARTBEAT_S.*FLAGS_rpc_deadline"):
         Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.6"})
-    assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).beat_s == 0.25
+    assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).heartbeat_s == 0.25
 
 
 def test_how_surely_servers_keep_things() -> None:

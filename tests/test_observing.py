@@ -497,7 +497,7 @@ def served(free_endpoints: Callable[[int], list[str]]) -> Iterator[str]:
     """A job over gRPC, with a token, that goes on as long as the test looks at it."""
     from fleet.ps.backend import real_network
 
-    knobs = replace(Knobs(beat_s=0.05), security=SecurityKnobs(token="sesame"))
+    knobs = replace(Knobs(heartbeat_s=0.05), security=SecurityKnobs(token="sesame"))
     (endpoint,) = free_endpoints(1)
     enough = threading.Event()
 

@@ -98,20 +98,20 @@ def main() -> None:
     batches = [WireTensor.of(np.unique(ids)) for ids, _, _ in clicks(work, BATCHES)]
     # To join and to leave each waits for the others.
     with ThreadPoolExecutor(work.crowd) as threads:
-        callers = list(threads.map(lambda index: Caller(work, first + index, batches), range(work.crowd)))
+        turns = list(threads.map(lambda index: Caller(work, first + index, batches), range(work.crowd)))
         meter = Meter(replace(work, batch=work.batch * work.crowd))
         for _ in range(work.warmup + work.steps):
-            meter.after_step(together(callers))
+            meter.after_step(together(turns))
         meter.end()
-        list(threads.map(Caller.leave, callers))
+        list(threads.map(Caller.leave, turns))
 
 
-def together(callers: list[Caller]) -> float:
+def together(turns: list[Caller]) -> float:
     """A step of all of them; how far the rows were from one in the mean."""
-    for caller in callers:
+    for caller in turns:
         caller.ask()
-    distances = [caller.push() for caller in callers]
-    for caller in callers:
+    distances = [caller.push() for caller in turns]
+    for caller in turns:
         caller.finish()
     return float(np.mean(distances))
 

@@ -12,7 +12,7 @@ from fleet.base import exit_guard
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.settings import Knobs
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.errors import NotInitializedError, StateError
 
 
@@ -20,7 +20,7 @@ class Worker(exit_guard.Guarded, Protocol):
     """What runs between ``init_worker`` and ``stop_worker``."""
 
     @property
-    def callers(self) -> Callers: ...
+    def turns(self) -> Turns: ...
 
     @property
     def figures(self) -> Any: ...
@@ -86,7 +86,7 @@ class Lifecycle(Generic[W, S]):
     def _running_worker(self, call: str) -> W:
         """Who does what this call asks for; never a fork of the process that joined the job."""
         worker = self._joined_worker(call)
-        worker.callers.refuse_forked(call)
+        worker.turns.refuse_fork(call)
         return worker
 
     def _joined_worker(self, call: str) -> W:
@@ -119,7 +119,7 @@ class Lifecycle(Generic[W, S]):
             if self._assignment.is_worker:
                 raise NotInitializedError("stop_worker() came before init_worker()", todo="Call it after the training.")
             raise StateError(f"stop_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
-        worker.callers.refuse_forked("stop_worker()")
+        worker.turns.refuse_fork("stop_worker()")
         exit_guard.release(worker)
         try:
             worker.stop()

@@ -266,7 +266,7 @@ class Knobs:
         "how long processes wait for each other when a job starts",
         formerly="FLEET_STARTUP_DEADLINE",
     )
-    beat_s: float = setting(
+    heartbeat_s: float = setting(
         *("FLEET_HEARTBEAT_S", SECONDS, 1.0, _ALL),
         "the time between heartbeats; at most half of `FLAGS_rpc_deadline`",
         default_in_words="1, or a quarter of `FLAGS_rpc_deadline` if that is less",
@@ -345,13 +345,13 @@ class Knobs:
         given = _given(cls, environ)
         deadline_s = given.get("rpc_deadline_s", cls.rpc_deadline_s)
         # A short deadline alone is no contradiction: the heart just beats faster.
-        beat_s = given.setdefault("beat_s", min(cls.beat_s, deadline_s / 4))
-        if beat_s * 2 > deadline_s:
+        heartbeat_s = given.setdefault("heartbeat_s", min(cls.heartbeat_s, deadline_s / 4))
+        if heartbeat_s * 2 > deadline_s:
             raise ConfigurationError(
                 "FLEET_HEARTBEAT_S (seconds between heartbeats) must be at most half of FLAGS_rpc_deadline "
                 "(milliseconds)",
                 expected=f"at most {deadline_s / 2:g} s",
-                got=f"{beat_s:g} s",
+                got=f"{heartbeat_s:g} s",
                 todo="Raise FLAGS_rpc_deadline or lower FLEET_HEARTBEAT_S.",
             )
         security = SecurityKnobs.read(environ)

@@ -20,18 +20,18 @@ from fleet.errors import StateError
 T = TypeVar("T")
 
 
-class Callers:
-    """``with callers:`` is one call's turn. It may contain further ones of the same thread."""
+class Turns:
+    """``with turns:`` is one call's turn. It may contain further ones of the same thread."""
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
         # Not the turn of all calls: while one thread waits for the other workers, another may have to train for them.
-        self._gathering = threading.RLock()
+        self._meeting = threading.RLock()
         self._process = os.getpid()
         self._trainer = threading.current_thread()
 
     def __enter__(self) -> None:
-        self.refuse_forked("this call")  # a thread that the fork does not have may have the turn for good
+        self.refuse_fork("this call")  # a thread that the fork does not have may have the turn for good
         self._turn.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -42,9 +42,9 @@ class Callers:
         self._trainer = threading.current_thread()
 
     @contextmanager
-    def gathering(self, call: str) -> Iterator[None]:
+    def meeting(self, call: str) -> Iterator[None]:
         """Surrounds a ``call`` in which all workers meet; only one can be under way."""
-        with self.gathering_if_free() as is_free:
+        with self.meeting_if_free() as is_free:
             if not is_free:
                 raise StateError(
                     f"{call} was called while another thread of this worker waits for the other workers",
@@ -54,18 +54,18 @@ class Callers:
             yield
 
     @contextmanager
-    def gathering_if_free(self) -> Iterator[bool]:
+    def meeting_if_free(self) -> Iterator[bool]:
         """Whether no other thread is in such a call; none can begin one meanwhile."""
-        is_free = self._gathering.acquire(blocking=False)
+        is_free = self._meeting.acquire(blocking=False)
         try:
             yield is_free
         finally:
             if is_free:
-                self._gathering.release()
+                self._meeting.release()
 
-    def refuse_beside(self, call: str) -> None:
+    def refuse_other_thread(self, call: str) -> None:
         """For what needs the whole state of a training to stand still, which another thread goes on with."""
-        if self.are_beside:
+        if self.is_other_thread:
             raise StateError(
                 f"{call} was called in another thread than the one that trains",
                 expected=f"a call by the thread {self._trainer.name!r}, between two of its steps",
@@ -73,17 +73,17 @@ class Callers:
             )
 
     @property
-    def are_beside(self) -> bool:
+    def is_other_thread(self) -> bool:
         """Whether the calling thread is another one than the one that trains."""
         return threading.current_thread() is not self._trainer and self._trainer.is_alive()
 
     @property
-    def are_forked(self) -> bool:
+    def is_fork(self) -> bool:
         """Whether the calling process is a fork of the one that joined the job."""
         return os.getpid() != self._process
 
-    def refuse_forked(self, call: str) -> None:
-        if self.are_forked:
+    def refuse_fork(self, call: str) -> None:
+        if self.is_fork:
             raise StateError(
                 f"{call} was called in a forked child of a worker, which is no member of the job",
                 where=f"process {os.getpid()}",
@@ -92,21 +92,21 @@ class Callers:
             )
 
 
-class OfThread(threading.local, Generic[T]):
+class PerThread(threading.local, Generic[T]):
     """A list of which every thread has its own."""
 
     def __init__(self) -> None:
         self.list: list[T] = []
 
 
-def apart(work: Callable[[], T], name: str) -> Future[T]:
+def start_uninterrupted(work: Callable[[], T], name: str) -> Future[T]:
     """What ``work`` returns, which no Ctrl-C interrupts: only the main thread hears of one, and another does this."""
     done: Future[T] = Future()
     _begin(_once(work, done), name)
     return done
 
 
-def whole(work: Callable[[], T], name: str) -> T:
+def run_uninterrupted(work: Callable[[], T], name: str) -> T:
     """The same, for what takes no time: a Ctrl-C is heard of when it is done."""
     done: Future[T] = Future()
     run, has_begun = _once(work, done), False

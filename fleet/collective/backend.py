@@ -156,7 +156,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def _quiet_worker(self, call: str) -> CollectiveWorker:
         """For a call that needs all of the training's state, which a step and a backward alter in place."""
         worker = self._running_worker(call)
-        worker.callers.refuse_beside(call)
+        worker.turns.refuse_other_thread(call)
         return worker
 
     def undisturbed(self, call: str) -> AbstractContextManager[None]:

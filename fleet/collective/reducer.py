@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size, _register_comm_hook
 from torch._C._distributed_c10d import Reducer as _Reducer
 
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.collective.exchange import Exchange, Finish
 from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
@@ -52,7 +52,7 @@ class Reducer:
         group: Group,
         exchange: Exchange,
         on_round: Callable[[Round], None],
-        callers: Callers,
+        turns: Turns,
     ) -> None:
         self._params = list(params)
         self._names = names
@@ -60,7 +60,7 @@ class Reducer:
         self._group = group
         self._exchange = exchange
         self._on_round = on_round
-        self._callers = callers
+        self._turns = turns
         self.enabled = True
         self._taking_part = True
         self._is_open = False
@@ -123,7 +123,7 @@ class Reducer:
             self._seen.add(index)
 
     def _open(self) -> None:
-        self._callers.refuse_forked("backward()")
+        self._turns.refuse_fork("backward()")
         self._types.check()
         self._is_open = True
         self._seen.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch._C._distributed_c10d import Store
 
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.collective.store_monitor import StoreMonitor
 from fleet.errors import PlanMismatchError
 from fleet.numeric.reduction import BARRIER, Asked, disagreement
@@ -28,9 +28,9 @@ _LOOK_S = 1.0
 
 
 class StoreReductions:
-    def __init__(self, monitor: StoreMonitor, callers: Callers) -> None:
+    def __init__(self, monitor: StoreMonitor, turns: Turns) -> None:
         self._monitor = monitor
-        self._callers = callers
+        self._turns = turns
         self._number = 0
 
     def is_ahead(self, store: Store, worker: int) -> bool:
@@ -38,15 +38,15 @@ class StoreReductions:
         return store.check([f"gather/{self._number + 1}/{worker}"])
 
     def barrier(self) -> None:
-        with self._callers.gathering("barrier_worker()"):
-            self._meet(Asked(BARRIER, beside=self._callers.are_beside), None)
+        with self._turns.meeting("barrier_worker()"):
+            self._meet(Asked(BARRIER, beside=self._turns.is_other_thread), None)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
-            with self._callers.gathering(call):
-                result = self._meet(Asked(op, mine.dtype, mine.shape, self._callers.are_beside), mine.wire())
+            with self._turns.meeting(call):
+                result = self._meet(Asked(op, mine.dtype, mine.shape, self._turns.is_other_thread), mine.wire())
             assert result is not None
             return result
 

@@ -57,7 +57,7 @@ class StoreMonitor:
         self._store = store
         self._host = host
         self._hosts_store = hosts_store
-        self._beat_s = knobs.beat_s
+        self._heartbeat_s = knobs.heartbeat_s
         self._record_dir = knobs.observing.record_dir
         self._job = knobs.job_id
         self._requests: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -187,9 +187,9 @@ class StoreMonitor:
         heard = [f"heard/{other}" for other in range(self.size)]
         with contextlib.suppress(FleetError):
             if self._hosts_store:
-                until = self.clock.now() + (LATE_BEATS + 1) * self._beat_s
+                until = self.clock.now() + (LATE_BEATS + 1) * self._heartbeat_s
                 while self.clock.now() < until and not self.ask(lambda store: store.check(heard)):
-                    self.clock.sleep(self._beat_s / 10)
+                    self.clock.sleep(self._heartbeat_s / 10)
 
     def end(self) -> None:
         """End the thread, and with it the hold on the store."""
@@ -200,7 +200,7 @@ class StoreMonitor:
         """A connection broke: find out whose worker has gone. The living keep counting while everybody looks."""
         try:
             before = self.ask(self._counts)
-            limit_s = LATE_BEATS * self._beat_s
+            limit_s = LATE_BEATS * self._heartbeat_s
             self.until(lambda store: store.check([_FAILURE]) or None, limit_s)
             self.check()
             gone = [worker for worker in stopped(before, self.ask(self._counts)) if worker != self.rank]
@@ -229,7 +229,7 @@ class StoreMonitor:
         beat_at = self.clock.now()
         while True:
             if self.clock.now() >= beat_at:  # looked at first: requests must not hold it up
-                beat_at = self.clock.now() + self._beat_s
+                beat_at = self.clock.now() + self._heartbeat_s
                 try:
                     self._beat()
                 except RuntimeError as error:

@@ -15,7 +15,7 @@ import torch
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.settings import Knobs
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.collective.batch_norm import StatisticsGroup
 from fleet.collective.dgc import DeepCompression
 from fleet.collective.exchange import Averaging, Exchange, Flat, Hierarchical, Route, neighbours
@@ -50,7 +50,7 @@ class CollectiveWorker:
         self.assignment = assignment
         self.optimizers = optimizers
         self.model = model
-        self.callers = Callers()
+        self.turns = Turns()
         self.figures = WorkerFigures(clock)
         self.steps = 0
         #: of these, what this process has taken itself
@@ -87,7 +87,7 @@ class CollectiveWorker:
         self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
             self._observer = Observer(str(self.assignment), "worker", self.told, self._knobs)
-            self.reductions = StoreReductions(self.group.monitor, self.callers)
+            self.reductions = StoreReductions(self.group.monitor, self.turns)
             if self._pace.sends_gradients:
                 self._exchange = self._make_exchange()
             if self._strategy.sync_batch_norm:
@@ -150,7 +150,7 @@ class CollectiveWorker:
         self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
         if self._exchange is not None:
             self._reducer = Reducer(
-                self._trained, names, self._types, self.group, self._exchange, self._after_round, self.callers
+                self._trained, names, self._types, self.group, self._exchange, self._after_round, self.turns
             )
             self._reducer.enabled = self._pace.reduces_in_backward
 
@@ -189,7 +189,7 @@ class CollectiveWorker:
     def step_here(self, update: Callable[[], None]) -> None:
         """One step on what the gradients are now; ``update`` lets the wrapped optimizers step."""
         self.check("step()")
-        self.callers.train()
+        self.turns.train()
         if self._reducer is not None and self._reducer.was_interrupted:
             raise StateError(
                 "a backward ended in an exception, and the other workers wait for its gradients",
@@ -327,5 +327,5 @@ class CollectiveWorker:
 
     def check(self, call: str) -> None:
         """Refuse a call in another process, and tell of a failure."""
-        self.callers.refuse_forked(call)
+        self.turns.refuse_fork(call)
         self.group.monitor.check()

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from fleet.base.turns import apart
+from fleet.base.turns import start_uninterrupted
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ def _numba() -> Any:
 
 def _undisturbed(work: Callable[[], R]) -> R:
     """What ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
-    return apart(work, "fleet-compiling").result()
+    return start_uninterrupted(work, "fleet-compiling").result()
 
 
 class Compiled(Generic[P, R]):

@@ -223,7 +223,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def undisturbed(self, call: str) -> AbstractContextManager[None]:
         """Surrounds what is one call to the user, between whose parts no other thread of this process trains on."""
-        return self._running_worker(call).callers
+        return self._running_worker(call).turns
 
     def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
         """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
@@ -244,7 +244,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def keep_state(self, state: object) -> None:
         worker = self._running_worker("keep_state()")
         data = encoded(state)
-        with worker.callers:
+        with worker.turns:
             worker.finish_interrupted("keep_state()")
             worker.own_states.send_with_step(data)
 

@@ -102,7 +102,7 @@ class Departure:
         return JobAbortedError(
             f"worker {effect.worker} fell silent, and the job needs all workers",
             where=self._where,
-            expected=f"a sign of life every {self._knobs.beat_s:g} s",
+            expected=f"a sign of life every {self._knobs.heartbeat_s:g} s",
             got=f"none for {effect.silent_s:.1f} s",
             todo="See what that worker says last in its log, and start the job again, from its last checkpoint.",
         )

@@ -90,7 +90,7 @@ class JobEnd:
         """A server is not gone before every worker has heard why its job failed, or that its goodbye has come, within a
         few of its heartbeats. One that was killed may have had goodbyes that it did not answer."""
         asking = self._members.gone() if self.failure is None else self._members.awaited()
-        linger_s = LINGER_BEATS * self._knobs.beat_s
+        linger_s = LINGER_BEATS * self._knobs.heartbeat_s
         return self._informed.issuperset(asking) or self._clock.now() - self._over_at > linger_s
 
     def inform_again(self) -> None:

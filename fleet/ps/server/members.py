@@ -177,7 +177,7 @@ class Members:
         return Membership(
             settings.worker_num,
             silence_s=self._knobs.rpc_deadline_s,
-            quiet_s=QUIET_BEATS * self._knobs.beat_s,
+            quiet_s=QUIET_BEATS * self._knobs.heartbeat_s,
             startup_s=self._knobs.startup_deadline_s,
             now=self._clock.now(),
             elastic=settings.elastic,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.errors import DeadlineError, FleetError
 from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
@@ -23,22 +23,22 @@ class Barrier:
         first_server: Connection,
         progress: Progress,
         figures: WorkerFigures,
-        callers: Callers,
+        turns: Turns,
         reload: Callable[[], None],
     ) -> None:
         """``reload`` is called when the server says that its values have been replaced."""
         self._first_server = first_server
         self._progress = progress
         self._figures = figures
-        self._callers = callers
+        self._turns = turns
         self._reload = reload
         self._in_doubt: tuple[int, Frame] | None = None
 
     def gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
         """Return what comes of it, when every worker has come."""
-        with self._callers.gathering(call):
+        with self._turns.meeting(call):
             number = self._progress.gathered + 1
-            message = pb.Gather(number=number, op=op, dtype=dtype, beside=self._callers.are_beside)
+            message = pb.Gather(number=number, op=op, dtype=dtype, beside=self._turns.is_other_thread)
             request = self._first_server.request(self._progress.completed, gather=message)
             frame = Frame(request, [] if mine is None else [mine])
             return self._finish(number, frame)
@@ -46,7 +46,7 @@ class Barrier:
     def finish_interrupted(self) -> None:
         """Send a request in doubt again, unless another thread waits for its answer."""
         if self._in_doubt is not None:
-            with self._callers.gathering_if_free() as is_free:
+            with self._turns.meeting_if_free() as is_free:
                 if is_free and self._in_doubt is not None:
                     self._finish(*self._in_doubt)
 
@@ -66,7 +66,7 @@ class Barrier:
             raise
         progress.gathered, self._in_doubt = number, None
         progress.notice([reply])
-        if progress.replaced and not self._callers.are_beside:  # else the training thread's next step does it
-            with self._callers:
+        if progress.replaced and not self._turns.is_other_thread:  # else the training thread's next step does it
+            with self._turns:
                 self._reload()
         return reply.tensors[0] if reply.tensors else None

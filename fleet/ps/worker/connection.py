@@ -104,7 +104,7 @@ class Connection:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
             except DuplicateWorkerError:
                 taken_at = taken_at or self._clock.now()
-                if self._clock.now() - taken_at > TAKEN_BEATS * self._knobs.beat_s:
+                if self._clock.now() - taken_at > TAKEN_BEATS * self._knobs.heartbeat_s:
                     raise
                 self._clock.sleep(RETRY_PAUSE_S)
             except (TransportError, ServerBusyError) as error:
@@ -157,10 +157,10 @@ class Connection:
 
     def _beat_until_closed(self) -> None:
         noticed, every_s = self._clock.now(), notice_every_s(self._knobs.rpc_deadline_s)
-        while not self._closing.wait(self._knobs.beat_s):
+        while not self._closing.wait(self._knobs.heartbeat_s):
             try:
                 beat = Frame(self.request(0, beat=pb.Beat(figures=self._figures())))
-                call = self._channel.start(beat, self._knobs.beat_s * 2, urgent=True)
+                call = self._channel.start(beat, self._knobs.heartbeat_s * 2, urgent=True)
                 reply = raise_if_error(call.result())
                 self._heard()
                 self._log_absent_workers(reply.message.about)
@@ -277,7 +277,7 @@ class Connection:
 
     @property
     def misses_heartbeats(self) -> bool:
-        return self._clock.now() - self._last_heard > MISSED_BEATS * self._knobs.beat_s
+        return self._clock.now() - self._last_heard > MISSED_BEATS * self._knobs.heartbeat_s
 
     @property
     def clock(self) -> Clock:

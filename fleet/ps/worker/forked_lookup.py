@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.errors import DeadlineError, UnsupportedError
 from fleet.nn.handle import Lookup, Wanted
 from fleet.ps.consistency.policy import Policy
@@ -28,7 +28,7 @@ class ForkedReader:
         self, connections: Connections, trained: TrainedModel, progress: Progress, mode: str, policy: Policy
     ) -> None:
         """``mode`` is what errors call the mode that has this ``policy``."""
-        self.callers = Callers()
+        self.turns = Turns()
         self._progress = progress
         self._mode = mode
         self._policy = policy
@@ -42,7 +42,7 @@ class ForkedReader:
                 where=f"the mode {self._mode!r}, in which servers remember what each worker has looked up",
                 todo="Call model.eval() in the child, or look the rows up in the process that called init_worker().",
             )
-        with self.callers:
+        with self.turns:
             return self._rows.lookup(wanted, self._progress.completed, held)
 
 

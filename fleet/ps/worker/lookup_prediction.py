@@ -19,7 +19,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from fleet.base.turns import Callers, OfThread
+from fleet.base.turns import PerThread, Turns
 from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
@@ -105,15 +105,15 @@ class LookupPrediction:
     def __init__(
         self,
         model: torch.nn.Module,
-        callers: Callers,
+        turns: Turns,
         fetch: Callable[[Sequence[Wanted]], Mapping[int, Prefetched]],
         forget: Callable[[Mapping[int, Prefetched] | None], None],
     ) -> None:
-        self._callers = callers
+        self._turns = turns
         self._fetch = fetch
         self._forget = forget
         self._known: WeakKeyDictionary[torch.nn.Module, dict[bool, Known]] = WeakKeyDictionary()
-        self._forwards = OfThread[Forward]()
+        self._forwards = PerThread[Forward]()
         self._hooks: WeakKeyDictionary[torch.nn.Module, Sequence[RemovableHandle]] = WeakKeyDictionary()
         for module in _parts(model):
             self._hooks[module] = (
@@ -158,8 +158,8 @@ class LookupPrediction:
 
     @_disable_dynamo
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._callers.are_forked:  # such a child asks for each table by itself
-            with self._callers:
+        if not self._turns.is_fork:  # such a child asks for each table by itself
+            with self._turns:
                 self._predict(module, args, kwargs)
 
     def _predict(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -186,8 +186,8 @@ class LookupPrediction:
 
     @_disable_dynamo
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not self._callers.are_forked:
-            with self._callers:
+        if not self._turns.is_fork:
+            with self._turns:
                 self._look_back(module, output)
 
     def _look_back(self, module: torch.nn.Module, output: Any) -> None:

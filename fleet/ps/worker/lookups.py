@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fleet.base.turns import OfThread
+from fleet.base.turns import PerThread
 from fleet.errors import IdOutOfRangeError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.numeric.ids import partition, unique
@@ -157,7 +157,7 @@ class RowReader:
         self.read_at: dict[tuple[int, int], int] = {}
         self._read_before: dict[tuple[int, int], int] = {}
         self._offered: Mapping[int, Prefetched] = {}
-        self._predicted_here = OfThread[Mapping[int, Prefetched]]()
+        self._predicted_here = PerThread[Mapping[int, Prefetched]]()
         self._loads = 0
 
     def discard_fetched(self, loads: int) -> None:

@@ -34,7 +34,7 @@ def prefetch(
             worker.offer(ahead)
             yield batch
     finally:
-        if not worker.callers.are_forked:  # else all that is under way is the parent's
+        if not worker.turns.is_fork:  # else all that is under way is the parent's
             worker.offer({})
             for _, ahead in queue:
                 worker.rows.abandon(ahead)

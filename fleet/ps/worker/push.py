@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fleet.base.turns import whole
+from fleet.base.turns import run_uninterrupted
 from fleet.errors import DeadlineError, FleetError
 from fleet.numeric import buffers
 from fleet.numeric.ids import noise, packed_ids, partition
@@ -307,7 +307,7 @@ class Pusher:
             self._in_doubt = push.copied() if _is_unanswered(error) else None
             raise
         if push.at_a_stretch:
-            whole(lambda: self._finish(push, step, replies), "fleet-exchange")
+            run_uninterrupted(lambda: self._finish(push, step, replies), "fleet-exchange")
         else:
             self._finish(push, step, replies)
         self.reload_if_replaced()

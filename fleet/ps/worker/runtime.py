@@ -1,6 +1,6 @@
 """A worker of a running job, put together: what the user's calls come to, and the order in which its parts are asked.
 
-Everything here runs on the user's threads, which take turns (``Callers``). What else may run are the heartbeats of the
+Everything here runs on the user's threads, which take turns (``Turns``). What else may run are the heartbeats of the
 connections to the servers, and the threads that push and fetch behind an asynchronous step or send gradients ahead of
 a push.
 """
@@ -18,7 +18,7 @@ import torch
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.settings import Knobs
-from fleet.base.turns import Callers
+from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, Wanted
@@ -70,7 +70,7 @@ class WorkerRuntime:
         self._describe = describe
         self._strategy = strategy
         self._knobs = knobs
-        self.callers = Callers()
+        self.turns = Turns()
         self.figures = figures = WorkerFigures(clock)
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
@@ -116,7 +116,7 @@ class WorkerRuntime:
                 rows,
                 self._fetch_to_train,
             )
-        self._barrier = Barrier(first_server, progress, figures, self.callers, self.reload)
+        self._barrier = Barrier(first_server, progress, figures, self.turns, self.reload)
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
         self.stopped = False
@@ -176,14 +176,14 @@ class WorkerRuntime:
     def reload_in_turn(self) -> None:
         """Other values are there by this worker's own call. A thread that trains beside it has them after its next
         step: nothing changes under one."""
-        if self.callers.are_beside:
+        if self.turns.is_other_thread:
             self.progress.replaced = True
         else:
             self.reload()
 
     def extend(self) -> None:
         """Tell the servers of parameters that joined the optimizers. Every worker does, after the same step."""
-        with self.callers:
+        with self.turns:
             self._extend()
 
     def _extend(self) -> None:
@@ -225,19 +225,19 @@ class WorkerRuntime:
         return self._training.during_backward()
 
     def step(self) -> None:
-        with self.callers:
+        with self.turns:
             self._prepare_step()
             self._training.step()
 
     def step_here(self, update: Callable[[], None]) -> None:
         """Take a step on this worker's own values; from time to time agree with the servers."""
-        with self.callers:
+        with self.turns:
             self._prepare_step()
             assert self._geo is not None
             self._geo.step(update)
 
     def _prepare_step(self) -> None:
-        self.callers.train()
+        self.turns.train()
         self.finish_interrupted("step()")
         if self._prediction is not None:
             self._prediction.clear()
@@ -255,7 +255,7 @@ class WorkerRuntime:
 
     def finish_interrupted(self, call: str) -> None:
         """Before anything else happens in a call's turn, bring what was interrupted to its end."""
-        with self.callers:  # what another thread has under way is not interrupted
+        with self.turns:  # what another thread has under way is not interrupted
             self._refuse_late(call)
             self._pusher.finish_interrupted()
             self._barrier.finish_interrupted()
@@ -278,17 +278,17 @@ class WorkerRuntime:
                 return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
 
         if self.trained.description.handles:
-            self._prediction = LookupPrediction(model, self.callers, fetch, self.rows.drop_predicted)
+            self._prediction = LookupPrediction(model, self.turns, fetch, self.rows.drop_predicted)
 
     def unwatched(self) -> dict[int, object]:
         """For a copy of the model that stands in no job: by identity, what it has in the place of what watches."""
-        blind = LookupPrediction(torch.nn.Module(), self.callers, lambda _: {}, lambda _: None)
+        blind = LookupPrediction(torch.nn.Module(), self.turns, lambda _: {}, lambda _: None)
         return {} if self._prediction is None else {id(self._prediction): blind}
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
-        if self.callers.are_forked:
+        if self.turns.is_fork:
             return self._forked_reader().lookup(wanted, self.replica)
-        with self.callers:
+        with self.turns:
             self.finish_interrupted("a look-up")
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
@@ -298,7 +298,7 @@ class WorkerRuntime:
             return found
 
     def _forked_reader(self) -> ForkedReader:
-        if self._forked is None or self._forked.callers.are_forked:
+        if self._forked is None or self._forked.turns.is_fork:
             self._forked = ForkedReader(self.connections, self.trained, self.progress, self._strategy.mode, self.policy)
         return self._forked
 
@@ -308,21 +308,21 @@ class WorkerRuntime:
 
     def prefetch(self, wanted: Sequence[Wanted], steps: int) -> dict[int, Prefetched]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
-        with self.callers:
+        with self.turns:
             self.finish_interrupted("prefetch()")
             with self.figures.pull:
                 return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
 
     def offer(self, prefetched: Mapping[int, Prefetched]) -> None:
         """Let forwards use this from now on, and nothing that was offered before."""
-        with self.callers:
+        with self.turns:
             self.rows.offer(prefetched)
 
     # ---------------------------------------------------------------- among workers
 
     def barrier(self) -> None:
         """Return when every worker has come here."""
-        with self.callers:
+        with self.turns:
             self.finish_interrupted("barrier_worker()")
             self.flush()  # what this worker computed before the barrier is applied when the others have passed it
         self._gather("barrier_worker()", BARRIER)
@@ -331,7 +331,7 @@ class WorkerRuntime:
         """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
-            with self.callers:
+            with self.turns:
                 self.finish_interrupted(call)
             tensor = self._gather(call, op, mine.dtype, mine.wire())
             assert tensor is not None
@@ -349,7 +349,7 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        with self.callers:
+        with self.turns:
             self.finish_interrupted("summary()")
             surveys = [reply.message.about for reply in self.connections.ask("summary", survey=pb.Survey())]
         return summary(self.assignment.index, self._strategy.mode, self.progress.steps, surveys, self.read_figures())
@@ -376,7 +376,7 @@ class WorkerRuntime:
             self.abort("its job had already failed, and its script went on to stop_worker()")
             return
         try:
-            with self.callers:
+            with self.turns:
                 self.finish_interrupted("stop_worker()")
                 self._flush_or_abort()
                 self.connections.ask("goodbye", bye=pb.Bye())
