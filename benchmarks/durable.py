@@ -29,7 +29,7 @@ from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
-from fleet.ps.server import state_directory as durable
+from fleet.ps.server.durability import state_directory as durable
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.role_maker import Role, UserDefinedRoleMaker

@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fleet.base import checks
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Assignment
 from fleet.base.pointers import directory_first, missing
 from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
 from fleet.base.unknown_variables import remark
-from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
+from fleet.errors import ArgumentTypeError, NotInitializedError, StateError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.doubts import doubts
@@ -71,8 +72,7 @@ class Fleet:
                 expected="a RoleMakerBase, as fleet.role_maker has them, or None",
                 got=type(role_maker).__name__,
             )
-        if is_collective is not None and not isinstance(is_collective, bool):
-            raise ArgumentTypeError("is_collective must be True, False or None", got=repr(is_collective))
+        checks.switch_or_none("is_collective", is_collective)
         if self._chosen is not None and self._chosen.running:
             raise StateError("fleet.init() was called while a job is running", todo="Call fleet.stop_worker() first.")
         knobs = Knobs.read(self._environ)
@@ -278,8 +278,7 @@ class Fleet:
         backend = self._backend("resume_from")
         if isinstance(root, bytes) or not isinstance(root, str | os.PathLike):
             raise ArgumentTypeError("root must be a path or a URL", got=repr(root))
-        if not isinstance(strict, bool):
-            raise ArgumentTypeError("strict must be True or False", got=repr(strict))
+        checks.switch("strict", strict)
         return backend.resume_from(root, strict=strict)
 
     def init_server(self, model_dir: str | PathLike[str] | None = None) -> None:
@@ -339,10 +338,7 @@ class Fleet:
             2
         """
         backend = self._backend("prefetch")
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise ArgumentTypeError("depth must be an int", got=repr(depth))
-        if depth < 1:
-            raise ConfigurationError("depth is out of range", expected="at least 1", got=depth)
+        checks.whole("depth", depth, 1)
         if not callable(lookup):
             raise ArgumentTypeError("lookup must be a function of a batch", got=type(lookup).__name__)
         return backend.prefetch(batches, lookup, depth)
@@ -524,8 +520,7 @@ class Fleet:
         backend = self._backend("state_dict")
         from fleet import serving
 
-        if not isinstance(tables, bool):
-            raise ArgumentTypeError("tables must be True or False", got=repr(tables))
+        checks.switch("tables", tables)
         return backend.state_dict(serving.check_model(model), tables=tables)
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:

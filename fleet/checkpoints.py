@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleet.api import Fleet
+from fleet.base import checks
 from fleet.base.clock import Clock, SystemClock
 from fleet.errors import (
     ArgumentTypeError,
@@ -128,7 +129,7 @@ class Checkpoints:
             raise ArgumentTypeError("background must be True, False or None", got=repr(background))
         for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("full_every", full_every)):
             if value is not None:
-                _check_count(name, value)
+                checks.whole(name, value, 1)
         if every_s is not None:
             _check_seconds("every_s", every_s)
         if every_steps is None and every_s is None:
@@ -320,15 +321,6 @@ class Checkpoints:
             raise StateError(f"{call} came after close()", where=self._root.url)
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-    if value < 1:
-        raise ConfigurationError(f"{name} is out of range", expected="at least 1", got=value)
-
-
 def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(f"{name} must be a number of seconds", got=repr(value))
-    if not 0 < value < math.inf:
+    if not 0 < checks.real(name, value, "a number of seconds") < math.inf:
         raise ConfigurationError(f"{name} is out of range", expected="more than 0 seconds", got=f"{value:g}")

@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 from harness import PATIENT, Body, Job, until
-from inside import found_job
+from inside import durability_of, task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Directory
 from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.durable_state import NOTED, Shot
+from fleet.ps.server.durability.durability import NOTED, Durability
+from fleet.ps.server.durability.snapshot import Shot
+from fleet.ps.server.durability.state_directory import Kind, StateDirectory
+from fleet.ps.server.job import Job as ServedJob
 from fleet.ps.server.service import Service
-from fleet.ps.server.snapshots import Snapshots
-from fleet.ps.server.state_directory import Kind, StateDirectory
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 
@@ -104,7 +105,7 @@ class Host:
         self.durable = StateDirectory(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
-        self.service = Service(endpoint, knobs, Hurrying(self.job.through), restore=restore, durable=self.durable)
+        self.service = Service(endpoint, knobs, Hurrying(self.job.through), restore=restore, directory=self.durable)
         self._watch_snapshots(self.service)
         self._listener = self.job.network.listen(endpoint, self._handler(self.service))
 
@@ -127,9 +128,9 @@ class Host:
             self.kills += 1
             listener = self._listener
             # Threads cannot be killed: one that writes a checkpoint ends first, and what one has read goes nowhere.
-            job = found_job(self.service)
+            task = task_of(self.service)
             for thread in threading.enumerate():
-                if job is not None and job.errand is not None and thread.name == f"fleet-{job.errand.name}":
+                if task is not None and thread.name == f"fleet-{task.name}":
                     thread.join()
             self._abandon_snapshots()
             for journal in self.durable._journals:
@@ -146,10 +147,8 @@ class Host:
             act(self.service)
 
     @property
-    def snapshots(self) -> Snapshots:
-        snapshots = self.service._keeping._snapshots
-        assert snapshots is not None
-        return snapshots
+    def snapshots(self) -> Durability:
+        return durability_of(self.service)
 
     @property
     def is_writing(self) -> bool:
@@ -162,10 +161,10 @@ class Host:
         snapshots = self.snapshots
         take, write = snapshots._take_behind, snapshots._write
 
-        def dying() -> None:
+        def dying(served: ServedJob) -> None:
             try:
                 with self.crash:
-                    take()
+                    take(served)
             except Killed:
                 while not self._one_at_a_time.acquire(timeout=0.01):
                     if snapshots._closed:  # it is being killed, and waits for this thread
@@ -191,7 +190,7 @@ class Host:
         self.durable.discard = lambda *_: None  # type: ignore[method-assign]
         if snapshots._writer is threading.current_thread():
             snapshots._writer = None
-        snapshots.close()
+        snapshots.stop_writing()
 
     def stop_and_start(self) -> None:
         """End the server as SIGTERM does, and start it again."""

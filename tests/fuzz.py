@@ -31,7 +31,7 @@ import psutil
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 from harness import until
-from inside import found_job
+from inside import task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Binding, Endpoint
@@ -45,13 +45,12 @@ from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.frame import Frame, read_frame, receive
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.health import HealthNetwork
 from fleet.ps.wire.low_precision import Narrow
 from fleet.ps.wire.security import Security
-from fleet.ps.wire.stream import receive
 from fleet.ps.wire.transport import Respond
 from fleet.ps.wire.wire_errors import raise_if_error
 
@@ -198,8 +197,8 @@ class Target:
         replies: list[Frame] = []
         try:
             self.handle(frame, replies.append)
-            job = found_job(self._service)
-            until(lambda: job is None or job.errand is None or job.errand.is_done)
+            task = task_of(self._service)
+            until(lambda: task is None or task.is_done)
             for reply in replies:
                 read_frame(pb.Reply, reply.pieces())
                 raise_if_error(reply)

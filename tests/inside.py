@@ -11,6 +11,7 @@ from typing import Any
 
 from fleet import Fleet
 from fleet.base import exit_guard
+from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
 
@@ -54,12 +55,12 @@ def flush(fleet: Fleet) -> None:
 
 def lines_of(worker: Any) -> Any:
     """The worker's connections to all servers, which it asks together."""
-    return worker.floor.lines
+    return worker.connections
 
 
 def connections(fleet: Fleet) -> Sequence[Any]:
     """The worker's connections, one a server."""
-    return lines_of(worker_of(fleet)).clients  # type: ignore[no-any-return]
+    return lines_of(worker_of(fleet)).by_server  # type: ignore[no-any-return]
 
 
 def under_way(fleet: Fleet) -> list[int]:
@@ -69,30 +70,30 @@ def under_way(fleet: Fleet) -> list[int]:
 
 def description_of(fleet: Fleet) -> Any:
     """The job as the worker has described it to the servers."""
-    return worker_of(fleet).floor.trained.description
+    return worker_of(fleet).trained.description
 
 
 def completed(fleet: Fleet) -> int:
     """Steps of this worker that are done."""
-    return worker_of(fleet).floor.progress.completed  # type: ignore[no-any-return]
+    return worker_of(fleet).progress.completed  # type: ignore[no-any-return]
 
 
 def take_fresh(optimizer: Any) -> None:
     """Put the values that have arrived behind the user's back into the parameters."""
     worker = runtime_of(optimizer)
-    fresh = worker._stepping._communicator.fresh()
+    fresh = worker._training._communicator.fresh()
     if fresh is not None:
-        worker.floor.fetching.take(fresh)
+        worker._values.write(fresh)
 
 
 def running_forwards(optimizer: Any) -> int:
     """How many forwards are thought to run."""
-    return len(runtime_of(optimizer)._foresight._running)
+    return len(runtime_of(optimizer)._prediction._running)
 
 
 def is_in_a_meeting(fleet: Fleet) -> bool:
     """Whether a barrier or a reduction of this worker waits for its answer."""
-    return bool(worker_of(fleet)._meeting._in_doubt)
+    return bool(worker_of(fleet)._barrier._in_doubt)
 
 
 # ---------------------------------------------------------------- a server
@@ -100,23 +101,49 @@ def is_in_a_meeting(fleet: Fleet) -> bool:
 
 def found_job(service: Service) -> Any:
     """The server's job, None before the first hello."""
-    return service.floor.job
+    return service.job
 
 
 def job_of(service: Service) -> Any:
     """The server's job, which has begun."""
-    return service.floor.running()
+    assert service.job is not None
+    return service.job
 
 
 def shard_of(service: Service) -> Shard:
-    return service.floor.shard()
+    return job_of(service).held()  # type: ignore[no-any-return]
+
+
+def gate_of(service: Service) -> Any:
+    return job_of(service).rounds.gate
+
+
+def parked(service: Service) -> Any:
+    """The requests that wait, by their tickets."""
+    return job_of(service).rounds.parked
+
+
+def outgrown(service: Service) -> set[int]:
+    """The workers that do not know of all parameters."""
+    return {*job_of(service).plans.outgrown}
+
+
+def task_of(service: Service) -> Any:
+    """What is done for a checkpoint on a thread of its own, or was last."""
+    job = found_job(service)
+    return None if job is None else job.background.task
 
 
 def reductions_of(service: Service) -> Any:
     """What workers have brought to their barriers and reductions."""
-    return job_of(service).hall
+    return job_of(service).reductions
 
 
 def end_of(service: Service) -> Any:
     """Whether and how the job ends on the server."""
-    return service.floor.ending
+    return service.end
+
+
+def durability_of(service: Service) -> Durability:
+    assert service.durability is not None
+    return service.durability

@@ -41,7 +41,7 @@ FOR_USERS = {"api", "checkpoints", "errors", "metrics", "optim", "optimizer", "s
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {
-    *("barrier", "context", "handshake", "object_states", "replacement", "runtime"),
+    *("barrier", "handshake", "object_states", "replacement", "runtime"),
     *("backend", "lease", "model_export", "reductions", "resumption"),
 }
 
@@ -87,13 +87,13 @@ ONLY: dict[str, dict[str, str]] = {
         "numeric/jit.py": "compiler",
         "ps/server/job_end.py": "event",
         "ps/server/initialization.py": "reader",
-        "ps/server/journal.py": "lock",
         "ps/server/deferring_lock.py": "lock",
         "ps/server/members.py": "lock",
-        "ps/server/row_memory.py": "memory",
         "ps/server/runtime.py": "lifetime",
-        "ps/server/checkpoint_share.py": "writer",
-        "ps/server/snapshots.py": "writer",
+        "ps/server/background.py": "tasks",
+        "ps/server/checkpoint_reader.py": "memory for rows",
+        "ps/server/durability/durability.py": "writer",
+        "ps/server/durability/state_directory.py": "lock",
         "ps/wire/leader_pool.py": "threads",
         "ps/wire/direct_client.py": "lock",
         "ps/wire/direct_connections.py": "lock",
@@ -136,7 +136,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/direct_connections.py": "connections",
         "ps/wire/direct_server.py": "doors",
         "base/exposure.py": "addresses",
-        "ps/wire/stream.py": "frames",
+        "ps/wire/frame.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/handshake.py": "hostname",
         "bootstrap/rendezvous.py": "addresses",

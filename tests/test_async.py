@@ -23,7 +23,8 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Channel, Handler, Listener, Respond
 from fleet.ps.worker import communicator
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.gradient_merge import Clocks, GradientMerge, Gradients
+from fleet.ps.worker.gradient_merge import GradientMerge
+from fleet.ps.worker.push import Clocks, Gradients
 from fleet.strategy.parameter_server import Strategy
 
 

@@ -35,7 +35,7 @@ from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import checkpoint_save as saving
-from fleet.ps.worker.connection import ServerClient
+from fleet.ps.worker.connection import Connection
 from fleet.transpiler import DistributeTranspilerConfig, HashName, RoundRobin
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -149,9 +149,9 @@ def files(dirname: Path) -> dict[str, bytes]:
 
 def when_claimed(monkeypatch: pytest.MonkeyPatch, workers: int) -> threading.Event:
     """Set when so many workers have asked for the right to write."""
-    claims, event, start = [], threading.Event(), ServerClient.start
+    claims, event, start = [], threading.Event(), Connection.start
 
-    def counting(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
+    def counting(client: Connection, frame: Any, what: str, **options: bool) -> Any:
         pending = start(client, frame, what, **options)
         if what.startswith("claim"):
             claims.append(what)
@@ -159,7 +159,7 @@ def when_claimed(monkeypatch: pytest.MonkeyPatch, workers: int) -> threading.Eve
                 event.set()
         return pending
 
-    monkeypatch.setattr(ServerClient, "start", counting)
+    monkeypatch.setattr(Connection, "start", counting)
     return event
 
 

@@ -42,7 +42,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import replacement as loading
-from fleet.ps.worker.connection import ServerClient
+from fleet.ps.worker.connection import Connection
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
@@ -507,15 +507,15 @@ def test_a_load_that_fails_on_one_server_changes_nothing(
 def test_plain_tensors_that_do_not_all_arrive_change_nothing(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, broken = ServerClient.start, []
+    start, broken = Connection.start, []
 
-    def failing(client: ServerClient, frame: Frame, what: str, **options: bool) -> Any:
+    def failing(client: Connection, frame: Frame, what: str, **options: bool) -> Any:
         if broken and str(client.endpoint) == "server1:1" and frame.message.WhichOneof("kind") == "upload":
             broken.clear()
             raise FleetError("this one does not get it")
         return start(client, frame, what, **options)
 
-    monkeypatch.setattr(ServerClient, "start", failing)
+    monkeypatch.setattr(Connection, "start", failing)
 
     def body(fleet_: Fleet, worker: int) -> None:
         model, optimizer = join(fleet_, strategy)
@@ -698,7 +698,7 @@ def test_a_server_that_starts_again_knows_what_was_begun_and_done() -> None:
     claims.release("done", 0, "", [])
     claims.joined(2)
     assert answers(claims, "begun", 0) == [True]
-    again.resume(json.loads(json.dumps(claims.told())), 0.0)
+    again.restore(json.loads(json.dumps(claims.dump())), 0.0)
     assert answers(again, "done", 1) == [False], "it need not do that once more"
     assert answers(again, "begun", 1) == [], "it waits for worker 0"
     again.release("begun", 0, "", [])

@@ -36,7 +36,7 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import BrokenCall, Call, Listener, Network, Respond, TransportError
 from fleet.ps.wire.wire_errors import error_reply
-from fleet.ps.worker.connection import Pending, ServerClient
+from fleet.ps.worker.connection import Connection, PendingRequest
 
 KNOBS = Knobs(beat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
 #: For tests in which nobody falls silent, though the machine may be slow.
@@ -91,7 +91,7 @@ class Line:
         self.endpoint = endpoint
         self.server = Server()
         self.listener: Listener | None = None
-        self.clients: list[ServerClient] = []
+        self.clients: list[Connection] = []
         self.pool = ThreadPoolExecutor(8)
 
     def up(self) -> None:
@@ -101,24 +101,24 @@ class Line:
         if self.listener is not None:
             self.listener.close()
 
-    def client(self, knobs: Knobs = KNOBS) -> ServerClient:
-        client = ServerClient(self.endpoint, self.network, knobs, SystemClock(), WORKER, 77)
+    def client(self, knobs: Knobs = KNOBS) -> Connection:
+        client = Connection(self.endpoint, self.network, knobs, SystemClock(), WORKER, 77)
         self.clients.append(client)
         return client
 
-    def joined(self, knobs: Knobs = PATIENT) -> ServerClient:
+    def joined(self, knobs: Knobs = PATIENT) -> Connection:
         """A client that has said hello and has a pulse."""
         if self.listener is None:
             self.up()
         client = self.client(knobs)
         client.hello(hello(client), wait=True)
-        client.start_pulse()
+        client.start_heartbeat()
         return client
 
-    def waiting(self, pending: Pending) -> Future[Frame]:
+    def waiting(self, pending: PendingRequest) -> Future[Frame]:
         return self.pool.submit(pending.result)
 
-    def parked(self, client: ServerClient, step: int = 7) -> Future[Frame]:
+    def parked(self, client: Connection, step: int = 7) -> Future[Frame]:
         """A push that has arrived and is not answered."""
         self.server.parks = True
         future = self.waiting(push(client, step))
@@ -156,11 +156,11 @@ def any_line(request: pytest.FixtureRequest) -> Iterator[Line]:
     line.close()
 
 
-def hello(client: ServerClient) -> Frame:
+def hello(client: Connection) -> Frame:
     return Frame(client.request(0, hello=pb.Hello(server=1)))
 
 
-def push(client: ServerClient, step: int) -> Pending:
+def push(client: Connection, step: int) -> PendingRequest:
     return client.start(Frame(client.request(step, push=pb.Push())), f"push of step {step}")
 
 
@@ -221,7 +221,7 @@ def test_no_hello_waits_beyond_the_deadline(caplog: pytest.LogCaptureFixture) ->
             return Channel()
 
     knobs = replace(KNOBS, startup_deadline_s=10.0)
-    client = ServerClient(Endpoint("server", 1), Nowhere(), knobs, clock, WORKER, 77)
+    client = Connection(Endpoint("server", 1), Nowhere(), knobs, clock, WORKER, 77)
     with pytest.raises(DeadlineError, match=r"none in 10\.0 s"):
         client.hello(hello(client), wait=True)
     told = [message for message in caplog.messages if "waiting for the server at server:1" in message]
@@ -248,9 +248,9 @@ def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for(
         def connect(self, endpoint: Endpoint) -> Any:
             return Channel()
 
-    client = ServerClient(Endpoint("server", 1), Restarting(), Knobs(beat_s=1.0), clock, WORKER, 77)
+    client = Connection(Endpoint("server", 1), Restarting(), Knobs(beat_s=1.0), clock, WORKER, 77)
     assert client.hello(hello(client), wait=True).message.version == 8
-    taken_for_good = ServerClient(Endpoint("server", 1), Restarting(), Knobs(beat_s=0.1), clock, WORKER, 78)
+    taken_for_good = Connection(Endpoint("server", 1), Restarting(), Knobs(beat_s=0.1), clock, WORKER, 78)
     clock.time = 5.5
     with pytest.raises(DuplicateWorkerError):
         taken_for_good.hello(hello(client), wait=True)
@@ -481,12 +481,12 @@ def test_several_calls_all_learn_of_the_end(line: Line) -> None:
 
 
 def pulses() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("fleet-pulse")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fleet-heartbeat")]
 
 
 def test_close_leaves_no_thread_and_no_waiter(any_line: Line) -> None:
     client = any_line.joined()
-    client.start_pulse()  # a second time does nothing
+    client.start_heartbeat()  # a second time does nothing
     assert len(pulses()) == 1
     future = any_line.parked(client)
     client.close()

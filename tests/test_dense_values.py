@@ -10,8 +10,9 @@ from torch.autograd.graph import increment_version
 from fleet.errors import ProtocolError
 from fleet.numeric import scatter
 from fleet.plan.layout import DenseLayout, dense_layout
-from fleet.ps.worker import dense_buffers as dense
-from fleet.ps.worker.dense_buffers import COPIED, Flat, ParameterWriter, end_to_end, pack
+from fleet.ps.worker import trained_model as dense
+from fleet.ps.worker.push import COPIED, end_to_end, pack
+from fleet.ps.worker.trained_model import Flat, ParameterWriter
 
 #: Small ones, cut between servers and whole; one without elements before a large one; one without dimensions.
 SHAPES = [(3,), (5, 7), (), (0,), (100, 100), (64,), (0, 2), (17, 1)]

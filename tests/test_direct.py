@@ -30,11 +30,10 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct import DirectNetwork
 from fleet.ps.wire.direct_client import PATIENCE, WELCOME, DirectChannel
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.frame import Frame, Outgoing, receive
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.leader_pool import SPARE
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.wire.stream import Outgoing, receive
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
-from inside import found_job, job_of, leave
+from inside import found_job, gate_of, leave
 from patience import PATIENCE_S
 
 import fleet.nn
@@ -27,15 +28,12 @@ from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
-from fleet.checkpoint.manifest import Saved
 from fleet.checkpoint.places import Directory
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ServerLostError
 from fleet.ps.server import checkpoint_reader as loading
 from fleet.ps.server.checkpoint_share import write_pieces
-from fleet.ps.server.durable_state import Memory
-from fleet.ps.server.journal import Journal
+from fleet.ps.server.durability.state_directory import Journal, Kind, StateDirectory
 from fleet.ps.server.service import Service
-from fleet.ps.server.state_directory import Kind, StateDirectory
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection as client
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -485,7 +483,12 @@ def test_what_workers_were_given_is_remembered(tmp_path: Path, mode: str, journa
 def test_no_room_for_what_a_worker_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def disturb(made: Fleet, index: int, step: int) -> None:
         if step == 1:
-            monkeypatch.setattr(Memory, "hand_out", no_room)
+            record = StateDirectory.record
+
+            def full(directory: StateDirectory, kind: Kind, buffers: Any) -> None:
+                (no_room if kind is Kind.HANDED else record)(directory, kind, buffers)
+
+            monkeypatch.setattr(StateDirectory, "record", full)
 
     job = DyingJob(trains("momentum", strategy=REMEMBERING["geo"], between=disturb), tmp_path, workers=1, servers=1)
     with pytest.raises(AssertionError, match=r"server0:1 cannot keep what it does; got .Errno 28. No space left"):
@@ -653,7 +656,7 @@ def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(t
     run_job(trains("adam", steps=2, between=saves), 1, 1)
     durable_ = StateDirectory(str(kept), Endpoint.parse("server0:1"), "os")
     origin = loading.restore_from(str(older))
-    Memory(durable_).begun(Saved(origin.id, origin.url))
+    durable_.record(Kind.ORIGIN, [json.dumps([origin.id, origin.url]).encode()])
     durable_.close()
     shutil.rmtree(older)
     if there == "another one":
@@ -666,7 +669,7 @@ def test_the_checkpoint_that_a_job_began_with_is_gone_before_a_snapshot_has_it(t
 
 
 def go_on_from_elsewhere(service: Service) -> None:
-    gate = job_of(service).gate
+    gate = gate_of(service)
     gate.resume(dict.fromkeys(gate.clocks, 1700), {}, 1700)
 
 
@@ -817,7 +820,7 @@ def test_requests_are_answered_while_a_snapshot_is_written(
 
     threads: list[Any] = []
     if where == "before its first piece":
-        monkeypatch.setattr("fleet.ps.server.snapshots.write_pieces", waiting(write_pieces))
+        monkeypatch.setattr("fleet.ps.server.durability.durability.write_pieces", waiting(write_pieces))
     else:
         monkeypatch.setattr(StateDirectory, "publish", waiting(StateDirectory.publish))
     job = DyingJob(trains("adam", steps=6, between=disturb), tmp_path, servers=1, journal_bytes=1)
@@ -862,7 +865,7 @@ def test_a_checkpoint_is_saved_while_a_snapshot_is_written(
     folder = str(tmp_path / "undisturbed")
     job = Job(body, 2, 1)
     expected = job.run()
-    monkeypatch.setattr("fleet.ps.server.snapshots.write_pieces", held_up)
+    monkeypatch.setattr("fleet.ps.server.durability.durability.write_pieces", held_up)
     folder = str(tmp_path / "disturbed")
     job = DyingJob(body, tmp_path / "durable", servers=1, journal_bytes=1)
     same(job.run(), expected)
@@ -915,7 +918,7 @@ def test_who_waits_for_the_disk_waits_for_all_that_came_meanwhile(
         assert go_on.acquire(timeout=10)
         synced.append(size)
 
-    monkeypatch.setattr("fleet.ps.server.journal.os.fsync", fsync)
+    monkeypatch.setattr("fleet.ps.server.durability.state_directory.os.fsync", fsync)
     waiting = []
     for number in range(4):
         journal.append([b"record"])
@@ -950,7 +953,7 @@ def test_nobody_hears_of_what_is_not_on_the_disk_yet(tmp_path: Path, monkeypatch
         assert go_on.wait(10)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fleet.ps.server.journal.os.fsync", fsync)
+        patch.setattr("fleet.ps.server.durability.state_directory.os.fsync", fsync)
         wrapped.minimize(model.weight.sum())
         assert syncing.wait(10)
         assert made.summary()["steps_by_worker"] == {0: 1}, "others hear of it"
@@ -978,8 +981,8 @@ def test_the_journal_is_on_the_disk_within_the_interval(
 
     synced: list[int] = []
     kept, clock = StateDirectory(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
-    service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, durable=kept)
-    monkeypatch.setattr("fleet.ps.server.journal.os.fsync", synced.append)
+    service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, directory=kept)
+    monkeypatch.setattr("fleet.ps.server.durability.state_directory.os.fsync", synced.append)
     found = []
     for seconds in (0.0, 0.9, 0.2, 0.5, 0.6):
         clock.time += seconds
@@ -1295,7 +1298,7 @@ def test_state_of_another_placement_is_refused(
             return False
         return True
 
-    monkeypatch.setattr("fleet.ps.server.state_directory.JOURNAL_BYTES", journal_bytes)
+    monkeypatch.setattr("fleet.ps.server.durability.state_directory.JOURNAL_BYTES", journal_bytes)
     with monkeypatch.context() as before:
         before.setattr(HashName, "dispatch", lambda self, blocks: [len(block) % 2 for block in blocks])
         run_job(body, 1, 2, environ={**PATIENT, "FLEET_DURABLE_DIR": str(root)})
@@ -1309,7 +1312,7 @@ def started_again(directory: Path, endpoint: str) -> Service:
     """A server that starts again with what was kept there."""
     durable = StateDirectory(str(directory), Endpoint.parse(endpoint), "os")
     try:
-        service = Service(Endpoint.parse(endpoint), Knobs.read(PATIENT), SystemClock(), durable=durable)
+        service = Service(Endpoint.parse(endpoint), Knobs.read(PATIENT), SystemClock(), directory=durable)
     except ConfigurationError:
         durable.close()
         raise

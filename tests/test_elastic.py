@@ -186,7 +186,7 @@ def test_who_has_left_may_join_again_where_the_job_has_an_id() -> None:
 
 
 def test_one_that_comes_when_all_have_left_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleet.ps.server.job_end.JobEnd._all_told", lambda _: leaves.is_set())
+    monkeypatch.setattr("fleet.ps.server.job_end.JobEnd._all_informed", lambda _: leaves.is_set())
     leaves = threading.Event()
     servers = Servers(1, 1, environ=NAMED)
     servers.part(0, 1).join().leave()
@@ -239,7 +239,7 @@ def test_one_that_cannot_start_leaves_again(monkeypatch: pytest.MonkeyPatch) -> 
         raise DeadlineError("a server did not come up")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fleet.ps.worker.fetch.Fetching.ask", fails)
+        patch.setattr("fleet.ps.worker.trained_model.DenseValues.fetch", fails)
         with pytest.raises(DeadlineError, match="did not come up"):
             one.join()
     zero.train(2)

@@ -11,7 +11,7 @@ from fleet import errors
 
 ROOT = Path(__file__).parent.parent
 PAGE = " ".join((ROOT / "docs" / "errors.md").read_text().split())
-CLASSES = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
+CLASSES = {kind.__name__ for _, kind in inspect.getmembers(errors, inspect.isclass)}
 
 #: The page tells these together: what is wrong with an argument's type, and with a peer that is of another version.
 TOGETHER = {"ArgumentTypeError", "ProtocolError"}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job
-from inside import job_of, reductions_of
+from inside import parked, reductions_of
 
 from fleet import Fleet, StrategyFactory
 from fleet.base.clock import SystemClock
@@ -1052,7 +1052,7 @@ def test_nothing_is_kept_of_gatherings_that_are_over() -> None:
     line.say(1, bye=pb.Bye())
     assert (len(hall._outcomes), len(hall._ops), len(hall._brought)) == (0, 0, 0)
     assert line.service.ended.is_set()
-    assert job_of(line.service).parked == {}
+    assert parked(line.service) == {}
 
 
 @pytest.mark.parametrize("strategy", [None, StrategyFactory.create_ssp_strategy(0)], ids=["sync", "ssp"])

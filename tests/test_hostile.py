@@ -40,7 +40,7 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.backend import real_network
-from fleet.ps.server import context as floor
+from fleet.ps.server import job as served
 from fleet.ps.server.admission import check_share
 from fleet.ps.server.service import Service
 from fleet.ps.table.shard import Shard
@@ -49,11 +49,10 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_connections import Connection
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame
+from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame, receive
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.security import Security
-from fleet.ps.wire.stream import receive
 from fleet.ps.wire.transport import TransportError
 from fleet.ps.wire.wire_errors import error_reply, raise_if_error
 from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -322,7 +321,7 @@ def test_nobody_fills_the_memory_with_rounds_to_come() -> None:
 
 
 def test_nobody_fills_the_memory_with_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "MAX_WAITING", 5)
+    monkeypatch.setattr(served, "MAX_WAITING", 5)
     ask, _ = member_and_other(limit_mb=1)
     later = {"pull": pb.Pull(version=9, tables=[0], training=[True])}
     few, many = ([WireTensor.of(np.zeros(size, np.int64))] for size in (1, 70_000))

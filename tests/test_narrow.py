@@ -30,7 +30,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import LINE, Narrow
 from fleet.ps.wire.wire_errors import raise_if_error
-from fleet.ps.worker.error_feedback import ErrorFeedback
+from fleet.ps.worker.push import ErrorFeedback
 from fleet.strategy.parameter_server import Strategy
 
 #: How far a line's elements may be off, in parts of its largest.
@@ -112,7 +112,7 @@ def test_what_did_not_arrive_is_not_taken_for_told() -> None:
     gradient = torch.randn(300, generator=torch.Generator().manual_seed(2))
     told = []
     for arrives in (True, False, True):
-        ((_, tensors),), arrived = feedback.narrowed([(b"\1", {"float32": [gradient]})])
+        ((_, tensors),), arrived = feedback.encode([(b"\1", {"float32": [gradient]})])
         told.append(Narrow("int8").decode_flats(tensors, layout.sizes)["float32"])
         if arrives:
             arrived()
@@ -131,7 +131,7 @@ def test_blocks_that_stay_at_home_keep_what_is_left_of_them(wire_dtype: str) -> 
         flat = torch.cat([gradient[:300], gradient[300:]][present == b"\0\1" : 2 - (present == b"\1\0")])
         places = slice(0 if present[0] else 300, 340 if present[1] else 300)
         sums[0][places] += flat
-        ((_, tensors),), arrived = feedback.narrowed([(present, {"float32": [flat]})])
+        ((_, tensors),), arrived = feedback.encode([(present, {"float32": [flat]})])
         sums[1][places] += Narrow(wire_dtype).decode_flats(tensors, layout.sizes_of(present))["float32"]
         arrived()
     assert (sums[0] - sums[1]).abs().max() <= 2 * OFF[wire_dtype] * gradient.abs().max()

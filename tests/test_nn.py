@@ -17,7 +17,7 @@ from fleet.checkpoint.manifest import Checkpoint
 from fleet.errors import ConfigurationError, IdOutOfRangeError, NotInitializedError, UnsupportedError
 from fleet.nn.handle import handle_of
 from fleet.ps.worker import upload as uploading
-from fleet.ps.worker.connection import ServerClient
+from fleet.ps.worker.connection import Connection
 
 ROWS, DIM = 10, 4
 INT64 = torch.iinfo(torch.int64)
@@ -343,9 +343,9 @@ def test_torchs_embeddings_go_remote_in_place_and_worker_0s_values_win() -> None
 
 
 def test_initial_values_travel_in_requests_of_about_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, sizes, most = ServerClient.start, [], 320
+    start, sizes, most = Connection.start, [], 320
 
-    def watched(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
+    def watched(client: Connection, frame: Any, what: str, **options: bool) -> Any:
         if frame.message.WhichOneof("kind") == "upload":
             sizes.append(sum(tensor.array.nbytes for tensor in frame.tensors))
         return start(client, frame, what, **options)
@@ -358,7 +358,7 @@ def test_initial_values_travel_in_requests_of_about_one_size(monkeypatch: pytest
         return [rows(torch.arange(100)), *model["small"]]
 
     monkeypatch.setattr(uploading, "UPLOAD_BYTES", most)
-    monkeypatch.setattr(ServerClient, "start", watched)
+    monkeypatch.setattr(Connection, "start", watched)
     rows, *small = alone(body)
     assert torch.equal(rows, start_of(100))
     assert torch.equal(torch.stack(small), start_of(20))
@@ -558,13 +558,13 @@ def test_evaluation_reads_the_mean_and_reading_creates_nothing(initializer: str 
 
 def test_bad_ids_are_refused_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    start = ServerClient.start
+    start = Connection.start
 
-    def recording(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
+    def recording(client: Connection, frame: Any, what: str, **options: bool) -> Any:
         sent.append(what)
         return start(client, frame, what, **options)
 
-    monkeypatch.setattr(ServerClient, "start", recording)
+    monkeypatch.setattr(Connection, "start", recording)
     wrong: list[tuple[Any, type[Exception], str]] = [
         (torch.tensor([1.0]), TypeError, "float32"),
         (torch.tensor([True]), TypeError, "bool"),

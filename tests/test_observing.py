@@ -322,12 +322,12 @@ def test_a_heartbeat_that_tells_too_much_is_refused() -> None:
     from fleet.base.clock import SystemClock
     from fleet.ps.server.statistics import Statistics
 
-    ledger = Statistics(SystemClock())
-    ledger.heard(0, {"loss": math.nan})
-    ledger.heard(0, {f"{i:064}": 0.0 for i in range(128)})
+    statistics_ = Statistics(SystemClock())
+    statistics_.heard(0, {"loss": math.nan})
+    statistics_.heard(0, {f"{i:064}": 0.0 for i in range(128)})
     for figures in ({f"f{i}": 0.0 for i in range(129)}, {"x" * 65: 0.0}):
         with pytest.raises(ProtocolError, match="tells too much"):
-            ledger.heard(0, figures)
+            statistics_.heard(0, figures)
 
 
 # What is seen of both

@@ -36,7 +36,7 @@ from fleet.errors import (
 from fleet.nn.exported_program import export_program
 from fleet.nn.frozen import FrozenTable, freeze
 from fleet.plan.specs import Initializer, TableSpec
-from fleet.ps.worker.connection import ServerClient
+from fleet.ps.worker.connection import Connection
 from fleet.ps.worker.model_export import SortedRows
 
 DIM = 4
@@ -588,9 +588,9 @@ def test_one_worker_saves_or_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Where all ask at once one writes, and the others return when it is there. In every mode any worker may."""
     workers, written, write = 3, [], inference.write
     claims: list[str] = []
-    all_claimed, start = threading.Event(), ServerClient.start
+    all_claimed, start = threading.Event(), Connection.start
 
-    def counting(client: ServerClient, frame: Any, what: str, **options: bool) -> Any:
+    def counting(client: Connection, frame: Any, what: str, **options: bool) -> Any:
         pending = start(client, frame, what, **options)
         claims.extend([what] if what.startswith("claim") and "all" in what else [])
         if len(claims) == workers:
@@ -602,7 +602,7 @@ def test_one_worker_saves_or_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write(dirname, *rest)
         written.append(dirname)
 
-    monkeypatch.setattr(ServerClient, "start", counting)
+    monkeypatch.setattr(Connection, "start", counting)
     monkeypatch.setattr(inference, "write", patient)
 
     def body(fleet_: Fleet, worker: int) -> None:

@@ -14,7 +14,7 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import NotInitializedError, StateError
 from fleet.ps.consistency.staleness import Staleness, bucket, total
-from fleet.ps.worker.gradient_merge import Clocks
+from fleet.ps.worker.push import Clocks
 from fleet.strategy.parameter_server import Strategy
 
 

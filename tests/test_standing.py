@@ -34,7 +34,7 @@ class Moment:
     def __init__(self, table: Table, epoch: int) -> None:
         self.table, self.rows = table, Rows()
         table.begin_epoch(epoch)
-        self.standing = FrozenView([table], 0, epoch, self._take)
+        self.view = FrozenView([table], 0, epoch, self._take)
 
     def _take(self, about: dict[str, Any], tensors: Mapping[str, Any]) -> None:
         self._add(tensors["ids"], tensors[WEIGHT])
@@ -43,9 +43,9 @@ class Moment:
         self.rows.update(zip(ids.tolist(), weights[:, 0].tolist(), strict=True))
 
     def end(self) -> Rows:
-        ids, columns = self.table.rows_at(self.table.of_epochs(np.arange(len(self.table)), 0, self.standing.until))
+        ids, columns = self.table.rows_at(self.table.of_epochs(np.arange(len(self.table)), 0, self.view.until))
         self._add(ids, columns[WEIGHT])
-        self.standing.end()
+        self.view.end()
         return self.rows
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, assert_close, run_job, values
-from inside import job_of
+from inside import outgrown
 from small_job import STRATEGIES as MODES
 from test_hostile import member_and_other
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,7 +32,7 @@ from fleet.plan.plan import make_plan
 from fleet.plan.specs import ParamSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.loopback import LoopbackNetwork
-from fleet.ps.worker.dense_buffers import COPIED
+from fleet.ps.worker.push import COPIED
 
 torch.manual_seed(11)
 TEMPLATE = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
@@ -209,10 +209,9 @@ def test_a_worker_that_leaves_without_further_parameters_is_not_waited_for() -> 
     ask(0, {"extend": extend, "step": 0})
     ask(0, {"upload": pb.Upload(blocks=[2])}, [WireTensor.of(np.ones(2, np.float32))])
     ask(0, {"ready": pb.Ready()})
-    job = job_of(service)
-    assert {*job.outgrown} == {1}
+    assert outgrown(service) == {1}
     ask(1, {"bye": pb.Bye()})
-    assert not job.outgrown
+    assert not outgrown(service)
 
 
 def test_the_first_contributing_workers_learning_rate_rules_the_round() -> None:
@@ -336,26 +335,26 @@ def test_backward_through_a_graph_from_before_the_step_is_an_error_as_in_torch()
 def test_an_interrupted_step_is_finished_first(delivered: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stop button of a notebook, in the middle of a push: with none, one or all of the servers reached. Whatever
     becomes of the gradients then, the step that is finished is that of before."""
-    from fleet.ps.worker.connection import Pending, ServerClient
+    from fleet.ps.worker.connection import Connection, PendingRequest
 
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         params = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
         optimizer = fleet_.distributed_optimizer(torch.optim.SGD(params, lr=1.0))
         fleet_.init_worker()
-        start, reached = ServerClient.start, [0]
+        start, reached = Connection.start, [0]
 
-        def interrupted(client: ServerClient, frame: object, what: str) -> Pending:
+        def interrupted(client: Connection, frame: object, what: str) -> PendingRequest:
             if reached[0] == delivered:
                 raise KeyboardInterrupt
             reached[0] += 1
             return start(client, frame, what)
 
-        def result(pending: Pending) -> None:
+        def result(pending: PendingRequest) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(ServerClient, "start", interrupted)
-            patch.setattr(Pending, "result", result)
+            patch.setattr(Connection, "start", interrupted)
+            patch.setattr(PendingRequest, "result", result)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.minimize(params[0].sum() + params[1].sum())
         for param in params:

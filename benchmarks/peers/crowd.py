@@ -49,17 +49,17 @@ class Caller:
         """``batches`` are the ids of all."""
         self._part, optimizer = member(work, Role.WORKER, index)
         self._part.init_worker()
-        floor = optimizer._stepper().floor
-        (self._client,) = floor.lines.clients
-        self._options = floor.trained.description.options()
-        self._version_needed = floor.mode.version_needed
+        worker = optimizer._stepper()
+        (self._client,) = worker.connections.by_server
+        self._options = worker.trained.description.options()
+        self._version_needed = worker.policy.version_needed
         self._step = 0
         self._batches = batches[index % len(batches) :] + batches[: index % len(batches)]
         self._dense = WireTensor.of(torch.full((DENSE,), 1e-3))
 
     def ask(self) -> None:
         self._ids = self._batches[self._step % len(self._batches)]
-        pull = pb.Pull(version=self._version_needed(self._step, 0), tables=[0], training=[True])
+        pull = pb.Pull(version=self._version_needed(self._step), tables=[0], training=[True])
         self._asked = self._client.start(Frame(self._client.request(self._step, pull=pull), [self._ids]), "rows")
 
     def push(self) -> float:

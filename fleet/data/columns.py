@@ -15,11 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError
 
 Words = npt.NDArray[np.int64]
 
 IDS, FLOATS, IGNORED = 0, 1, 2
+
+#: What some numbers of a column must be.
+_INT = "an int or None"
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,8 @@ class Ids:
 
     def __post_init__(self) -> None:
         _check_width(self.width)
-        if not isinstance(self.hash, bool):
-            raise ArgumentTypeError("hash must be True or False", got=repr(self.hash))
-        if self.missing is not None and (isinstance(self.missing, bool) or not isinstance(self.missing, int)):
-            raise ArgumentTypeError("missing must be an int or None", got=repr(self.missing))
-        if self.missing is not None and not -(2**63) <= self.missing < 2**63:
+        checks.switch("hash", self.hash)
+        if self.missing is not None and not -(2**63) <= checks.integer("missing", self.missing, _INT) < 2**63:
             raise ConfigurationError("missing is out of range", expected="an int64", got=self.missing)
         _check_missing(self)
 
@@ -64,8 +65,8 @@ class Floats:
 
     def __post_init__(self) -> None:
         _check_width(self.width)
-        if self.missing is not None and (isinstance(self.missing, bool) or not isinstance(self.missing, int | float)):
-            raise ArgumentTypeError("missing must be a number or None", got=repr(self.missing))
+        if self.missing is not None:
+            checks.real("missing", self.missing, "a number or None")
         _check_missing(self)
 
 
@@ -84,9 +85,7 @@ Column: TypeAlias = Ids | Floats | Ignored
 def _check_width(width: object) -> None:
     if width is None:
         return
-    if isinstance(width, bool) or not isinstance(width, int):
-        raise ArgumentTypeError("width must be an int or None", got=repr(width))
-    if width < 1:
+    if checks.integer("width", width, _INT) < 1:
         raise ConfigurationError("width is out of range", expected="at least 1, or None for any number", got=width)
 
 

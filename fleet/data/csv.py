@@ -8,6 +8,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
+from fleet.base import checks
 from fleet.data.arrow import described, pyarrow, rows_of
 from fleet.data.batches import Rows
 from fleet.data.columns import Column, Floats, Ids, Ignored
@@ -48,9 +49,7 @@ class Csv(SampleFiles):
         self.list_delimiter = None if list_delimiter is None else _checked_delimiter("list_delimiter", list_delimiter)
         if self.delimiter == self.list_delimiter:
             raise ConfigurationError("delimiter and list_delimiter are the same", got=repr(delimiter))
-        if not isinstance(header, bool):
-            raise ArgumentTypeError("header must be True or False", got=repr(header))
-        self.header = header
+        self.header = checks.switch("header", header)
         self._names: dict[str, tuple[str, ...]] = {}
         super().__init__(files, columns, **options)
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from fleet.base import checks
 from fleet.data.batches import Rows, batch_of, collated, samples_of
 from fleet.data.columns import Batch, Column, check_columns, layout
 from fleet.data.faults import Faults
@@ -291,11 +292,10 @@ _MEANING = {
 
 
 def _checked_int(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-    if not 0 <= value < 2**63:
+    number = checks.integer(name, value)
+    if not 0 <= number < 2**63:
         raise ConfigurationError(f"{name} is out of range", expected="0 to 2^63 - 1", got=value)
-    return value
+    return number
 
 
 def _checked_batch_size(value: object) -> int | None:
@@ -305,20 +305,18 @@ def _checked_batch_size(value: object) -> int | None:
 
 
 def _checked_drop_last(value: object, batch_size: object) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError("drop_last must be True or False", got=repr(value))
-    if value and batch_size is None:
+    given = checks.switch("drop_last", value)
+    if given and batch_size is None:
         raise ConfigurationError(
             "drop_last has nothing to act on where samples come one by one",
             expected="batch_size beside it",
             todo="Give drop_last to the DataLoader.",
         )
-    return value
+    return given
 
 
 def _checked_shuffle(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError("shuffle_mb must be a number", got=repr(value))
-    if not 0 <= value < float("inf"):
+    given = checks.real("shuffle_mb", value)
+    if not 0 <= given < float("inf"):
         raise ConfigurationError("shuffle_mb is out of range", expected="0 (no shuffling) or more", got=value)
-    return float(value)
+    return float(given)

@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, column, scalars
+from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
+from fleet.kernels.rule import Rule, column, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
-class SparseAdamRows:
-    options: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False}
-
-    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
-        moments = {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
-        return {**moments, "max_exp_avg_sq": Column(dim)} if options.get("amsgrad") else moments
+class SparseAdamRows(MomentRows):
+    options = OPTIONS["SparseAdam"]
 
     def step(
         self,
@@ -32,25 +29,17 @@ class SparseAdamRows:
         options: Mapping[str, Any],
         step: int,
     ) -> None:
-        o = {**AdamRows.options, **self.options, **options}
+        o = {**OPTIONS["Adam"], **self.options, **options}
         beta1, beta2 = o["betas"]
         rate = o["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        decoupled = bool(o["decoupled_weight_decay"])
-        shrink = 1 - o["lr"] * o["weight_decay"] if decoupled else 1.0
-        decay = 0.0 if decoupled else o["weight_decay"]
-        numbers = scalars(weights.dtype, rate, 1 - beta1, 1 - beta2, o["eps"], decay, shrink)
+        numbers = scalars(weights.dtype, rate, 1 - beta1, 1 - beta2, o["eps"], *decay_and_shrink(o))
         maxima = column(state, "max_exp_avg_sq", weights)
         flags = bool(o["amsgrad"]), bool(o["maximize"])
         _step(weights, state["exp_avg"], state["exp_avg_sq"], maxima, slots, grads, *flags, *numbers)
 
 
 class AdamRows(SparseAdamRows):
-    options: Mapping[str, Any] = {
-        **SparseAdamRows.options,
-        "weight_decay": 0.0,
-        "amsgrad": False,
-        "decoupled_weight_decay": False,
-    }
+    options = OPTIONS["Adam"]
 
 
 @compiled

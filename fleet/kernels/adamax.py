@@ -8,18 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.kernels.adam_family import OPTIONS
 from fleet.kernels.rule import Column, Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
 class AdamaxRows:
-    options: Mapping[str, Any] = {
-        "lr": 2e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "maximize": False,
-    }
+    options = OPTIONS["Adamax"]
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
         return {"exp_avg": Column(dim), "exp_inf": Column(dim)}

@@ -9,24 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, column, scalars
+from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
+from fleet.kernels.rule import Rule, column, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
-class AdamWRows:
-    options: Mapping[str, Any] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 1e-2,
-        "amsgrad": False,
-        "maximize": False,
-        "decoupled_weight_decay": True,  # newer versions of torch have it among the options, and obey it
-    }
-
-    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
-        moments = {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
-        return {**moments, "max_exp_avg_sq": Column(dim)} if options.get("amsgrad") else moments
+class AdamWRows(MomentRows):
+    options = OPTIONS["AdamW"]
 
     def step(
         self,
@@ -39,12 +28,9 @@ class AdamWRows:
     ) -> None:
         o = {**self.options, **options}
         lr, (beta1, beta2) = o["lr"], o["betas"]
-        decoupled = bool(o["decoupled_weight_decay"])
-        shrink = 1 - lr * o["weight_decay"] if decoupled else 1.0
-        decay = 0.0 if decoupled else o["weight_decay"]
         rate, root2 = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
         betas = beta1, 1 - beta1, beta2, 1 - beta2
-        numbers = scalars(weights.dtype, rate, *betas, root2, o["eps"], decay, shrink)
+        numbers = scalars(weights.dtype, rate, *betas, root2, o["eps"], *decay_and_shrink(o))
         maxima = column(state, "max_exp_avg_sq", weights)
         flags = bool(o["amsgrad"]), bool(o["maximize"])
         _step(weights, state["exp_avg"], state["exp_avg_sq"], maxima, slots, grads, *flags, *numbers)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fleet.kernels.one_by_one import OneByOne
+from fleet.kernels.one_by_one import OneByOne, refuse_negative
 from fleet.kernels.rule import Column, Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
@@ -41,12 +41,9 @@ class DecayedAdagrad(OneByOne):
         *,
         maximize: bool = False,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"Invalid learning rate: {lr}")
+        refuse_negative(lr=lr, eps=eps)
         if not 0 <= decay <= 1:
             raise ValueError(f"Invalid decay value: {decay}")
-        if not eps >= 0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
         super().__init__(params, {"lr": lr, "decay": decay, "eps": eps, "maximize": maximize})
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:

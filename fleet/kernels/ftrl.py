@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fleet.kernels.one_by_one import OneByOne
+from fleet.kernels.one_by_one import OneByOne, refuse_negative
 from fleet.kernels.rule import Column, Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
@@ -50,16 +50,9 @@ class Ftrl(OneByOne):
         *,
         maximize: bool = False,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not l1 >= 0:
-            raise ValueError(f"Invalid l1 value: {l1}")
-        if not l2 >= 0:
-            raise ValueError(f"Invalid l2 value: {l2}")
+        refuse_negative(lr=lr, l1=l1, l2=l2, initial_accumulator_value=initial_accumulator_value)
         if not lr_power <= 0:
             raise ValueError(f"Invalid lr_power value: {lr_power}")
-        if not initial_accumulator_value >= 0:
-            raise ValueError(f"Invalid initial_accumulator_value value: {initial_accumulator_value}")
         defaults = {
             "lr": lr,
             "l1": l1,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fleet.kernels.one_by_one import OneByOne
+from fleet.kernels.one_by_one import OneByOne, refuse_negative
 from fleet.kernels.rule import Rule
 
 
@@ -42,17 +42,12 @@ class Lamb(OneByOne):
         *,
         maximize: bool = False,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"Invalid learning rate: {lr}")
+        refuse_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         if len(betas) != 2:
             raise ValueError(f"Invalid betas: {betas}")
         for index, beta in enumerate(betas):
             if not 0 <= beta < 1:
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-        if not eps >= 0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
-        if not weight_decay >= 0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fleet.kernels.one_by_one import OneByOne
+from fleet.kernels.one_by_one import OneByOne, refuse_negative
 from fleet.kernels.rule import Rule
 
 
@@ -44,16 +44,7 @@ class LarsMomentum(OneByOne):
         *,
         maximize: bool = False,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"Invalid learning rate: {lr}")
-        if not momentum >= 0:
-            raise ValueError(f"Invalid momentum value: {momentum}")
-        if not lars_coeff >= 0:
-            raise ValueError(f"Invalid lars_coeff value: {lars_coeff}")
-        if not weight_decay >= 0:
-            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        if not eps >= 0:
-            raise ValueError(f"Invalid epsilon value: {eps}")
+        refuse_negative(lr=lr, momentum=momentum, lars_coeff=lars_coeff, weight_decay=weight_decay, eps=eps)
         defaults = {
             "lr": lr,
             "momentum": momentum,

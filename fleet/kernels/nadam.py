@@ -9,23 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, scalars
+from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
+from fleet.kernels.rule import Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
-class NAdamRows:
-    options: Mapping[str, Any] = {
-        "lr": 2e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "momentum_decay": 4e-3,
-        "decoupled_weight_decay": False,
-        "maximize": False,
-    }
-
-    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
-        return {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
+class NAdamRows(MomentRows):
+    options = OPTIONS["NAdam"]
 
     def step(
         self,
@@ -41,11 +31,8 @@ class NAdamRows:
         mu, following = (_mu(beta1, o["momentum_decay"], t) for t in (step, step + 1))
         product = _mu_product(beta1, o["momentum_decay"], step)
         rates = lr * (1 - mu) / (1 - product), lr * following / (1 - product * following)
-        decoupled = bool(o["decoupled_weight_decay"])
-        shrink = 1 - lr * o["weight_decay"] if decoupled else 1.0
-        decay = 0.0 if decoupled else o["weight_decay"]
         betas = beta1, 1 - beta1, beta2, 1 - beta2
-        numbers = scalars(weights.dtype, *rates, *betas, 1 - beta2**step, o["eps"], decay, shrink)
+        numbers = scalars(weights.dtype, *rates, *betas, 1 - beta2**step, o["eps"], *decay_and_shrink(o))
         _step(weights, state["exp_avg"], state["exp_avg_sq"], slots, grads, bool(o["maximize"]), *numbers)
 
 

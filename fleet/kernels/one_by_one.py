@@ -8,6 +8,16 @@ from typing import Any
 
 import torch
 
+#: What torch calls an option in its errors, where that is not its name.
+_WORDS = {"lr": "learning rate", "eps": "epsilon value"}
+
+
+def refuse_negative(**options: float | torch.Tensor) -> None:
+    """Refuse options below zero, and NaN, as torch's classes do."""
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"Invalid {_WORDS.get(name, f'{name} value')}: {value}")
+
 
 class OneByOne(torch.optim.Optimizer):
     """A derived class says what a step does to one parameter."""

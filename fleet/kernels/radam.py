@@ -9,22 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, scalars
+from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
+from fleet.kernels.rule import Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
-class RAdamRows:
-    options: Mapping[str, Any] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "decoupled_weight_decay": False,
-        "maximize": False,
-    }
-
-    def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
-        return {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
+class RAdamRows(MomentRows):
+    options = OPTIONS["RAdam"]
 
     def step(
         self,
@@ -37,15 +28,12 @@ class RAdamRows:
     ) -> None:
         o = {**self.options, **options}
         lr, (beta1, beta2) = o["lr"], o["betas"]
-        decoupled = bool(o["decoupled_weight_decay"])
-        shrink = 1 - lr * o["weight_decay"] if decoupled else 1.0
-        decay = 0.0 if decoupled else o["weight_decay"]
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         rect = _rectification(beta2, step)
         numbers = scalars(
             weights.dtype,
             *(lr, beta1, 1 - beta1, beta2, 1 - beta2, correction1, math.sqrt(correction2)),
-            *(rect, o["eps"], decay, shrink),
+            *(rect, o["eps"], *decay_and_shrink(o)),
         )
         flags = bool(o["maximize"]), rect > 0
         _step(weights, state["exp_avg"], state["exp_avg_sq"], slots, grads, *flags, *numbers)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.base import checks
+from fleet.errors import ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, expand, pool
 from fleet.nn.handle import Asking, Found, TableHandle, handle_of, look_up, padding_index
 from fleet.plan.specs import Initializer
@@ -21,9 +22,7 @@ def _remote_weight(
 ) -> torch.nn.Parameter:
     for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
         optional = name == "num_embeddings" and value is None
-        if not optional and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-        if not optional and value is not None and value < 1:
+        if not optional and checks.integer(name, value) < 1:
             raise ConfigurationError(f"{name} must be positive", got=value)
     weight = torch.nn.Parameter(torch.empty(0, embedding_dim))
     padding = padding_index(padding_idx, num_embeddings)

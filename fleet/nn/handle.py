@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
+from fleet.base import checks
 from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -222,8 +223,7 @@ def padding_index(padding_idx: int | None, num_embeddings: int | None) -> int | 
     """torch's reading of ``padding_idx``: negative ones count from the end, if there is one."""
     if padding_idx is None:
         return None
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
-        raise ArgumentTypeError("padding_idx must be an int or None", got=repr(padding_idx))
+    checks.integer("padding_idx", padding_idx, "an int or None")
     low, high = (-(2**63), 2**63) if num_embeddings is None else (-num_embeddings, num_embeddings)
     if not low <= padding_idx < high:
         raise ConfigurationError("padding_idx is out of range", expected=f"from {low} to {high - 1}", got=padding_idx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from fleet.base import checks
 from fleet.base.spelling import unknown_setting
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.dispatch import DISPATCHERS
@@ -89,16 +90,9 @@ class DistributeTranspilerConfig:
         if name == "mode":
             return _one_of(name, value, _MODES)
         if isinstance(default, bool):
-            if not isinstance(value, bool):
-                raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
-            self._check_split_send(name, value)
+            self._check_split_send(name, checks.switch(name, value))
             return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-        least = 0 if name == "hierarchical_allreduce_inter_nranks" else 1
-        if value < least:
-            raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)
-        return value
+        return checks.whole(name, value, least=0 if name == "hierarchical_allreduce_inter_nranks" else 1)
 
     @staticmethod
     def _split_method(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.base import checks
 
 
 def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> list[int]:
@@ -30,16 +30,9 @@ def slice_variable(shapes: Sequence[Sequence[int]], slice_count: int, min_block_
         >>> slice_variable([[28, 784], [800, 10], [1024]], 10, 1024)[1:]
         [[1150, 1150, 1150, 1150, 1150, 1150, 1100], [1024]]
     """
-    _check("slice_count", slice_count, 1)
-    _check("min_block_size", min_block_size, 1)
+    checks.whole("slice_count", slice_count, 1)
+    checks.whole("min_block_size", min_block_size, 1)
     for place, shape in enumerate(shapes):
         for axis, size in enumerate(shape):
-            _check(f"shapes[{place}][{axis}]", size, 0)
+            checks.whole(f"shapes[{place}][{axis}]", size, 0)
     return [block_sizes(tuple(shape), slice_count, min_block_size) for shape in shapes]
-
-
-def _check(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-    if value < least:
-        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)

@@ -24,8 +24,7 @@ from fleet.checkpoint.state import Bytes, encoded
 from fleet.errors import FleetError, NotInitializedError, StateError
 from fleet.optimizer import DistributedOptimizer
 from fleet.ps.resume_query import resume
-from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.job import Restore
+from fleet.ps.server.checkpoint_reader import Restore, restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
@@ -298,7 +297,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     @property
     def steps_taken(self) -> int:
-        return self._running_worker("steps_taken").floor.progress.taken
+        return self._running_worker("steps_taken").progress.taken
 
     def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
         """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
@@ -308,8 +307,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         worker = self._running_worker("keep_state()")
         data = encoded(state)
         with worker.callers:
-            worker.settle("keep_state()")
-            worker.floor.own.keep(data)
+            worker.finish_interrupted("keep_state()")
+            worker.own_states.send_with_step(data)
 
     def load_state(self, state: object) -> bool:
         return loading.load_own_state(self._running_worker("load_state()"), state)
@@ -327,7 +326,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return collecting.state_dict(self._running_worker("state_dict()"), model, tables=tables)
 
     def resume_step(self) -> int:
-        return self._joined_worker("resume_step()").floor.progress.steps
+        return self._joined_worker("resume_step()").progress.steps
 
 
 def _run_quietly(server: ServerRuntime) -> None:

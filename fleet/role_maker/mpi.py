@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from fleet.base import checks
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Assignment, Endpoint, Role
 from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
 from fleet.bootstrap.mpi_world import world
 from fleet.bootstrap.rendezvous import Offer, own_addresses, visit
-from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.errors import ConfigurationError
 from fleet.role_maker.base import RoleMakerBase, collective
 
 Cards = list[dict[str, Any]]
@@ -60,8 +61,7 @@ class MPISymmetricRoleMaker(RoleMakerBase):
         *,
         ranks: Ranks | None = None,
     ) -> None:
-        if not isinstance(is_collective, bool):
-            raise ArgumentTypeError("is_collective must be a bool", expected="True or False", got=repr(is_collective))
+        checks.switch("is_collective", is_collective)
         deadline_s = Knobs.read(environ).startup_deadline_s
         clock = SystemClock()
         present = world(environ, clock, deadline_s) if ranks is None else ranks

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fleet.base import checks
 from fleet.base.cluster import Assignment
 from fleet.bootstrap.mpi_world import launcher_of
-from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.errors import ConfigurationError
 from fleet.role_maker import slurm, torchrun
 from fleet.role_maker.alone import LocalRoleMaker
 from fleet.role_maker.mpi import MPISymmetricRoleMaker
@@ -20,8 +21,7 @@ _VARIABLES = (
 
 def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignment:
     """The environment's variables if they are there, else an MPI launcher, else torchrun, else Slurm, else alone."""
-    if is_collective is not None and not isinstance(is_collective, bool):
-        raise ArgumentTypeError("is_collective must be a bool or None", got=repr(is_collective))
+    checks.switch_or_none("is_collective", is_collective)
     if mentions_job(environ):
         only_workers = names_workers(environ) and not names_servers(environ)
         return EnvRoleMaker(only_workers if is_collective is None else is_collective, environ).assignment()

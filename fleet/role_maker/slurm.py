@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from fleet.base import checks
 from fleet.base.cluster import Assignment, Endpoint, Role
 from fleet.base.settings import PROCESS_ENVIRONMENT
-from fleet.errors import ArgumentTypeError
 from fleet.role_maker.base import RoleMakerBase, collective
 from fleet.role_maker.hostlist import MOST, expand_counts, expand_hosts
 from fleet.role_maker.variables import Variables, whole
@@ -49,8 +49,7 @@ class SlurmRoleMaker(RoleMakerBase):
     """
 
     def __init__(self, is_collective: bool = False, environ: Mapping[str, str] = PROCESS_ENVIRONMENT) -> None:
-        if not isinstance(is_collective, bool):
-            raise ArgumentTypeError("is_collective must be a bool", expected="True or False", got=repr(is_collective))
+        checks.switch("is_collective", is_collective)
         variables = Variables(environ)
         least = 1 if is_collective else 2
         size = variables.need(_TASKS, *whole(least, below=MOST + 1), otherwise=0)

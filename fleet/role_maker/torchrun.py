@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fleet.base.cluster import Assignment, Endpoint, Role
 from fleet.base.settings import PROCESS_ENVIRONMENT
-from fleet.role_maker import checks
+from fleet.role_maker import arguments
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.variables import Variables, whole
 
@@ -46,7 +46,7 @@ class TorchrunRoleMaker(RoleMakerBase):
 
 
 def _host(text: str) -> str:
-    host, port = checks.address(text)
+    host, port = arguments.address(text)
     if port is not None:
         raise ValueError(text)
     return host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleet.base.cluster import Assignment, Role
 from fleet.errors import ArgumentTypeError
-from fleet.role_maker import checks
+from fleet.role_maker import arguments
 from fleet.role_maker.base import RoleMakerBase, collective
 
 
@@ -25,15 +25,15 @@ class UserDefinedRoleMaker(RoleMakerBase):
         worker_num: int = 0,
         server_endpoints: list[str] | None = None,
     ) -> None:
-        servers = checks.endpoints("server_endpoints", server_endpoints)
+        servers = arguments.endpoints("server_endpoints", server_endpoints)
         if not isinstance(role, Role):
             raise ArgumentTypeError("role must be a Role", expected="Role.WORKER or Role.SERVER", got=repr(role))
-        index = checks.index("current_id", current_id)
+        index = arguments.index("current_id", current_id)
         if role is Role.SERVER:
-            checks.below("current_id", index, len(servers), "servers")
-        workers = checks.count("worker_num", worker_num)
+            arguments.below("current_id", index, len(servers), "servers")
+        workers = arguments.count("worker_num", worker_num)
         if role is Role.WORKER:  # a range that only a sound worker_num gives
-            checks.below("current_id", index, workers, "workers")
+            arguments.below("current_id", index, workers, "workers")
         self._assignment = Assignment(role, index, workers, servers, origin="UserDefinedRoleMaker")
 
     def assignment(self) -> Assignment:
@@ -51,9 +51,9 @@ class UserDefinedCollectiveRoleMaker(RoleMakerBase):
     """
 
     def __init__(self, current_id: int = 0, worker_endpoints: list[str] | None = None) -> None:
-        workers = checks.endpoints("worker_endpoints", worker_endpoints)
-        index = checks.index("current_id", current_id)
-        checks.below("current_id", index, len(workers), "workers")
+        workers = arguments.endpoints("worker_endpoints", worker_endpoints)
+        index = arguments.index("current_id", current_id)
+        arguments.below("current_id", index, len(workers), "workers")
         self._assignment = collective(workers, index, "UserDefinedCollectiveRoleMaker")
 
     def assignment(self) -> Assignment:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fleet.base import checks
 from fleet.base.cluster import Assignment, Endpoint, Role
 from fleet.base.settings import PROCESS_ENVIRONMENT
-from fleet.errors import ArgumentTypeError
-from fleet.role_maker import checks, torchrun
+from fleet.role_maker import arguments, torchrun
 from fleet.role_maker.base import RoleMakerBase, collective
 from fleet.role_maker.variables import Variables, whole
 
@@ -64,8 +64,7 @@ class EnvRoleMaker(RoleMakerBase):
     """
 
     def __init__(self, is_collective: bool = False, environ: Mapping[str, str] = PROCESS_ENVIRONMENT) -> None:
-        if not isinstance(is_collective, bool):
-            raise ArgumentTypeError("is_collective must be a bool", expected="True or False", got=repr(is_collective))
+        checks.switch("is_collective", is_collective)
         if is_collective and torchrun.at_work(environ) and not mentions_job(environ):
             self._assignment = torchrun.TorchrunRoleMaker(environ).assignment()
         elif is_collective:
@@ -168,10 +167,10 @@ def _place(variables: Variables, members: tuple[Endpoint, ...], identity: str) -
     number = variables.read((identity,), *whole(0, below=len(members)))
     if number is not None:
         claims[(identity,)] = {number}
-    endpoint = variables.read((_OWN_ENDPOINT,), checks.endpoint, "host:port with a port from 1 to 65535")
+    endpoint = variables.read((_OWN_ENDPOINT,), arguments.endpoint, "host:port with a port from 1 to 65535")
     if endpoint is not None:
         claims[(_OWN_ENDPOINT,)] = {i for i, member in enumerate(members) if member == endpoint}
-    own = variables.read(_OWN_HOST, checks.address, "this process's host")
+    own = variables.read(_OWN_HOST, arguments.address, "this process's host")
     if own is not None:
         names, (host, port) = variables.given(*_OWN_HOST), own
         if port is None:
@@ -200,8 +199,8 @@ def _port(variables: Variables) -> int | None:
 
 
 def _endpoints(text: str) -> tuple[Endpoint, ...]:
-    return tuple(map(checks.endpoint, text.split(",")))
+    return tuple(map(arguments.endpoint, text.split(",")))
 
 
 def _addresses(text: str) -> tuple[tuple[str, int | None], ...]:
-    return tuple(map(checks.address, text.split(",")))
+    return tuple(map(arguments.address, text.split(",")))

@@ -5,10 +5,10 @@ Nothing here needs torch. Which options exclude each other is one table, ``_EXCL
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fleet.base import checks
 from fleet.base.spelling import unknown_setting
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
@@ -29,8 +29,8 @@ class LocalSGD:
     begin_step: int = 1
 
     def __post_init__(self) -> None:
-        _whole("LocalSGD.k_steps", self.k_steps, 1)
-        _whole("LocalSGD.begin_step", self.begin_step, 0)
+        checks.whole("LocalSGD.k_steps", self.k_steps, 1)
+        checks.whole("LocalSGD.begin_step", self.begin_step, 0)
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class GradientMerge:
     avg: bool = True
 
     def __post_init__(self) -> None:
-        _whole("GradientMerge.k_steps", self.k_steps, 1)
-        _flag("GradientMerge.avg", self.avg)
+        checks.whole("GradientMerge.k_steps", self.k_steps, 1)
+        checks.switch("GradientMerge.avg", self.avg)
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class PowerSGD:
     warm_start: bool = True
 
     def __post_init__(self) -> None:
-        _whole("PowerSGD.rank", self.rank, 1)
+        checks.whole("PowerSGD.rank", self.rank, 1)
         # Buckets are rebuilt after the first step, and what the hook remembers of them must not change its shape.
-        _whole("PowerSGD.start_step", self.start_step, 2)
-        _number("PowerSGD.min_compression_rate", self.min_compression_rate, 0.0)
-        _flag("PowerSGD.use_error_feedback", self.use_error_feedback)
-        _flag("PowerSGD.warm_start", self.warm_start)
+        checks.whole("PowerSGD.start_step", self.start_step, 2)
+        checks.number("PowerSGD.min_compression_rate", self.min_compression_rate, 0.0)
+        checks.switch("PowerSGD.use_error_feedback", self.use_error_feedback)
+        checks.switch("PowerSGD.warm_start", self.warm_start)
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ class DGC:
     local_grad_clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        _whole("DGC.rampup_begin_step", self.rampup_begin_step, 0)
-        _whole("DGC.rampup_step", self.rampup_step, 1)
+        checks.whole("DGC.rampup_begin_step", self.rampup_begin_step, 0)
+        checks.whole("DGC.rampup_step", self.rampup_step, 1)
         if not isinstance(self.sparsity, tuple | list) or not self.sparsity:
             raise ArgumentTypeError("DGC.sparsity must be a tuple of numbers", got=repr(self.sparsity))
         object.__setattr__(self, "sparsity", tuple(self.sparsity))
         for share in self.sparsity:
-            _number("DGC.sparsity", share, 0.0, below=1.0)
+            checks.number("DGC.sparsity", share, 0.0, below=1.0)
         if self.local_grad_clip_norm is not None:
-            _number("DGC.local_grad_clip_norm", self.local_grad_clip_norm, 0.0, above=True)
+            checks.number("DGC.local_grad_clip_norm", self.local_grad_clip_norm, 0.0, above=True)
 
 
 class DistributedStrategy:
@@ -185,12 +185,12 @@ class DistributedStrategy:
                 raise ArgumentTypeError(f"{name} must be a list of names of submodules", got=repr(value))
             return tuple(value)
         elif name == "amp_loss_scaling":
-            _number(name, value, 0.0, above=True)
+            checks.number(name, value, 0.0, above=True)
             return float(value)
         elif name in ("nccl_comm_num", "hierarchical_allreduce_inter_nranks"):
-            _whole(name, value, int(name == "nccl_comm_num"))
+            checks.whole(name, value, int(name == "nccl_comm_num"))
         else:
-            _flag(name, value)
+            checks.switch(name, value)
         return value
 
     def __eq__(self, other: object) -> bool:
@@ -289,24 +289,3 @@ def _from_config(config: DistributeTranspilerConfig) -> DistributedStrategy:
         hierarchical_allreduce_inter_nranks=config.hierarchical_allreduce_inter_nranks,
         check_finite=config.check_finite,
     )
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-    if value < least:
-        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
-
-
-def _number(name: str, value: object, least: float, *, below: float = math.inf, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(f"{name} must be a number", got=repr(value))
-    if not least <= value < below or (above and value == least):
-        bound = f"{'above' if above else 'at least'} {least:g}"
-        expected = bound if below == math.inf else f"{bound} and below {below:g}"
-        raise ConfigurationError(f"{name} is out of range", expected=expected, got=value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
 from fleet.plan.specs import WIRE_DTYPES
@@ -98,7 +99,7 @@ class StrategyFactory:
         return Strategy(
             check_finite=check_finite,
             wire_dtype=_wire_dtype(wire_dtype),
-            needs_all_workers=_switch("needs_all_workers", needs_all_workers),
+            needs_all_workers=checks.switch("needs_all_workers", needs_all_workers),
         )
 
     @staticmethod
@@ -127,13 +128,15 @@ class StrategyFactory:
             ('async', (('send_queue_size', 1),))
         """
         given = {
-            "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
-            "send_queue_size": _whole("send_queue_size", send_queue_size, 1),
-            "min_send_grad_num_before_recv": _whole("min_send_grad_num_before_recv", min_send_grad_num_before_recv, 1),
-            "independent_recv_thread": _flag("independent_recv_thread", independent_recv_thread),
-            "send_wait_times": _whole("send_wait_times", send_wait_times, 0),
-            "thread_pool_size": _whole("thread_pool_size", thread_pool_size, 1),
-            "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
+            "max_merge_var_num": checks.whole_or_none("max_merge_var_num", max_merge_var_num, 1),
+            "send_queue_size": checks.whole_or_none("send_queue_size", send_queue_size, 1),
+            "min_send_grad_num_before_recv": checks.whole_or_none(
+                "min_send_grad_num_before_recv", min_send_grad_num_before_recv, 1
+            ),
+            "independent_recv_thread": checks.switch_or_none("independent_recv_thread", independent_recv_thread),
+            "send_wait_times": checks.whole_or_none("send_wait_times", send_wait_times, 0),
+            "thread_pool_size": checks.whole_or_none("thread_pool_size", thread_pool_size, 1),
+            "is_sgd_optimizer": checks.switch_or_none("is_sgd_optimizer", is_sgd_optimizer),
         }
         strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
         return Strategy(
@@ -143,7 +146,7 @@ class StrategyFactory:
             communicator=_said(given),
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
-            elastic=_switch("elastic", elastic),
+            elastic=checks.switch("elastic", elastic),
         )
 
     @staticmethod
@@ -166,8 +169,8 @@ class StrategyFactory:
             ('half_async', (('max_merge_var_num', 4),))
         """
         given = {
-            "max_merge_var_num": _whole("max_merge_var_num", max_merge_var_num, 1),
-            "is_sgd_optimizer": _flag("is_sgd_optimizer", is_sgd_optimizer),
+            "max_merge_var_num": checks.whole_or_none("max_merge_var_num", max_merge_var_num, 1),
+            "is_sgd_optimizer": checks.switch_or_none("is_sgd_optimizer", is_sgd_optimizer),
         }
         strength = _strength(dc_asgd_lambda, dc_asgd_adaptive)
         return Strategy(
@@ -177,7 +180,7 @@ class StrategyFactory:
             communicator=_said(given),
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
-            elastic=_switch("elastic", elastic),
+            elastic=checks.switch("elastic", elastic),
         )
 
     @staticmethod
@@ -191,9 +194,7 @@ class StrategyFactory:
             >>> strategy.mode, strategy.update_frequency
             ('geo', 20)
         """
-        if update_frequency is None:
-            raise ArgumentTypeError("update_frequency must be an int", got="None")
-        _whole("update_frequency", update_frequency, 1)
+        checks.whole("update_frequency", update_frequency, 1)
         return Strategy(
             "geo", update_frequency=update_frequency, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype)
         )
@@ -209,9 +210,7 @@ class StrategyFactory:
             >>> strategy.mode, strategy.staleness
             ('ssp', 2)
         """
-        if staleness is None:
-            raise ArgumentTypeError("staleness must be an int", got="None")
-        _whole("staleness", staleness, 0)
+        checks.whole("staleness", staleness, 0)
         return Strategy("ssp", staleness=staleness, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype))
 
 
@@ -294,28 +293,6 @@ def _text(name: str, value: object) -> str:
     return value.strip()
 
 
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
-    return value
-
-
-def _whole(name: str, value: object, least: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an int", got=repr(value))
-    if value < least:
-        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=value)
-    return value
-
-
-def _flag(name: str, value: object) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be True, False or None", got=repr(value))
-    return value
-
-
 def _wire_dtype(value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ArgumentTypeError("wire_dtype must be a str or None", got=repr(value))
@@ -327,13 +304,12 @@ def _wire_dtype(value: object) -> str | None:
 
 def _strength(strength: object, adaptive: object) -> float:
     """Lambda, 0 for no compensation."""
-    if isinstance(strength, bool) or not isinstance(strength, int | float):
-        raise ArgumentTypeError("dc_asgd_lambda must be a number", got=repr(strength))
-    if not 0 <= strength < float("inf"):
+    given = checks.real("dc_asgd_lambda", strength)
+    if not 0 <= given < float("inf"):
         raise ConfigurationError("dc_asgd_lambda is out of range", expected="0 or more", got=strength)
-    if _switch("dc_asgd_adaptive", adaptive) and not strength:
+    if checks.switch("dc_asgd_adaptive", adaptive) and not given:
         raise ConfigurationError("dc_asgd_adaptive=True: nothing to act on without dc_asgd_lambda", got="0")
-    return float(strength)
+    return float(given)
 
 
 def _said(given: Mapping[str, int | None]) -> tuple[tuple[str, int | bool], ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fleet.base import checks
 from fleet.base.clock import Clock
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.telemetry.figures import LONGEST_NAME, WORKER
@@ -38,11 +39,9 @@ class WorkerFigures:
 
     def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
         """What only the script knows."""
-        if examples is not None:
-            if isinstance(examples, bool) or not isinstance(examples, int):
-                raise ArgumentTypeError("report(): examples must be an int", got=repr(examples))
-            if examples < 0:
-                raise ConfigurationError("report(): examples cannot be negative", got=examples)
+        counted = 0 if examples is None else checks.integer("report(): examples", examples)
+        if counted < 0:
+            raise ConfigurationError("report(): examples cannot be negative", got=examples)
         given = {**others, **({} if loss is None else {"loss": loss})}
         for name in others:
             if name in WORKER:
@@ -58,7 +57,7 @@ class WorkerFigures:
         if len(self._reported.keys() | given) > MOST_REPORTED:
             raise ConfigurationError("report(): too many figures", expected=f"up to {MOST_REPORTED} names")
         kept = {name: _kept(name, value) for name, value in given.items()}
-        self._examples += examples or 0
+        self._examples += counted
         self._reported.update(kept)
 
     def read(self, **known: float) -> dict[str, float]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fleet.api import Fleet, optimizer_list
+from fleet.base import checks
 from fleet.base.cluster import Endpoint, Role
 from fleet.base.pointers import OF_A_PROGRAM, OF_A_TRAINER, missing
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.plan.config import DistributeTranspilerConfig
-from fleet.role_maker import checks
+from fleet.role_maker import arguments
 from fleet.role_maker.user_defined import UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
 from fleet.strategy.collective import DistributedStrategy, as_collective
 from fleet.strategy.parameter_server import Strategy, as_strategy
@@ -135,12 +136,11 @@ class DistributeTranspiler:
         that is not there is an error at once. Asked again, the same trainer comes back.
         """
         job = self._transpiled("get_trainer_program")
-        if wait_port is not None and not isinstance(wait_port, bool):
-            raise ArgumentTypeError("wait_port must be True, False or None", got=repr(wait_port))
+        checks.switch_or_none("wait_port", wait_port)
         if self._trainer is not None and wait_port is not None:
             raise StateError("wait_port comes too late: this trainer is connected", got=f"wait_port={wait_port}")
         if self._trainer is None:
-            checks.below("trainer_id", job.trainer_id, job.trainers, "trainers")
+            arguments.below("trainer_id", job.trainer_id, job.trainers, "trainers")
             strategy = job.strategy
             if wait_port is False and not isinstance(strategy, Strategy):
                 raise ConfigurationError(
@@ -200,8 +200,7 @@ class DistributeTranspiler:
     def _config_for(self, sync_mode: bool | None) -> DistributeTranspilerConfig:
         """The config with ``sync_mode`` as ``transpile`` was given it: it can be said in both places."""
         config = copy.copy(self._config or DistributeTranspilerConfig())
-        if sync_mode is not None and not isinstance(sync_mode, bool):
-            raise ArgumentTypeError("sync_mode must be True, False or None", got=repr(sync_mode))
+        checks.switch_or_none("sync_mode", sync_mode)
         if sync_mode and not config.sync_mode:
             # True is the config's default, so that False was set on purpose; the other way round the argument wins.
             raise ConfigurationError(
@@ -330,7 +329,7 @@ def _server_job(
 ) -> _Job:
     if not isinstance(pservers, str):
         raise ArgumentTypeError("pservers must be text", expected="'host:port,host:port'", got=repr(pservers))
-    servers = checks.endpoints("pservers", pservers.split(","))
+    servers = arguments.endpoints("pservers", pservers.split(","))
     if isinstance(trainers, str):
         raise ArgumentTypeError(
             "trainers must be an int",
@@ -341,8 +340,8 @@ def _server_job(
         program,
         strategy,
         servers,
-        checks.count("trainers", trainers),
-        checks.index("trainer_id", trainer_id),
+        arguments.count("trainers", trainers),
+        arguments.index("trainer_id", trainer_id),
         here,
     )
 
@@ -361,9 +360,9 @@ def _collective_job(
         raise ArgumentTypeError(
             "trainers must be text in a collective mode", expected="'host:port,host:port'", got=repr(trainers)
         )
-    workers = checks.endpoints("trainers", trainers.split(","))
-    index = checks.index("trainer_id", trainer_id)
-    checks.below("trainer_id", index, len(workers), "trainers")
+    workers = arguments.endpoints("trainers", trainers.split(","))
+    index = arguments.index("trainer_id", trainer_id)
+    arguments.below("trainer_id", index, len(workers), "trainers")
     if here is not None and workers[index] != here:
         raise ConfigurationError(
             "current_endpoint is not the endpoint of this trainer", expected=str(workers[index]), got=str(here)
@@ -388,4 +387,4 @@ def _check_startup(given: object, program: Program) -> None:
 def _endpoint(name: str, text: object) -> Endpoint:
     if not isinstance(text, str):
         raise ArgumentTypeError(f"{name} must be text", expected="'host:port'", got=repr(text))
-    return checks.endpoint(text, where=name)
+    return arguments.endpoint(text, where=name)

@@ -95,12 +95,12 @@ def check_job_id(endpoint: Endpoint, ours: str, theirs: str) -> None:
 def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello: Any) -> Plan:
     """The plan that a worker knows, which is the job's, or was before parameters joined it."""
     check_job_id(endpoint, ours, hello.job_id)
-    plan = job.plan_of(spec)
+    plan = job.plans.of(spec)
     if plan is None:
         raise PlanMismatchError(
             "this worker's model, optimizer or strategy is not the job's",
             where=str(endpoint),
-            got="; ".join(differences(job.plan.spec.common, spec.common))[:_MOST_TEXT],
+            got="; ".join(differences(job.plans.current.spec.common, spec.common))[:_MOST_TEXT],
             todo="Run the same script everywhere; if another job is using this server, give this one its own.",
         )
     check_fingerprint(endpoint, plan, hello.fingerprint)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.checkpoint.assembly import Assembly
@@ -16,15 +20,54 @@ from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint, Fit
 from fleet.checkpoint.state import states_in, steps_in
 from fleet.errors import CheckpointError
 from fleet.numeric.ids import partition
+from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import MODES
-from fleet.ps.server.job import Restore
 from fleet.ps.server.object_states import ObjectState
-from fleet.ps.server.row_memory import room_taken
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
 
 _log = logging.getLogger("fleet.server")
+
+
+#: Memory is taken when it is needed so much later, by the rows' weights, and looked after so often.
+_AHEAD_BYTES, _PAUSE_S = 64 << 20, 0.002
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a job begins with: a checkpoint, all of which has to fit if it is ``strict``; or nothing."""
+
+    id: str = ""
+    url: str = ""
+    strict: bool = True
+
+
+NOTHING = Origin()
+
+
+@dataclass(frozen=True)
+class Restore:
+    """A checkpoint to start from: what its manifest says, how to fill a new shard from it, and by name what it does not
+    fill of a job."""
+
+    id: str
+    url: str
+    seed: int
+    version: int
+    fill: Callable[[Shard, int], None]
+    lacks: Callable[[JobSpec], frozenset[str]]
+    strict: bool
+    #: reads the states of the workers that it has
+    states: Callable[[], Mapping[int, ObjectState]]
+    #: the workers whose states those are -> after how many of their steps
+    steps: Mapping[int, int]
+    #: how many workers the job had
+    workers: int
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.id, self.url, self.strict)
 
 
 def restore_from(dirname: object, *, strict: bool = True) -> Restore:
@@ -109,6 +152,33 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
             if about["table"] in tables:
                 table, arrays = tables[about["table"]], [tensor.numpy() for tensor in tensors]
                 _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
+
+
+@contextlib.contextmanager
+def room_taken(tables: Sequence[Table]) -> Iterator[None]:
+    """Have a thread take the memory that the tables expect to need, in the order in which rows come. It keeps a little
+    ahead of them, since nothing is believed of how many come before they have.
+
+    Systems hand memory out page by page when it is first written, which takes as long as all that is done with the
+    rows, and longer where a virtual machine has to get it from its host first."""
+    done = threading.Event()
+
+    def touch() -> None:
+        for table in tables:
+            for rows in table.touch():
+                while (rows - len(table)) * table.spec.dim * np.dtype(table.spec.dtype).itemsize > _AHEAD_BYTES:
+                    if done.wait(_PAUSE_S):
+                        return
+                if done.is_set():
+                    return
+
+    thread = threading.Thread(target=touch, name="fleet-checkpoint-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _rows_saved(checkpoint: Checkpoint, table: str) -> int:

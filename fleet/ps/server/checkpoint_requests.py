@@ -1,4 +1,4 @@
-"""A job's state on its way out: who may write a checkpoint, this server's share of it, and the end it comes to.
+"""Checkpoints: who may write one, this server's share of it, and the end it comes to.
 
 What only one worker does for all, as writing a model to serve, is claimed here too.
 """
@@ -6,12 +6,16 @@ What only one worker does for all, as writing a model to serve, is claimed here 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 
+from fleet.base.clock import Clock
 from fleet.errors import CheckpointError, MissedError, ProtocolError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.server.checkpoint_share import BackgroundTask, write_share
-from fleet.ps.server.context import Floor
+from fleet.ps.server.background import BackgroundTask
+from fleet.ps.server.checkpoint_share import write_share
 from fleet.ps.server.job import Job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Waiting
 from fleet.ps.server.status import on_one_line
 from fleet.ps.table.frozen_view import HandOn
@@ -21,99 +25,107 @@ from fleet.ps.wire.frame import Frame
 
 
 class CheckpointRequests:
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
+    def __init__(
+        self, lock: AbstractContextManager[object], clock: Clock, end: JobEnd, members: Members, is_durable: bool
+    ) -> None:
+        self._lock = lock
+        self._clock = clock
+        self._end = end
+        self._members = members
+        self._is_durable = is_durable
 
     # ---------------------------------------------------------------- one worker for all
 
-    def claim(self, arrival: Arrival) -> None:
-        floor, job, claim = self._floor, self._floor.running(), arrival.request.claim
-        first_is_gone, now = 0 not in floor.roll.awaited(), floor.clock.now()
+    def claim(self, job: Job, arrival: Arrival) -> None:
+        """Let a worker do what only one does, or wait until another one has done it."""
+        claim = arrival.request.claim
+        first_is_gone, now = 0 not in self._members.awaited(), self._clock.now()
         what = on_one_line(claim.name[:80])
-        waiting = Waiting(arrival.worker, what, now, arrival.respond, lambda: Frame(pb.Reply(loads=job.loads)))
-        floor.check_patience(waiting)
+        waiting = Waiting(arrival.worker, what, now, arrival.respond, lambda: Frame(pb.Reply(loads=job.progress.loads)))
+        job.check_room(waiting)
         job.claims.claim(claim.name, claim.by_anyone, waiting, now, first_is_gone, arrival.outbox)
 
-    def release(self, arrival: Arrival) -> None:
+    def release(self, job: Job, arrival: Arrival) -> None:
+        """Let the others go on: what was claimed is done, or has failed."""
         release = arrival.request.release
-        self._floor.running().claims.release(release.name, arrival.worker, release.failure, arrival.outbox)
+        job.claims.release(release.name, arrival.worker, release.failure, arrival.outbox)
         arrival.answer(pb.Reply())
 
     # ---------------------------------------------------------------- state
 
-    def export(self, arrival: Arrival) -> None:
-        """One piece of the state, for the worker to keep."""
-        job, export = self._floor.running(), arrival.request.export
+    def export(self, job: Job, arrival: Arrival) -> None:
+        """Answer with one piece of the state, for the worker to keep."""
+        export, background = arrival.request.export, job.background
         # A server that has been killed meanwhile goes on with all rows, of which it no longer knows when they changed.
-        forgotten = self._floor.memory is not None and not job.begun[0]
-        if export.checkpoint not in ("", job.begun[0]) and not forgotten:
-            raise ProtocolError("another checkpoint was begun meanwhile", where=str(self._floor.endpoint))
-        since = job.begun[1] if export.checkpoint else 0  # 0 as well if it is forgotten
+        forgotten = self._is_durable and not background.checkpoint
+        if export.checkpoint not in ("", background.checkpoint) and not forgotten:
+            raise ProtocolError("another checkpoint was begun meanwhile", where=job.where)
+        since = background.since if export.checkpoint else 0  # 0 as well if it is forgotten
         _check_standstill(job, export.version)
         dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
-        piece = self._floor.shard().export(export.cursor, since, dense_state=dense_state)
+        piece = job.held().export(export.cursor, since, dense_state=dense_state)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
-        reply = pb.Reply(version=job.gate.version, cursor=piece.next_cursor, about=about)
+        reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
         arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])
 
-    def save(self, arrival: Arrival) -> None:
+    def save(self, job: Job, arrival: Arrival) -> None:
         """Begin a checkpoint, and write this server's share of it beside the training."""
-        job, save = self._floor.running(), arrival.request.save
-        if job.errand is None or job.errand.name != save.id:
-            job.errand = self._begin(job, arrival)
+        save = arrival.request.save
+        if not job.background.is_at(save.id):
+            self._begin(job, arrival)
+        task = job.background.task
+        assert task is not None
         if save.begin:
-            job.errand.answer_early(arrival.respond)
+            task.answer_early(arrival.respond)
         else:
-            job.errand.answer(arrival.respond)
+            task.answer(arrival.respond)
 
-    def _begin(self, job: Job, arrival: Arrival) -> BackgroundTask:
-        floor, shard, save = self._floor, self._floor.shard(), arrival.request.save
+    def _begin(self, job: Job, arrival: Arrival) -> None:
+        shard, save, background = job.held(), arrival.request.save, job.background
         server = shard.server
-        if floor.memory is not None and job.policy.shares_steps and save.version != job.gate.version:
-            raise MissedError("a server was killed while it wrote its share", where=str(floor.endpoint))
+        if self._is_durable and job.policy.shares_steps and save.version != job.rounds.gate.version:
+            raise MissedError("a server was killed while it wrote its share", where=job.where)
         _check_standstill(job, save.version)
-        job.give_up()
-        job.asked_by = arrival.worker
+        background.give_up()
         shard.prepare()
-        job.begun = (save.id, shard.history.begin(save.id, save.after))
+        background.begin_checkpoint(save.id, shard.history.begin(save.id, save.after), arrival.worker)
 
         def export(cursor: str, hand_on: HandOn) -> Piece:
-            with floor.lock:
-                if floor.ending.over or job.begun[0] != save.id:
-                    raise CheckpointError("the checkpoint was given up", where=str(floor.endpoint))
-                if job.frozen is None:
+            with self._lock:
+                if self._end.over or background.checkpoint != save.id:
+                    raise CheckpointError("the checkpoint was given up", where=job.where)
+                if background.frozen is None:
                     _check_standstill(job, save.version)
-                if job.frozen is None and job.policy.shares_steps and is_of_rows(cursor):
-                    job.frozen = shard.freeze(job.begun[1], hand_on)
-                    errand.let_go_on()
-                dense_state = job.policy.has_dense_state_on_servers
-                return shard.export(cursor, job.begun[1], dense_state=dense_state, frozen=job.frozen)
+                if background.frozen is None and job.policy.shares_steps and is_of_rows(cursor):
+                    background.freeze(shard.freeze(background.since, hand_on))
+                    task.let_go_on()
+                dense_state, frozen = job.policy.has_dense_state_on_servers, background.frozen
+                return shard.export(cursor, background.since, dense_state=dense_state, frozen=frozen)
 
         def write() -> Frame:
-            return write_share(save.folder, save.proof, server, export, floor.clock, behind=save.begin)
+            return write_share(save.folder, save.proof, server, export, self._clock, behind=save.begin)
 
-        what = f"writing the share of server {floor.endpoint} into {save.folder}"
-        errand = BackgroundTask(save.id, write, what)
+        task = BackgroundTask(save.id, write, f"writing the share of server {job.where} into {save.folder}")
         if not job.policy.shares_steps:
-            errand.let_go_on()
-        errand.start()
-        return errand
+            task.let_go_on()
+        background.begin(task, arrival.worker)
+        task.start()
 
-    def settle(self, arrival: Arrival) -> None:
-        """The end of what a worker began: a checkpoint is there, or what it was is given up."""
-        job, settle = self._floor.running(), arrival.request.settle
-        if not settle.url and (job.errand is None or job.errand.name == settle.id):
-            job.give_up()
-        elif settle.url and settle.id == job.begun[0]:
-            self._floor.shard().history.exists(settle.id)
-            job.last = (settle.id, settle.url)
+    def finish(self, job: Job, arrival: Arrival) -> None:
+        """End what a worker began: a checkpoint is there, or what it was is given up."""
+        end, background = arrival.request.settle, job.background
+        if not end.url and (background.task is None or background.task.name == end.id):
+            background.give_up()
+        elif end.url and end.id == background.checkpoint:
+            job.held().history.exists(end.id)
+            background.finish_checkpoint(end.id, end.url)
         arrival.answer(pb.Reply())
 
 
 def _check_standstill(job: Job, version: int) -> None:
-    if job.policy.shares_steps and version != job.gate.version:
+    if job.policy.shares_steps and version != job.rounds.gate.version:
         raise ProtocolError(
             "the job went on while its state was being read",
             expected=f"version {version}",
-            got=f"version {job.gate.version}",
+            got=f"version {job.rounds.gate.version}",
         )

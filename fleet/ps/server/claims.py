@@ -33,14 +33,14 @@ class _Claim:
 
 @dataclass
 class _Closed:
-    """One that is over: why it failed, if it did, who has been told, and whose processes were not there yet."""
+    """One that is over: why it failed, if it did, who has heard of it, and whose processes were not there yet."""
 
     failure: FleetError | None
-    told: set[int]
+    informed: set[int]
     missed: set[int] = field(default_factory=set)
 
     def answers(self, worker: int) -> bool:
-        return worker not in self.missed and (self.failure is None or worker in self.told)
+        return worker not in self.missed and (self.failure is None or worker in self.informed)
 
 
 class Claims:
@@ -93,7 +93,7 @@ class Claims:
         if claim is None or claim.writer != worker:
             return
         reason = failure[:_LONGEST_NAME]
-        self._settle(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
+        self._close(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
 
     def joined(self, worker: int) -> None:
         """A process that counts its calls from one: none of them is among those that others have done before."""
@@ -102,13 +102,13 @@ class Claims:
 
     def left(self, worker: int, outbox: Outbox) -> None:
         for name in [name for name, claim in self._open.items() if claim.writer == worker]:
-            self._settle(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
+            self._close(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
 
     def tick(self, now: float, outbox: Outbox) -> None:
         """Whoever waits for something that nobody begins is told so."""
         for name, claim in list(self._open.items()):
             if not claim.begun and claim.asking is None and now - claim.since > self._deadline_s:
-                self._settle(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
+                self._close(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
 
     def waiting(self) -> list[Waiting]:
         return [
@@ -117,21 +117,21 @@ class Claims:
             for waiting in (*claim.queue, *([] if claim.asking is None else [claim.asking]))
         ]
 
-    def told(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """Who has begun what, and who has done what; whoever waits will ask again."""
         begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
         done = {name: sorted(closed.missed) for name, closed in self._closed.items() if closed.failure is None}
         return {"begun": begun, "done": done}
 
-    def resume(self, told: Mapping[str, Any], now: float) -> None:
-        """Be what others were that told this."""
-        self._open = {name: _Claim(writer, now, begun=True) for name, writer in told["begun"].items()}
-        self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in told["done"].items()}
+    def restore(self, dumped: Mapping[str, Any], now: float) -> None:
+        """Be what others were that were dumped."""
+        self._open = {name: _Claim(writer, now, begun=True) for name, writer in dumped["begun"].items()}
+        self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in dumped["done"].items()}
 
     def clear(self) -> None:
         self._open.clear()
 
-    def _settle(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
+    def _close(self, name: str, failure: FleetError | None, outbox: Outbox) -> None:
         claim = self._open.pop(name)
         came = {claim.writer} if claim.begun or claim.asking is not None else set()
         came |= {waiting.worker for waiting in claim.queue}

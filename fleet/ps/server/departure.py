@@ -1,14 +1,19 @@
-"""How workers leave: with a goodbye, with the reason why the job has failed, by falling silent, or by never coming."""
+"""Workers leave: with a goodbye, with the reason why the job has failed, by falling silent, or by never coming."""
 
 from __future__ import annotations
 
 import logging
 
+from fleet.base.clock import Clock
+from fleet.base.settings import Knobs
 from fleet.errors import DeadlineError, FleetError, JobAbortedError
 from fleet.ps.consistency.membership import Lost, NeverCame
-from fleet.ps.server.context import Floor
-from fleet.ps.server.durability import Keeping
+from fleet.ps.server.durability.durability import Durability
+from fleet.ps.server.job import Job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox
+from fleet.ps.server.step_requests import StepRequests
 from fleet.ps.wire import fleet_pb2 as pb
 
 _log = logging.getLogger("fleet.server")
@@ -18,76 +23,93 @@ MOST_REASON = 32 << 10
 
 
 class Departure:
-    def __init__(self, floor: Floor, keeping: Keeping) -> None:
-        self._floor = floor
-        self._keeping = keeping
-        self._began_at = floor.clock.now()
+    def __init__(
+        self,
+        where: str,
+        knobs: Knobs,
+        clock: Clock,
+        end: JobEnd,
+        members: Members,
+        durability: Durability | None,
+        steps: StepRequests,
+    ) -> None:
+        self._where = where
+        self._knobs = knobs
+        self._clock = clock
+        self._end = end
+        self._members = members
+        self._durability = durability
+        self._steps = steps
+        self._began_at = clock.now()
 
     def await_the_first(self) -> None:
         """Count the time for the first worker from now on."""
-        self._began_at = self._floor.clock.now()
+        self._began_at = self._clock.now()
 
-    def bye(self, arrival: Arrival) -> None:
+    def bye(self, job: Job, arrival: Arrival) -> None:
+        """Let a worker go."""
         arrival.answer(pb.Reply())
-        self._floor.ending.tell([arrival.worker])
-        if self._floor.roll.leave(arrival.worker):
-            self._departed(arrival.worker, arrival.outbox)
+        self._end.inform([arrival.worker])
+        if self._members.leave(arrival.worker):
+            self._departed(job, arrival.worker, arrival.outbox)
 
-    def abort(self, arrival: Arrival) -> None:
-        reason = f"worker {arrival.worker} failed and ended the job"
-        told = arrival.request.abort.reason[:MOST_REASON]
-        self._floor.fail(JobAbortedError(reason, got=told), arrival.outbox, by_worker=True)
-        self._floor.ending.tell([arrival.worker])
+    def abort(self, job: Job, arrival: Arrival) -> None:
+        """End the job, as a worker has failed."""
+        what = f"worker {arrival.worker} failed and ended the job"
+        reason = arrival.request.abort.reason[:MOST_REASON]
+        self._end.fail(JobAbortedError(what, got=reason), job, arrival.outbox, by_worker=True)
+        self._end.inform([arrival.worker])
         arrival.answer(pb.Reply())
 
-    def tick(self, now: float, outbox: Outbox) -> None:
+    def tick(self, job: Job | None, now: float, outbox: Outbox) -> None:
         """Give up on who is silent, and on a job that cannot start."""
-        floor = self._floor
-        effects = floor.roll.tick(now)
-        if floor.roll.is_empty and now - self._began_at > floor.knobs.startup_deadline_s:
-            floor.fail(self._nobody_came(), outbox)
+        effects = self._members.tick(now)
+        if self._members.is_empty and now - self._began_at > self._knobs.startup_deadline_s:
+            self._end.fail(self._nobody_came(), job, outbox)
         for effect in effects:
+            assert job is not None, "a member exists only with a job"
             if isinstance(effect, NeverCame):
-                floor.fail(self._never_came(effect), outbox)
-            elif floor.running().plan.spec.settings.needs_all_workers:
-                floor.fail(self._was_needed(effect), outbox)
+                self._end.fail(self._never_came(effect), job, outbox)
+            elif job.plans.current.spec.settings.needs_all_workers:
+                self._end.fail(self._was_needed(effect), job, outbox)
             else:
-                told = "%s: worker %d was silent for %.1f s and is given up on; the others go on without it"
-                _log.warning(told, floor.endpoint, effect.worker, effect.silent_s)
-                self.lose(effect.worker, outbox)
+                text = "%s: worker %d was silent for %.1f s and is given up on; the others go on without it"
+                _log.warning(text, self._where, effect.worker, effect.silent_s)
+                self.lose(job, effect.worker, outbox)
 
-    def lose(self, worker: int, outbox: Outbox) -> None:
-        """A worker is given up on."""
-        try:
-            self._keeping.note_lost(worker, outbox)
-        except JobAbortedError:  # everybody is told
-            return
-        self._floor.roll.lose(worker)
-        self._departed(worker, outbox)
+    def lose(self, job: Job, worker: int, outbox: Outbox) -> None:
+        """Give up on a worker."""
+        if self._durability is not None:
+            try:
+                self._durability.note_lost(job, worker, outbox)
+            except JobAbortedError:  # everybody hears of it
+                return
+        self._members.lose(worker)
+        self._departed(job, worker, outbox)
 
-    def _departed(self, worker: int, outbox: Outbox) -> None:
-        floor, job = self._floor, self._floor.running()
-        if worker == 0 and (job.growing or not job.initialized):
-            floor.fail(JobAbortedError("worker 0 left before it had sent the initial values"), outbox)
+    def _departed(self, job: Job, worker: int, outbox: Outbox) -> None:
+        if worker == 0 and (job.plans.growing or not job.initialized):
+            error = JobAbortedError("worker 0 left before it had sent the initial values")
+            self._end.fail(error, job, outbox)
             return
-        floor.drop_requests(worker, outbox)
-        floor.carry_out(job.gate.leave(worker), worker, outbox)
-        floor.answer(job.hall.leave(worker), worker, outbox)
-        if floor.roll.is_finished and not floor.ending.over:
-            floor.ending.end()
+        job.drop(worker, outbox)
+        self._steps.carry_out(job, job.rounds.gate.leave(worker), worker, outbox)
+        self._steps.answer(job, job.reductions.leave(worker), worker, outbox)
+        if self._members.is_finished and not self._end.over:
+            self._end.end()
 
     def _was_needed(self, effect: Lost) -> FleetError:
         return JobAbortedError(
             f"worker {effect.worker} fell silent, and the job needs all workers",
-            where=str(self._floor.endpoint),
-            expected=f"a sign of life every {self._floor.knobs.beat_s:g} s",
+            where=self._where,
+            expected=f"a sign of life every {self._knobs.beat_s:g} s",
             got=f"none for {effect.silent_s:.1f} s",
             todo="See what that worker says last in its log, and start the job again, from its last checkpoint.",
         )
 
     def _nobody_came(self) -> FleetError:
-        where, within_s = str(self._floor.endpoint), self._floor.knobs.startup_deadline_s
-        refusals = self._floor.roll.refusals
+        where, within_s = self._where, self._knobs.startup_deadline_s
+        refusals = self._members.refusals
         if refusals:
             return DeadlineError(
                 "every worker that came was refused",
@@ -107,8 +129,8 @@ class Departure:
         names = ", ".join(f"worker {worker}" for worker in effect.workers)
         return JobAbortedError(
             f"{names} did not say hello",
-            where=str(self._floor.endpoint),
-            expected=f"every worker within {self._floor.knobs.startup_deadline_s:g} s of the first",
+            where=self._where,
+            expected=f"every worker within {self._knobs.startup_deadline_s:g} s of the first",
             got="; ".join(effect.refusals) or None,
             todo="Start every worker, and let them reach every server.",
         )

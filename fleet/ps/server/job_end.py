@@ -1,4 +1,4 @@
-"""Whether the job is over on this server, and why; and when its process may end, as every worker has been told."""
+"""Whether the job is over on this server, and why; and when its process may end, as every worker has heard of it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import threading
 from collections.abc import Iterable
 
 from fleet.base.clock import Clock
-from fleet.errors import FleetError
+from fleet.base.settings import Knobs
+from fleet.errors import FleetError, JobAbortedError
+from fleet.ps.server.job import Job
 from fleet.ps.server.members import Members
+from fleet.ps.server.pending import Outbox, nobody
+from fleet.ps.wire.wire_errors import error_reply
+from fleet.telemetry.cause import claim
 
-#: For so many heartbeats a failed job's server stays, to tell its workers why.
+#: For so many heartbeats a failed job's server stays, to let its workers know why.
 LINGER_BEATS = 4
 
 
 class JobEnd:
-    def __init__(self, roll: Members, clock: Clock, beat_s: float) -> None:
-        self._roll = roll
+    def __init__(self, members: Members, clock: Clock, knobs: Knobs, name: str, where: str) -> None:
+        """``name`` is what this process is called ("server 0"), ``where`` its endpoint."""
+        self._members = members
         self._clock = clock
-        self._linger_s = LINGER_BEATS * beat_s
+        self._knobs = knobs
+        self._name = name
+        self._where = where
         self._over_at = 0.0
-        self._told: set[int] = set()
+        self._informed: set[int] = set()
         self.over = False
         #: why the job ended, if it did not end well
         self.failure: FleetError | None = None
@@ -30,37 +38,63 @@ class JobEnd:
 
     @property
     def begun(self) -> bool:
-        """The job is over, or this process stops."""
+        """Whether the job is over, or this process stops."""
         return self.over or self.suspended
+
+    # ---------------------------------------------------------------- how it ends
 
     def end(self, failure: FleetError | None = None) -> None:
         self.failure, self.over, self._over_at = failure, True, self._clock.now()
 
     def suspend(self) -> None:
+        """Stop the process, and not the job."""
         self.suspended = True
         self.ended.set()
 
+    def fail(self, error: FleetError, job: Job | None, outbox: Outbox, *, by_worker: bool = False) -> None:
+        """End the job: let everybody know who waits now, and everybody who will ask. A failed worker has said itself
+        that it is the cause."""
+        if self.over:
+            return
+        if not by_worker:
+            claim(self._knobs.observing.record_dir, self._knobs.job_id, self._name, str(error))
+        self.end(error)
+        if job is not None:
+            waiting = job.abandon()
+            self.inform(each.worker for each in waiting if each.respond is not nobody)
+            outbox += [(each.respond, error_reply(error)) for each in waiting]
+
+    def cannot_keep(self, error: OSError, job: Job | None, outbox: Outbox) -> FleetError:
+        """End the job: what cannot be kept on the disk may not be acknowledged either."""
+        failure = JobAbortedError(f"server {self._where} cannot keep what it does", got=str(error))
+        self.fail(failure, job, outbox)
+        return failure
+
+    # ---------------------------------------------------------------- who has heard of it
+
     def refuse_if_failed(self, worker: int) -> None:
+        """Raise why the job has failed, if it has."""
         if self.failure is not None:
-            self._told.add(worker)
+            self._informed.add(worker)
             raise self.failure.again()
 
-    def tell(self, workers: Iterable[int]) -> None:
-        """These workers have heard why the job failed, or that their goodbye has come."""
-        self._told.update(workers)
+    def inform(self, workers: Iterable[int]) -> None:
+        """Note that these workers hear why the job failed, or that their goodbye has come."""
+        self._informed.update(workers)
 
-    def end_if_all_told(self) -> None:
-        if self.over and self._all_told():
+    def end_if_all_informed(self) -> None:
+        if self.over and self._all_informed():
             self.ended.set()
 
-    def _all_told(self) -> bool:
+    def _all_informed(self) -> bool:
         """A server is not gone before every worker has heard why its job failed, or that its goodbye has come, within a
         few of its heartbeats. One that was killed may have had goodbyes that it did not answer."""
-        asking = self._roll.gone() if self.failure is None else self._roll.awaited()
-        return self._told.issuperset(asking) or self._clock.now() - self._over_at > self._linger_s
+        asking = self._members.gone() if self.failure is None else self._members.awaited()
+        linger_s = LINGER_BEATS * self._knobs.beat_s
+        return self._informed.issuperset(asking) or self._clock.now() - self._over_at > linger_s
 
-    def tell_again(self) -> None:
-        """Nobody has heard anything of this process, which goes on from what another one has kept."""
-        self._told.clear()
+    def inform_again(self) -> None:
+        """Go on from what another process has kept, of which nobody has heard anything."""
+        self._informed.clear()
         self._over_at = self._clock.now()
         self.ended.clear()

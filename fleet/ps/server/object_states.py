@@ -44,7 +44,7 @@ class ObjectState:
 
 @dataclass
 class _Collection:
-    """Somebody waits for the shares of this name; ``clocks`` had delivered that when it began."""
+    """Somebody waits for the states of this name; ``clocks`` had delivered that when it began."""
 
     name: str
     everyone: bool
@@ -59,7 +59,7 @@ class Collected:
 
     name: str = ""
     worker: int = -1
-    shares: dict[int, ObjectState] = field(default_factory=dict)
+    states: dict[int, ObjectState] = field(default_factory=dict)
     #: who gives its state, and did not this time
     missing: list[int] = field(default_factory=list)
 
@@ -83,20 +83,20 @@ class ObjectStates:
 
     # ---------------------------------------------------------------- what workers get back
 
-    def bring(self, shares: Mapping[int, ObjectState], workers_then: int) -> None:
+    def bring(self, states: Mapping[int, ObjectState], workers_then: int) -> None:
         """The job goes on from a checkpoint with these; what was kept belongs to steps that are no more."""
-        self._brought, self._workers_then = shares, workers_then
+        self._brought, self._workers_then = states, workers_then
         self._kept.clear()
         self._given.clear()
 
-    def keep(self, worker: int, step: int, share: ObjectState) -> None:
+    def keep(self, worker: int, step: int, state: ObjectState) -> None:
         kept = self._kept.get(worker, [])
         if not kept or kept[-1][0] <= step:  # else it is a late repetition
-            self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, share)]
+            self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, state)]
 
     def of(self, worker: int, step: int) -> ObjectState | None:
         """What a worker gets back that goes on after ``step``."""
-        kept = [share for at, share in self._kept.get(worker, ()) if at <= step]
+        kept = [state for at, state in self._kept.get(worker, ()) if at <= step]
         if kept:
             return kept[-1]
         return self._brought.get(whose(worker, self._workers_then, self._brought))
@@ -116,14 +116,14 @@ class ObjectStates:
         """The name under which states are wanted after a step; empty if they are not."""
         return self._asked[1] if self._asked[0] == step else ""
 
-    def give(self, worker: int, share: ObjectState, *, last: bool) -> None:
-        earlier = [each for each in self._given.get(worker, {}).values() if each.steps == share.steps]
-        kept = [each for each in earlier if each.name != share.name][-_MOST_NAMES:]
-        self._given[worker] = {each.name: each for each in (*kept, share)}
+    def give(self, worker: int, state: ObjectState, *, last: bool) -> None:
+        earlier = [each for each in self._given.get(worker, {}).values() if each.steps == state.steps]
+        kept = [each for each in earlier if each.name != state.name][-_MOST_NAMES:]
+        self._given[worker] = {each.name: each for each in (*kept, state)}
         (self._giving.discard if last else self._giving.add)(worker)
 
     def collect(self, name: str, everyone: bool, step: int, waiting: Waiting, clocks: Mapping[int, int]) -> None:
-        """Have a worker wait for all shares of a name; asked again, it goes on waiting."""
+        """Have a worker wait for all states of a name; asked again, it goes on waiting."""
         before = self._collection
         if before is not None and (before.name, before.waiting.worker) == (name, waiting.worker):
             before.waiting = waiting
@@ -152,12 +152,12 @@ class ObjectStates:
                 return
             self.collected = self._outcome(collection, live)
         self._collection, collected = None, self.collected
-        told = {
-            "workers": list(collected.shares),
-            "steps": [share.steps for share in collected.shares.values()],
+        outline = {
+            "workers": list(collected.states),
+            "steps": [state.steps for state in collected.states.values()],
             "missing": collected.missing,
         }
-        outbox.append((collection.waiting.respond, Frame(pb.Reply(about=json.dumps(told)))))
+        outbox.append((collection.waiting.respond, Frame(pb.Reply(about=json.dumps(outline)))))
 
     def _may_come(self, worker: int, collection: _Collection, clocks: Mapping[int, int]) -> bool:
         if self._has_given(worker, collection.name) or not (collection.everyone or worker in self._giving):
@@ -171,14 +171,14 @@ class ObjectStates:
         return name in self._given.get(worker, ())
 
     def _outcome(self, collection: _Collection, live: Collection[int]) -> Collected:
-        shares = {}
+        states = {}
         for worker, given in sorted(self._given.items()):
             if collection.name in given:  # whoever gave it may have left since
-                shares[worker] = given[collection.name]
+                states[worker] = given[collection.name]
             elif given and worker in live and not (self._lockstep or collection.everyone):
-                shares[worker] = list(given.values())[-1]
-        missing = sorted(worker for worker in self._giving - shares.keys() if worker in live)
-        return Collected(collection.name, collection.waiting.worker, shares, missing)
+                states[worker] = list(given.values())[-1]
+        missing = sorted(worker for worker in self._giving - states.keys() if worker in live)
+        return Collected(collection.name, collection.waiting.worker, states, missing)
 
     def waiting(self) -> list[Waiting]:
         return [] if self._collection is None else [self._collection.waiting]
@@ -196,30 +196,30 @@ class ObjectStates:
 
     # ---------------------------------------------------------------- a snapshot
 
-    def told(self) -> Iterator[Frame]:
+    def dump(self) -> Iterator[Frame]:
         """All of it but who waits, who will ask again."""
         outline = {"giving": sorted(self._giving), "asked": self._asked, "workers_then": self._workers_then}
         yield Frame(pb.Reply(about=json.dumps(outline)))
-        shares = [
-            *(("brought", worker, 0, share) for worker, share in self._brought.items()),
-            *(("kept", worker, step, share) for worker, kept in self._kept.items() for step, share in kept),
-            *(("given", worker, 0, share) for worker, given in self._given.items() for share in given.values()),
+        states = [
+            *(("brought", worker, 0, state) for worker, state in self._brought.items()),
+            *(("kept", worker, step, state) for worker, kept in self._kept.items() for step, state in kept),
+            *(("given", worker, 0, state) for worker, given in self._given.items() for state in given.values()),
         ]
-        for kind, worker, step, share in shares:
-            about = {"kind": kind, "worker": worker, "step": step, "steps": share.steps, "name": share.name}
-            yield Frame(pb.Reply(about=json.dumps(about)), [WireTensor.of(share.data)])
+        for kind, worker, step, state in states:
+            about = {"kind": kind, "worker": worker, "step": step, "steps": state.steps, "name": state.name}
+            yield Frame(pb.Reply(about=json.dumps(about)), [WireTensor.of(state.data)])
 
-    def recall(self, frame: Frame) -> None:
-        """Be what another one was that told this, one frame after the other."""
+    def restore(self, frame: Frame) -> None:
+        """Be what another one was that was dumped, one frame after the other."""
         about = json.loads(frame.message.about)
         if "kind" not in about:
             self._giving, self._asked = set(about["giving"]), (about["asked"][0], about["asked"][1])
             self._workers_then = about["workers_then"]
             return
-        worker, share = about["worker"], ObjectState(frame.tensors[0].numpy(), about["steps"], about["name"])
+        worker, state = about["worker"], ObjectState(frame.tensors[0].numpy(), about["steps"], about["name"])
         if about["kind"] == "brought":
-            self._brought = {**self._brought, worker: share}
+            self._brought = {**self._brought, worker: state}
         elif about["kind"] == "kept":
-            self.keep(worker, about["step"], share)
+            self.keep(worker, about["step"], state)
         else:
-            self._given.setdefault(worker, {})[share.name] = share
+            self._given.setdefault(worker, {})[state.name] = state

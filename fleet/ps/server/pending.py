@@ -16,7 +16,7 @@ Outbox = list[tuple[Respond, Frame]]
 
 
 def nobody(_: Frame) -> None:
-    """Takes the answer to a request that is done over: who asked has not heard of this process yet, and asks again."""
+    """Drop the answer to a request that is done over: who asked has not heard of this process yet, and asks again."""
 
 
 @dataclass(frozen=True)

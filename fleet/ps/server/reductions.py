@@ -79,7 +79,7 @@ class Reductions:
         """Whether it is not decided yet what comes of a gathering."""
         return number in self._decisions.open
 
-    def told(self) -> dict[int, int]:
+    def dump(self) -> dict[int, int]:
         """The newest decided gathering that every worker has come to."""
         return {
             worker: max((n for n in range(came, 0, -1) if not self.is_open(n)), default=0)
@@ -91,11 +91,11 @@ class Reductions:
         for number in self._outcomes:
             yield number, self.answer(number)
 
-    def resume(self, came: Mapping[int, int]) -> None:
+    def restore(self, came: Mapping[int, int]) -> None:
         self._decisions.resume(came, ())
 
     def know(self, number: int, outcome: Outcome) -> None:
-        """What came of a gathering, before this process was there."""
+        """Know what came of a gathering before this process was there."""
         self._decisions.resume(self._decisions.came, {*self._outcomes, number})
         self._outcomes[number] = outcome
 

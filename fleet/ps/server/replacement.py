@@ -4,96 +4,127 @@ taken over when every server has them. Until then they change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 from fleet.errors import CheckpointError, FleetError, JobAbortedError, ProtocolError, ServerBusyError
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.plan import Plan
+from fleet.ps.server.background import BackgroundTask, Loaded
 from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.checkpoint_share import BackgroundTask
-from fleet.ps.server.context import Floor
-from fleet.ps.server.durability import Keeping
+from fleet.ps.server.durability.durability import Durability
+from fleet.ps.server.job import Job
+from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox
-from fleet.ps.server.uploads import check_upload, write_upload
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
 
 class Replacement:
-    def __init__(self, floor: Floor, keeping: Keeping) -> None:
-        self._floor = floor
-        self._keeping = keeping
+    def __init__(self, lock: AbstractContextManager[object], end: JobEnd, durability: Durability | None) -> None:
+        self._lock = lock
+        self._end = end
+        self._durability = durability
 
-    def upload(self, arrival: Arrival) -> None:
-        job, upload = self._floor.running(), arrival.request.upload
-        check_upload(self._floor.shard(), upload, arrival.tensors)
-        job.asked_by = arrival.worker
-        job.uploads.append((upload, arrival.tensors))
+    def upload(self, job: Job, arrival: Arrival) -> None:
+        """Keep some of the values until all are there."""
+        upload = arrival.request.upload
+        check_upload(job.held(), upload, arrival.tensors)
+        job.background.upload(arrival.worker, upload, arrival.tensors)
         arrival.answer(pb.Reply())
 
-    def load(self, arrival: Arrival) -> None:
+    def load(self, job: Job, arrival: Arrival) -> None:
         """Read a checkpoint beside the training."""
-        floor, job, load = self._floor, self._floor.running(), arrival.request.load
-        if load.attempt == job.taken:
+        background, load = job.background, arrival.request.load
+        if load.attempt == background.taken:
             arrival.answer(pb.Reply())
             return
-        if job.errand is None or job.errand.name != load.attempt:
-            job.give_up()
-            job.asked_by = arrival.worker
-            old = floor.shard()
+        if not background.is_at(load.attempt):
+            background.give_up()
+            old = job.held()
 
             def read() -> Frame:
                 restore = restore_from(load.url)
                 if restore.id != load.id:
                     raise CheckpointError(
                         "this server finds another checkpoint",
-                        where=f"{floor.endpoint}, {load.url}",
+                        where=f"{job.where}, {load.url}",
                         expected=f"checkpoint {load.id}",
                         got=f"checkpoint {restore.id}",
                         todo="Every server has to see the directory that the worker sees.",
                     )
-                shard = Shard(job.plan, old.server, restore.seed, old.options)
+                shard = Shard(job.plans.current, old.server, restore.seed, old.options)
                 restore.fill(shard, old.server)
                 states = restore.states() if old.server == 0 else {}
-                with floor.lock:
-                    if job.errand is errand:
-                        job.loaded = (load.attempt, restore, shard, states)
+                with self._lock:
+                    if background.task is task:
+                        background.load(Loaded(load.attempt, restore, shard, states))
                 return Frame(pb.Reply())
 
-            errand = job.errand = BackgroundTask(load.attempt, read, f"loading {load.url} on server {floor.endpoint}")
-            errand.start()
-        job.errand.answer(arrival.respond)
+            task = BackgroundTask(load.attempt, read, f"loading {load.url} on server {job.where}")
+            background.begin(task, arrival.worker)
+            task.start()
+        assert background.task is not None
+        background.task.answer(arrival.respond)
 
-    def take_over(self, attempt: str, outbox: Outbox) -> None:
-        """Every server has the values of this attempt: they replace what there is."""
-        floor, job = self._floor, self._floor.running()
-        if attempt == job.taken:
-            job.give_up()  # asked again
+    def take_over(self, job: Job, attempt: str, outbox: Outbox) -> None:
+        """Replace what there is by the values of this attempt, which every server has."""
+        background = job.background
+        if attempt == background.taken:
+            background.give_up()  # asked again
             return
-        shard, loaded, uploads = floor.shard(), job.loaded, job.uploads
-        is_read = loaded is not None and loaded[0] == attempt and loaded[2].plan is job.plan
+        shard, loaded, uploads = job.held(), background.loaded, background.uploads
+        is_read = loaded is not None and loaded.attempt == attempt and loaded.shard.plan is job.plans.current
         if not is_read and (loaded is not None or not uploads):
-            if floor.memory is not None:  # it was killed since, and can read again
-                raise ServerBusyError("this server has not read the checkpoint yet", where=str(floor.endpoint))
+            if self._durability is not None:  # it was killed since, and can read again
+                raise ServerBusyError("this server has not read the checkpoint yet", where=job.where)
             what = "the values that were to be taken over are not here"
-            raise ProtocolError(what, where=str(floor.endpoint), got=attempt[:80])
+            raise ProtocolError(what, where=job.where, got=attempt[:80])
         try:
             if is_read:
                 assert loaded is not None
-                _, restore, job.shard, states = loaded
-                job.states.bring(states, restore.workers)
-                job.go_on_from(restore)
+                restore, job.shard = loaded.restore, loaded.shard
+                job.states.bring(loaded.states, restore.workers)
+                job.progress.go_on_from(restore)
                 # Of a round that is open, what has been pushed counts from here on.
-                job.steps = dict.fromkeys((worker for worker, _ in job.pushed), 1)
-                job.last = (restore.id, restore.url)
+                job.progress.steps = dict.fromkeys((worker for worker, _ in job.rounds.pushed), 1)
+                background.finish_checkpoint(restore.id, restore.url)
             else:
                 for upload, tensors in uploads:
                     write_upload(shard, upload, tensors)
                 shard.replaced()
         except FleetError as error:
             # Other servers have taken them over: nobody may go on from here as if nothing had happened.
-            what = f"server {floor.endpoint} could not go on from other values"
-            floor.fail(JobAbortedError(what, got=str(error)), outbox)
+            what = f"server {job.where} could not go on from other values"
+            self._end.fail(JobAbortedError(what, got=str(error)), job, outbox)
             raise
-        job.give_up()
-        job.taken, job.loads = attempt, job.loads + 1
-        job.forget_values()
-        if is_read:
-            self._keeping.take(outbox)
+        background.take(attempt)
+        job.progress.loads += 1
+        job.rounds.forget_values()
+        if is_read and self._durability is not None:
+            self._durability.take_now(job, outbox)
+
+
+def check_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]) -> None:
+    """Refuse what does not fit when it comes: later it would be everybody's problem."""
+    if upload.rows:
+        if len(tensors) != 2:
+            raise ProtocolError("an upload of rows needs ids and values", got=len(tensors))
+        shard.check_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
+    else:
+        if len(tensors) != len(upload.blocks):
+            raise ProtocolError("an upload's blocks and tensors differ in number")
+        for position, tensor in zip(upload.blocks, tensors, strict=True):
+            shard.dense.check_values(position, tensor.torch())
+
+
+def write_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor], after: Plan | None = None) -> None:
+    """``after``: what this plan has stays as it is."""
+    first_block, first_table = (0, 0) if after is None else (len(after.by_server[shard.server]), len(after.spec.tables))
+    if upload.rows and upload.table >= first_table:
+        shard.upload_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())
+    elif not upload.rows:
+        for position, tensor in zip(upload.blocks, tensors, strict=True):
+            if position >= first_block:
+                shard.dense.write(position, tensor.torch())

@@ -8,30 +8,53 @@ script calls it answers no hello before it knows the choice; one without a scrip
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from fleet.base.cluster import Endpoint
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import BEGINNING, Choice, Held, Mark, Seen
 from fleet.checkpoint.series import marks, name_of, root_at
 from fleet.errors import CheckpointError, ServerBusyError, StateError
 from fleet.ps.server.admission import check_job_id
 from fleet.ps.server.checkpoint_reader import restore_from
-from fleet.ps.server.context import Floor
 from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.initialization import Initialization
+from fleet.ps.server.job import Job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
 from fleet.ps.wire import fleet_pb2 as pb
 
 _log = logging.getLogger("fleet.server")
 
 
 class Resumption:
-    def __init__(self, floor: Floor, filling: Initialization, joining: Handshake, root: Place | None) -> None:
-        """``root`` is where this server's own script looks for checkpoints, if it says so."""
-        self._floor = floor
-        self._filling = filling
-        self._joining = joining
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        job_id: str,
+        lock: AbstractContextManager[object],
+        end: JobEnd,
+        members: Members,
+        initialization: Initialization,
+        handshake: Handshake,
+        found_job: Callable[[], Job | None],
+        root: Place | None,
+    ) -> None:
+        """``found_job`` finds the job, under the lock; ``root`` is where this server's own script looks for
+        checkpoints, if it says so."""
+        self._endpoint = endpoint
+        self._where = str(endpoint)
+        self._job_id = job_id
+        self._lock = lock
+        self._end = end
+        self._members = members
+        self._initialization = initialization
+        self._handshake = handshake
+        self._found_job = found_job
         self._root = root
-        self._is_given = filling.restore is not None
+        self._is_given = initialization.restore is not None
         self._chosen: Choice | None = None
         self._kept_at: int | None = None
         #: whether the log has been told that others name another root
@@ -40,8 +63,9 @@ class Resumption:
         self._waits = False
 
     def begin(self) -> None:
-        """All that was kept has been done over."""
-        self._kept_at = None if self._floor.job is None else self._floor.job.step
+        """Take up what was kept, all of which has been done over."""
+        job = self._found_job()
+        self._kept_at = None if job is None else job.step
         self._waits = self._root is not None
 
     @property
@@ -49,26 +73,24 @@ class Resumption:
         return self._chosen
 
     def refuse_early(self) -> None:
-        """No hello before the choice, where this server waits for one."""
-        if self._waits and not self._has_begun:
+        """Refuse a hello before the choice, where this server waits for one."""
+        if self._waits and not self._has_begun(self._found_job()):
             raise ServerBusyError(
                 "it is not chosen yet what the job goes on from",
-                where=str(self._floor.endpoint),
+                where=self._where,
                 todo="Call fleet.resume_from(root) on every server and every worker.",
             )
 
-    @property
-    def _has_begun(self) -> bool:
+    def _has_begun(self, job: Job | None) -> bool:
         """Whether there is a job with values to go on from. That of an earlier process of this server which was killed
         before it had any is yet to begin."""
-        job = self._floor.job
         if job is None:
             return False
         return self._kept_at is None or self._chosen is not None or job.initialized or bool(job.began.id)
 
     def look(self, request: Any) -> pb.Reply:
         """What this server has, and sees where it has nothing. Places are read outside of the lock."""
-        with self._floor.lock:
+        with self._lock:
             self._check(request)
             self._warn_of_another_root(request)
             seen = Seen(self._held(request), self._chosen)
@@ -78,84 +100,83 @@ class Resumption:
 
     def choose(self, request: Any) -> pb.Reply:
         """Hold to a choice, if there is none yet and no job."""
-        told = request.choose
-        choice = Choice(Mark(told.step, told.id) if told.id else BEGINNING, told.strict)
-        with self._floor.lock:
+        chosen = request.choose
+        choice = Choice(Mark(chosen.step, chosen.id) if chosen.id else BEGINNING, chosen.strict)
+        with self._lock:
             is_open = self._is_open
         restore = None
-        if is_open and told.id:
-            place = self._place(told.root).within(name_of(told.step))
-            restore = restore_from(place.url, strict=told.strict)
-            if restore.id != told.id:
+        if is_open and chosen.id:
+            place = self._place(chosen.root).within(name_of(chosen.step))
+            restore = restore_from(place.url, strict=chosen.strict)
+            if restore.id != chosen.id:
                 raise CheckpointError(
                     "this server finds another checkpoint",
-                    where=f"{self._floor.endpoint}, {place.url}",
-                    expected=f"checkpoint {told.id}",
+                    where=f"{self._where}, {place.url}",
+                    expected=f"checkpoint {chosen.id}",
                     got=f"checkpoint {restore.id}",
                     todo="Let no other job save there meanwhile.",
                 )
-        with self._floor.lock:
+        with self._lock:
             if is_open and self._is_open:
                 self._chosen, self._waits = choice, False
-                self._filling.start_from(restore)
-                _log.info("%s: the job goes on from %s", self._floor.endpoint, choice.mark)
-            if self._chosen is not None and self._chosen.strict != told.strict:
+                self._initialization.start_from(self._found_job(), restore)
+                _log.info("%s: the job goes on from %s", self._where, choice.mark)
+            if self._chosen is not None and self._chosen.strict != chosen.strict:
                 _log.warning(
                     "%s: the job goes on with strict=%s, and resume_from was called with strict=%s by %s",
-                    self._floor.endpoint,
+                    self._where,
                     self._chosen.strict,
-                    told.strict,
+                    chosen.strict,
                     f"worker {request.worker}" if request.worker else "worker 0 or a server",
                 )
             return pb.Reply(about=(self._chosen or choice).to_json())
 
     @property
     def _is_open(self) -> bool:
-        return self._chosen is None and not self._has_begun
+        return self._chosen is None and not self._has_begun(self._found_job())
 
     def _check(self, request: Any) -> None:
         """Refuse who is of another job, or comes while an earlier one is about to end."""
-        floor, look = self._floor, request.look
-        ours = floor.knobs.job_id or ("" if floor.job is None else floor.job.job_id)
-        check_job_id(floor.endpoint, ours, look.job_id)
+        look, job = request.look, self._found_job()
+        ours = self._job_id or ("" if job is None else job.job_id)
+        check_job_id(self._endpoint, ours, look.job_id)
         if self._is_given:
             raise StateError(
                 "fleet.resume_from and fleet.init_server(model_dir) both say what the job goes on from",
-                where=str(floor.endpoint),
-                got=f"a server that begins with checkpoint {self._filling.restore.id}"
-                if self._filling.restore is not None
+                where=self._where,
+                got=f"a server that begins with checkpoint {self._initialization.restore.id}"
+                if self._initialization.restore is not None
                 else None,
                 todo="Leave the model_dir out.",
             )
         if not look.by_server:
-            self._joining.refuse_successor(request.worker, request.incarnation, look.job_id)
-        elif floor.ending.over:
-            raise ServerBusyError("this server has not finished an earlier job yet", where=str(floor.endpoint))
+            self._handshake.refuse_successor(job, request.worker, request.incarnation, look.job_id)
+        elif self._end.over:
+            raise ServerBusyError("this server has not finished an earlier job yet", where=self._where)
 
     def _held(self, request: Any) -> Held | None:
-        floor, worker = self._floor, None if request.look.by_server else request.worker
-        job = floor.job
-        if job is None or not self._has_begun:
+        job, worker = self._found_job(), None if request.look.by_server else request.worker
+        if job is None or not self._has_begun(job):
             return None
-        base = None if job.is_trained else Mark(job.steps_before, job.began.id)
-        steps = None
-        if worker is not None and worker in job.gate.clocks:  # all are told the same until they have gone on from there
-            steps = job.steps_of(worker) if job.steps.get(worker) else job.steps_before
-        met = worker is not None and floor.roll.has_met(worker)
+        base = None if job.is_trained else Mark(job.progress.before, job.began.id)
+        steps = None  # all hear the same until they have gone on from there
+        if worker is not None and worker in job.rounds.gate.clocks:
+            steps = job.steps_of(worker) if job.progress.steps.get(worker) else job.progress.before
+        met = worker is not None and self._members.has_met(worker)
         return Held(job.step, base, self._kept_at, job.policy.shares_steps, steps, met)
 
     def _warn_of_another_root(self, request: Any) -> None:
-        told = request.look.root
-        if self._root is None or told == self._root.url or self._has_warned:
+        root = request.look.root
+        if self._root is None or root == self._root.url or self._has_warned:
             return
         self._has_warned = True
         _log.warning(
             "%s: this server looks for checkpoints in %s, and %s in %s",
-            self._floor.endpoint,
+            self._where,
             self._root.url,
             "another one" if request.look.by_server else f"worker {request.worker}",
-            told,
+            root,
         )
 
-    def _place(self, told: str) -> Place:
-        return root_at(told) if self._root is None else self._root
+    def _place(self, root: str) -> Place:
+        return root_at(root) if self._root is None else self._root

@@ -16,9 +16,9 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
-from fleet.ps.server.job import Restore
+from fleet.ps.server.checkpoint_reader import Restore
+from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.service import Service
-from fleet.ps.server.state_directory import StateDirectory
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
@@ -51,7 +51,9 @@ class ServerRuntime:
         endpoints = () if expected is None else expected[1]
         #: ``fleet server`` is not told which one it is
         self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
-        durable = None if not knobs.durable_dir else StateDirectory(knobs.durable_dir, endpoint, knobs.durable_sync)
+        directory = None
+        if knobs.durable_dir:
+            directory = StateDirectory(knobs.durable_dir, endpoint, knobs.durable_sync)
         try:
             self._service = Service(
                 endpoint,
@@ -59,14 +61,14 @@ class ServerRuntime:
                 clock,
                 expected=expected,
                 restore=restore,
-                durable=durable,
+                directory=directory,
                 resumes=resumes,
                 name=self._name,
             )
             self._listener = network.listen(endpoint, self._service.handle)
         except BaseException:
-            if durable is not None:
-                durable.close()
+            if directory is not None:
+                directory.close()
             raise
 
     def ask(self, request: pb.Request) -> Frame:
@@ -79,7 +81,7 @@ class ServerRuntime:
     @property
     def chosen(self) -> Choice | None:
         """What the job goes on from, if this server has been told."""
-        return self._service.resuming.chosen
+        return self._service.chosen
 
     def close(self) -> None:
         """End without having served."""

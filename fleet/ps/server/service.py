@@ -1,14 +1,15 @@
-"""The server's mind: every request of every worker arrives in ``Service.handle``, and goes from there to whoever does
-its kind of work.
+"""The server: every request of every worker arrives in ``Service.handle``, and goes from there to whoever does its kind
+of work.
 
 One lock guards the job (gate, shard, waiting requests). Under it a request is decided and carried out; the replies
-that became possible are collected and leave after it is released. Heartbeats and status requests change nothing, and
-take no part in it.
+that became possible are collected in an outbox and leave after it is released. Heartbeats and status requests change
+nothing, and take no part in it.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,27 +17,32 @@ from fleet.base.clock import Clock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import Knobs
 from fleet.checkpoint.places import Place
+from fleet.checkpoint.resume_choice import Choice
 from fleet.errors import FleetError, JobAbortedError, ProtocolError
 from fleet.ps.server.admission import Expected
 from fleet.ps.server.barrier import Barrier
+from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.checkpoint_requests import CheckpointRequests
-from fleet.ps.server.context import Floor
+from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.departure import Departure
-from fleet.ps.server.durability import Keeping, resume
-from fleet.ps.server.durable_state import NOTED
+from fleet.ps.server.durability.durability import NOTED, Durability
+from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.initialization import Initialization
-from fleet.ps.server.job import Restore
+from fleet.ps.server.job import Job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox, nobody
 from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.resumption import Resumption
-from fleet.ps.server.state_directory import StateDirectory
 from fleet.ps.server.state_requests import StateRequests
+from fleet.ps.server.statistics import Statistics
 from fleet.ps.server.status import Status
 from fleet.ps.server.step_requests import StepRequests
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
+from fleet.ps.wire.wire_errors import error_reply
 
 
 class Service:
@@ -48,148 +54,231 @@ class Service:
         *,
         expected: Expected | None = None,
         restore: Restore | None = None,
-        durable: StateDirectory | None = None,
+        directory: StateDirectory | None = None,
         resumes: Place | None = None,
         name: str = "",
     ) -> None:
         """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
-        was told of, where it was told;
-        ``restore`` the checkpoint to start from; ``durable`` where what is acknowledged is kept, and where it may be
-        from before; ``resumes`` where checkpoints are, of which the job goes on from one if it does from any."""
-        self.floor = floor = Floor(endpoint, knobs, clock, durable, name or f"server {endpoint}")
-        self.ended = floor.ending.ended
-        self._keeping = keeping = Keeping(floor)
-        replacing = Replacement(floor, keeping)
-        filling = Initialization(floor, keeping, replacing, restore)
-        joining = Handshake(floor, keeping, filling, expected)
-        training = StepRequests(floor)
-        checkpointing = CheckpointRequests(floor)
-        self._meeting = meeting = Barrier(floor)
-        self._recalling = recalling = StateRequests(floor)
-        self._leaving = leaving = Departure(floor, keeping)
-        self._telling = telling = Status(floor, None if expected is None else expected[0])
-        self.resuming = Resumption(floor, filling, joining, resumes)
-        self._handlers: dict[str, Callable[[Arrival], None]] = {
-            "hello": joining.hello,
-            "upload": filling.upload,
-            "ready": filling.ready,
-            "extend": filling.extend,
-            "part": training.part,
-            "push": training.push,
-            "pull": training.pull,
-            "gather": meeting.gather,
-            "claim": checkpointing.claim,
-            "release": checkpointing.release,
-            "export": checkpointing.export,
-            "save": checkpointing.save,
-            "settle": checkpointing.settle,
-            "load": replacing.load,
-            "give": recalling.give,
-            "recall": recalling.recall,
-            "survey": telling.survey,
-            "bye": leaving.bye,
-            "abort": leaving.abort,
-        }
-        resume(
-            floor,
-            begin_with=filling.begin_with,
-            ask=self._again,
-            hand_out=training.hand_out_again,
-            lose=lambda worker: leaving.lose(worker, []),
+        was told of, where it was told; ``restore`` the checkpoint to start from; ``directory`` where what is
+        acknowledged is kept, and where it may be from before; ``resumes`` where checkpoints are, of which the job goes
+        on from one if it does from any."""
+        where = str(endpoint)
+        self._where = where
+        self._clock = clock
+        self._lock = lock = DeferringLock(self._catch_up)
+        #: from the first hello on
+        self.job: Job | None = None
+        #: replies that became possible while somebody caught up
+        self._late: deque[tuple[Respond, Frame]] = deque()
+        self._members = members = Members(endpoint, knobs, clock)
+        self._statistics = statistics = Statistics(clock)
+        self.end = end = JobEnd(members, clock, knobs, name or f"server {endpoint}", where)
+        self.ended = end.ended
+        durability = None
+        if directory is not None:
+            durability = Durability(directory, lock, end, members, clock, knobs, where, self._cannot_sync)
+        self.durability = durability
+        self._steps = steps = StepRequests(clock, end, statistics, durability)
+        replacement = Replacement(lock, end, durability)
+        initialization = Initialization(endpoint, lock, end, durability, steps, replacement, self._send, restore)
+        self._handshake = handshake = Handshake(
+            endpoint, knobs, end, members, durability, steps, initialization, expected, self._begin
         )
-        filling.go_on()
-        self.resuming.begin()
+        self._barrier = barrier = Barrier(clock, end, members, steps)
+        self._states = states = StateRequests(clock, members, knobs.rpc_deadline_s)
+        self._departure = departure = Departure(where, knobs, clock, end, members, durability, steps)
+        worker_num = None if expected is None else expected[0]
+        self._status = Status(where, lock, clock, end, members, statistics, self._found_job, worker_num)
+        self._resumption = Resumption(
+            endpoint, knobs.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
+        )
+        checkpoints = CheckpointRequests(lock, clock, end, members, durability is not None)
+        self._handlers: dict[str, Callable[[Job, Arrival], None]] = {
+            "upload": initialization.upload,
+            "ready": initialization.ready,
+            "extend": initialization.extend,
+            "part": steps.part,
+            "push": steps.push,
+            "pull": steps.pull,
+            "gather": barrier.gather,
+            "claim": checkpoints.claim,
+            "release": checkpoints.release,
+            "export": checkpoints.export,
+            "save": checkpoints.save,
+            "settle": checkpoints.finish,
+            "load": replacement.load,
+            "give": states.give,
+            "recall": states.recall,
+            "survey": self._status.survey,
+            "bye": departure.bye,
+            "abort": departure.abort,
+        }
+        if durability is not None:
+            durability.recover(
+                self._found_job,
+                begin=self._begin,
+                begin_with=initialization.begin_with,
+                ask=lambda frame: self.handle(frame, nobody),
+                hand_out=steps.hand_out_again,
+                lose=lambda job, worker: departure.lose(job, worker, []),
+            )
+        initialization.go_on(self.job)
+        self._resumption.begin()
 
     def handle(self, frame: Frame, respond: Respond) -> Callable[[], None] | None:
-        request, floor = frame.message, self.floor
+        """Answer a request, now or later; what is left to do when its answer is on its way."""
+        request = frame.message
         kind = request.WhichOneof("kind")
         if kind == "beat":
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, parting=True)
-            floor.ledger.heard(request.worker, request.beat.figures)
+            self._statistics.heard(request.worker, request.beat.figures)
             respond(Frame(pb.Reply(about=self.absent())))
             return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))
             return None
-        if kind in ("look", "choose") and not floor.ending.suspended:
-            answer = self.resuming.look if kind == "look" else self.resuming.choose
+        if kind in ("look", "choose") and not self.end.suspended:
+            answer = self._resumption.look if kind == "look" else self._resumption.choose
             respond(Frame(answer(request)))
             return None
         outbox: Outbox = []
+        durability = self.durability
         try:
-            with floor.lock, floor.ledger.request(frame, outbox):
-                if floor.ending.suspended:
+            with self._lock, self._statistics.request(frame, outbox):
+                if self.end.suspended:
                     return None  # unanswered, it is asked again when the server is there again
-                if kind not in self._handlers:
-                    raise ProtocolError("a request of an unknown kind", where=str(floor.endpoint))
                 if kind == "hello":
-                    self.resuming.refuse_early()
+                    self._resumption.refuse_early()
+                    self._handshake.hello(self.job, Arrival(frame, respond, outbox))
+                    job = self.job
                 else:
+                    handler = self._handlers.get(kind)
+                    if handler is None:
+                        raise ProtocolError("a request of an unknown kind", where=self._where)
                     self._check_member(request, parting=kind == "bye")
-                    self._keeping.compare(kind, request, outbox)
-                    self._keeping.note(kind, frame, outbox)
-                self._handlers[kind](Arrival(frame, respond, outbox))
-                self._meeting.refuse_standstill(outbox)
-                self._recalling.answer_ready(outbox)
-                self._keeping.begin_if_due()
+                    job = self.job
+                    assert job is not None, "a member exists only with a job"
+                    if durability is not None:
+                        effects = durability.compare(job, kind, request, outbox)
+                        if effects:
+                            self._steps.carry_out(job, effects, request.worker, outbox)
+                        durability.note(job, kind, frame, outbox)
+                    handler(job, Arrival(frame, respond, outbox))
+                if job is not None:
+                    self._barrier.refuse_standstill(job, outbox)
+                    self._states.answer_ready(job, outbox)
+                    if durability is not None:
+                        durability.begin_if_due(job)
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            floor.send(outbox, secure=kind in NOTED or (floor.job is not None and floor.job.policy.remembers_reads))
-        return floor.settle
-
-    def _again(self, frame: Frame) -> None:
-        self.handle(frame, nobody)
+            job = self.job
+            self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
+        return self._apply_pending
 
     def _check_member(self, request: Any, *, parting: bool) -> None:
-        self.floor.ending.refuse_if_failed(request.worker)
-        self.floor.roll.check(request, parting=parting)
+        self.end.refuse_if_failed(request.worker)
+        self._members.check(request, parting=parting)
+
+    def _begin(self, job: Job) -> None:
+        self.job = job
+
+    def _found_job(self) -> Job | None:
+        return self.job
+
+    # ---------------------------------------------------------------- after a request
+
+    def _apply_pending(self) -> None:
+        """Do now, as answers are on their way, what they did not wait for."""
+        if self._has_pending:
+            with self._lock:
+                pass
+            self._send([])
+
+    def _catch_up(self) -> None:
+        """Do the same before anything else is done under the lock."""
+        if self._has_pending:
+            assert self.job is not None
+            failed: Outbox = []
+            self._steps.apply_pending(self.job, failed)
+            self._late += failed
+
+    @property
+    def _has_pending(self) -> bool:
+        job = self.job
+        return job is not None and job.shard is not None and job.shard.has_pending
+
+    def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
+        """Let replies leave, ``secure`` ones when what they tell of is as safe as it has to be. Mere questions need not
+        wait for what others have asked for: these ask again, should it be lost."""
+        while self._late:
+            outbox.append(self._late.popleft())
+        durability = self.durability
+        failure = durability.secure() if durability is not None and secure and outbox else None
+        for respond, frame in outbox:
+            respond(frame if failure is None else error_reply(failure))
+        self.end.end_if_all_informed()
+
+    def _cannot_sync(self, error: OSError) -> FleetError:
+        outbox: Outbox = []
+        with self._lock:
+            failure = self.end.cannot_keep(error, self.job, outbox)
+        self._send(outbox, secure=False)
+        return failure
+
+    # ---------------------------------------------------------------- from outside
+
+    def await_the_first(self) -> None:
+        """Expect workers from now on: time passes."""
+        self._departure.await_the_first()
 
     def tick(self) -> None:
         """Let time pass."""
-        floor, now = self.floor, self.floor.clock.now()
+        now = self._clock.now()
         outbox: Outbox = []
-        with floor.lock:
-            self._leaving.tick(now, outbox)
-            self._meeting.refuse_standstill(outbox)
-            self._recalling.answer_ready(outbox)
-            if floor.job is not None:
-                floor.job.claims.tick(now, outbox)
-        floor.send(outbox)
-        floor.sync(lambda memory: memory.sync_if_due(now))
-
-    def await_the_first(self) -> None:
-        """From now on workers are expected, and time passes."""
-        self._leaving.await_the_first()
+        with self._lock:
+            self._departure.tick(self.job, now, outbox)
+            if self.job is not None:
+                self._barrier.refuse_standstill(self.job, outbox)
+                self._states.answer_ready(self.job, outbox)
+                self.job.claims.tick(now, outbox)
+        self._send(outbox)
+        if self.durability is not None:
+            self.durability.sync_if_due(now)
 
     def stop(self, reason: str) -> None:
         """End the job from outside, as a signal does; one that is kept on disk goes on when its server does."""
-        floor = self.floor
         outbox: Outbox = []
-        with floor.lock:
-            if floor.memory is not None and not floor.ending.over:
-                floor.ending.suspend()
+        with self._lock:
+            if self.durability is not None and not self.end.over:
+                self.end.suspend()
                 return
-            floor.fail(JobAbortedError(f"server {floor.endpoint} was stopped", got=reason), outbox)
-        floor.send(outbox)
+            self.end.fail(JobAbortedError(f"server {self._where} was stopped", got=reason), self.job, outbox)
+        self._send(outbox)
 
     def close(self) -> None:
-        """After the last request: keep what has to be kept."""
-        self._keeping.close()
+        """Keep what has to be kept, after the last request."""
+        if self.durability is not None:
+            self.durability.close()
+
+    @property
+    def chosen(self) -> Choice | None:
+        """What the job goes on from, if this server has been told."""
+        return self._resumption.chosen
 
     @property
     def failure(self) -> FleetError | None:
         """Why the job ended, if it did not end well."""
-        return self.floor.ending.failure
+        return self.end.failure
 
     def absent(self) -> str:
         """Which workers have not come yet, in words."""
-        return self._telling.absent()
+        return self._status.absent()
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""
-        return self._telling.explain()
+        return self._status.explain()
 
     def status(self) -> dict[str, Any]:
         """How the job does, as far as this server sees it, for whoever shows it."""
-        return self._telling.status()
+        return self._status.status()

@@ -1,4 +1,4 @@
-"""What a server notes of its work: how much it does, who waits for whom, and what the workers tell of themselves.
+"""The figures of a server: how much it does, who waits for whom, and what the workers' heartbeats bring.
 
 Whoever's request lets another one's be answered is who that one has waited for: of a round, the worker that came last.
 The caller holds the server's lock, but for ``heard``, which heartbeats use.
@@ -29,7 +29,7 @@ class Statistics:
         self._busy_s = 0.0
         #: (who waited, for whom) -> seconds
         self._waited: dict[tuple[int, int], float] = defaultdict(float)
-        self._told: dict[int, dict[str, float]] = {}
+        self._figures: dict[int, dict[str, float]] = {}
 
     @contextmanager
     def request(self, frame: Frame, outbox: Outbox) -> Iterator[None]:
@@ -61,25 +61,25 @@ class Statistics:
             self._waited[waiting.worker, by] += self._clock.now() - waiting.since
 
     def heard(self, worker: int, figures: Mapping[str, float]) -> None:
-        """What a worker tells of itself."""
+        """Keep the figures of a worker."""
         if len(figures) > MOST_FIGURES or any(len(name) > LONGEST_NAME for name in figures):
             raise ProtocolError(
                 "a heartbeat tells too much",
                 expected=f"up to {MOST_FIGURES} figures, with names of up to {LONGEST_NAME} characters",
                 got=len(figures),
             )
-        self._told[worker] = dict(figures)
+        self._figures[worker] = dict(figures)
 
     def status(
-        self, job: Job | None, members: Sequence[tuple[str, str, float | None]], phase: str, errand: str
+        self, job: Job | None, members: Sequence[tuple[str, str, float | None]], phase: str, task: str
     ) -> dict[str, Any]:
         """All of it, and how the job and its members stand (``Membership.glance``), as JSON has it."""
         parked = [] if job is None else job.all_waiting()
         about: dict[str, Any] = {
             "phase": phase,
-            "errand": errand,
+            "errand": task,
             "figures": {
-                "version": 0 if job is None else job.gate.version,
+                "version": 0 if job is None else job.rounds.gate.version,
                 "updates": self._updates,
                 "requests": self._requests,
                 "busy_seconds": self._busy_s,
@@ -100,7 +100,7 @@ class Statistics:
         return {
             **about,
             "job_id": job.job_id,
-            "mode": job.plan.spec.settings.mode,
+            "mode": job.plans.current.spec.settings.mode,
             "index": None if job.shard is None else job.shard.server,
             "tables": {} if job.shard is None else {t.spec.name: [len(t), t.nbytes] for t in job.shard.tables},
             "workers": [
@@ -112,7 +112,7 @@ class Statistics:
                     "staleness": _sum_and_count(staleness.get(worker, {})),
                     "waits": None if worker not in longest else self._described(job, longest[worker], now),
                     "waited": {str(other): s for (waiter, other), s in self._waited.items() if waiter == worker},
-                    "figures": self._told.get(worker, {}),
+                    "figures": self._figures.get(worker, {}),
                 }
                 for worker, (standing, label, heard_s) in enumerate(members)
             ],

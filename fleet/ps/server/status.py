@@ -1,83 +1,105 @@
-"""What a server tells of itself and its job: to people who look on, to its log, to a worker that asks for a summary."""
+"""How a server and its job do: for people who look on, for its log, for a worker that asks for a summary."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from fleet.ps.server.context import Floor
+from fleet.base.clock import Clock
+from fleet.ps.server.job import Job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival
+from fleet.ps.server.statistics import Statistics
 from fleet.ps.wire import fleet_pb2 as pb
 
 _MOST_NAMED = 8
 
 
 class Status:
-    def __init__(self, floor: Floor, worker_num: int | None) -> None:
-        """``worker_num`` is the number of workers this process was told of, where it was told."""
-        self._floor = floor
+    def __init__(
+        self,
+        where: str,
+        lock: AbstractContextManager[object],
+        clock: Clock,
+        end: JobEnd,
+        members: Members,
+        statistics: Statistics,
+        found_job: Callable[[], Job | None],
+        worker_num: int | None,
+    ) -> None:
+        """``found_job`` finds the job, under the lock; ``worker_num`` is the number of workers this process was told
+        of, where it was told."""
+        self._where = where
+        self._lock = lock
+        self._clock = clock
+        self._end = end
+        self._members = members
+        self._statistics = statistics
+        self._found_job = found_job
         self._worker_num = worker_num
 
     def status(self) -> dict[str, Any]:
         """How the job does, as far as this server sees it, for whoever shows it."""
-        floor = self._floor
-        with floor.lock:
-            glance = floor.roll.glance(floor.clock.now())
-            known = floor.ledger.status(floor.job, glance, self._phase(), self._errand())
-            return {"server": str(floor.endpoint), **known}
+        with self._lock:
+            job, glance = self._found_job(), self._members.glance(self._clock.now())
+            known = self._statistics.status(job, glance, self._phase(job), _task_of(job))
+            return {"server": self._where, **known}
 
     def absent(self) -> str:
         """Who has not come yet, in words; nothing once all have. It takes no part in the lock, as heartbeats ask it."""
-        roll = self._floor.roll
-        if roll.is_empty and self._worker_num is None:
+        members = self._members
+        if members.is_empty and self._worker_num is None:
             return "its workers"
-        absent = tuple(range(self._worker_num or 0)) if roll.is_empty else roll.absent()
+        absent = tuple(range(self._worker_num or 0)) if members.is_empty else members.absent()
         named = ", ".join(f"worker {worker}" for worker in absent[:_MOST_NAMED])
         return named if len(absent) <= _MOST_NAMED else f"{named} and {len(absent) - _MOST_NAMED} more"
 
     def explain(self) -> str:
         """What this server is waiting for, in words."""
-        floor = self._floor
-        with floor.lock:
-            job, now = floor.job, floor.clock.now()
+        with self._lock:
+            job, now = self._found_job(), self._clock.now()
             if job is None:
                 return "waiting for the first worker's hello"
-            waits = job.hall.lacking()
-            if job.growing or not job.initialized:
+            waits = job.reductions.lacking()
+            if job.plans.growing or not job.initialized:
                 waits.append(("initial values", (0,)))
-            elif job.pushed or not waits:
-                step, lacking = job.gate.lacking()
+            elif job.rounds.pushed or not waits:
+                step, lacking = job.rounds.gate.lacking()
                 waits.append((f"round {step}", lacking))
             return "; ".join(
-                f"{what}: waiting for " + ", ".join(floor.roll.describe(worker, now) for worker in lacking)
+                f"{what}: waiting for " + ", ".join(self._members.describe(worker, now) for worker in lacking)
                 for what, lacking in waits
             )
 
-    def survey(self, arrival: Arrival) -> None:
-        shard, job = self._floor.shard(), self._floor.running()
+    def survey(self, job: Job, arrival: Arrival) -> None:
+        """Answer with what a worker's summary has of this server."""
+        shard = job.held()
         about = {
-            "steps": {worker: job.steps_of(worker) for worker in sorted(job.steps)},
+            "steps": {worker: job.steps_of(worker) for worker in sorted(job.progress.steps)},
             "tables": {table.spec.name: {"rows": len(table), "bytes": table.nbytes} for table in shard.tables},
             "staleness": shard.staleness.counts,
         }
-        arrival.answer(pb.Reply(version=job.gate.version, about=json.dumps(about)))
+        arrival.answer(pb.Reply(version=job.rounds.gate.version, about=json.dumps(about)))
 
-    def _phase(self) -> str:
-        job, ending = self._floor.job, self._floor.ending
-        if ending.suspended:
+    def _phase(self, job: Job | None) -> str:
+        if self._end.suspended:
             return "stopped, to go on when it is started again"
-        if ending.over:
-            return "over" if ending.failure is None else f"failed: {in_brief(str(ending.failure))}"
+        if self._end.over:
+            return "over" if self._end.failure is None else f"failed: {in_brief(str(self._end.failure))}"
         if job is None:
             return "waiting for the first worker"
         if not job.initialized:
             return "waiting for initial values"
         return "training"
 
-    def _errand(self) -> str:
-        """What it does beside the training, if anything: the workers may wait for it, or go on."""
-        job = self._floor.job
-        return "" if job is None or job.errand is None or job.errand.is_done else on_one_line(job.errand.what)
+
+def _task_of(job: Job | None) -> str:
+    """What is done beside the training, if anything: the workers may wait for it, or go on."""
+    task = None if job is None else job.background.task
+    return "" if task is None or task.is_done else on_one_line(task.what)
 
 
 def in_brief(reason: str) -> str:

@@ -1,103 +1,126 @@
-"""The requests of a step: gradients that are pushed, values that are pulled, and the answers, made when their version
-is there.
+"""The requests of a step: gradients that are pushed, values that are pulled, the rounds that pushes close, and answers,
+made when their version is there.
+
+A push is read and checked against the plan before it becomes part of a round. The gate says what follows from it: a
+round to apply, requests to answer. A request that cannot be answered yet is parked under a ticket and holds no thread.
+
+Whoever calls holds the server's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import logging
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fleet.errors import ConfigurationError, FleetError, PlanMismatchError, ProtocolError
+import torch
+
+from fleet.base.clock import Clock
+from fleet.errors import ConfigurationError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError
 from fleet.numeric.tensors import WireTensor
+from fleet.plan.layout import dense_layout
 from fleet.plan.specs import DTYPES
-from fleet.ps.consistency.gate import Effect
-from fleet.ps.server.context import Floor
+from fleet.ps.consistency.gate import Apply, Effect
+from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.job import Job
-from fleet.ps.server.pending import Arrival, Waiting
-from fleet.ps.server.push_decoder import contribution_of
-from fleet.ps.server.state_requests import check_name, share_of
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.pending import Arrival, Outbox, Waiting
+from fleet.ps.server.state_requests import check_name, state_of
+from fleet.ps.server.statistics import Statistics
+from fleet.ps.table.previous_round import PreviousRound
+from fleet.ps.table.shard import Contribution
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import Narrow
 from fleet.ps.wire.wire_errors import error_reply
 
+_log = logging.getLogger("fleet.server")
+
 _MOST_TEXT = 1000
 
 
 class StepRequests:
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
+    def __init__(self, clock: Clock, end: JobEnd, statistics: Statistics, durability: Durability | None) -> None:
+        self._clock = clock
+        self._end = end
+        self._statistics = statistics
+        self._durability = durability
+        self._tickets = itertools.count()
 
-    def part(self, arrival: Arrival) -> None:
-        """Gradients ahead of their push."""
-        job, request = self._floor.running(), arrival.request
-        if not job.initialized or job.growing or request.step != job.gate.delivered(request.worker) + 1:
-            raise ProtocolError("a part came before its push was due", where=str(self._floor.endpoint))
+    # ---------------------------------------------------------------- requests
+
+    def part(self, job: Job, arrival: Arrival) -> None:
+        """Take gradients ahead of their push."""
+        request, rounds = arrival.request, job.rounds
+        if not job.initialized or job.plans.growing or request.step != rounds.gate.delivered(request.worker) + 1:
+            raise ProtocolError("a part came before its push was due", where=job.where)
         # A journal has pushes that are whole.
-        may = self._floor.memory is None and job.policy.takes_gradients_early
-        granted = may and Narrow(job.plan.spec.settings.wire_dtype).is_plain
+        may = self._durability is None and job.policy.takes_gradients_early
+        granted = may and Narrow(job.plans.current.spec.settings.wire_dtype).is_plain
         if granted:
-            job.parts.add(request, arrival.tensors, self._floor.shard().dense)
+            rounds.ahead.add(request, arrival.tensors, job.held().dense)
         arrival.answer(pb.Reply(granted=granted))
 
-    def push(self, arrival: Arrival) -> None:
-        floor, job, request = self._floor, self._floor.running(), arrival.request
-        worker, step = request.worker, request.step
-        is_repeated = step <= job.gate.delivered(worker) and worker in job.outgrown
-        if worker in job.outgrown and not is_repeated:
-            raise _lacking(job, worker, f"{floor.endpoint}, step {step}")
+    def push(self, job: Job, arrival: Arrival) -> None:
+        """Take the gradients of a step, and answer when their round is applied."""
+        request, rounds, plans = arrival.request, job.rounds, job.plans
+        worker, step, gate = request.worker, request.step, rounds.gate
+        is_repeated = step <= gate.delivered(worker) and worker in plans.outgrown
+        if worker in plans.outgrown and not is_repeated:
+            raise _lacking(job, worker, step)
         # The answer to one may have been lost, and others may add parameters since.
-        if not job.initialized or (job.growing and not is_repeated):
-            raise ProtocolError("a push came before the initial values", where=str(floor.endpoint))
+        if not job.initialized or (plans.growing and not is_repeated):
+            raise ProtocolError("a push came before the initial values", where=job.where)
         quiet = request.push.quiet
-        told = None
+        handing_out = None
         if job.policy.remembers_push(brings_values=not quiet):
-            told = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
+            handing_out = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
             worker,
             f"push of step {step}",
-            floor.clock.now(),
+            self._clock.now(),
             arrival.respond,
             lambda: self._values_after(job, worker, step, quiet),
-            handing_out=told,
+            handing_out=handing_out,
         )
-        floor.check_patience(waiting)
+        job.check_room(waiting)
         tensors, kept = arrival.tensors, None
         check_name(request.push.keeping.asks)
         if request.push.keeping.kept:
-            tensors, kept = tensors[:-1], share_of(tensors[-1:], 0)
+            tensors, kept = tensors[:-1], state_of(tensors[-1:], 0)
         effects: list[Effect] = []
-        if step > job.gate.delivered(worker):
-            if any(other == worker for other, _ in job.pushed):
+        if step > gate.delivered(worker):
+            if any(other == worker for other, _ in rounds.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
-            job.pushed[worker, step] = contribution_of(
-                request, tensors, floor.shard(), job.parts, floor.endpoint, floor.most_bytes
-            )
+            rounds.pushed[worker, step] = _contribution_of(job, request, tensors)
             try:
-                effects = job.gate.push(worker, step)
+                effects = gate.push(worker, step)
             except ProtocolError:
-                del job.pushed[worker, step]
+                del rounds.pushed[worker, step]
                 raise
-            job.steps[worker] = job.steps.get(worker, 0) + request.push.steps
+            steps = job.progress.steps
+            steps[worker] = steps.get(worker, 0) + request.push.steps
         job.states.pushed(worker, step, request.push.keeping)
         if kept is not None:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
         needed = job.policy.version_needed(step)
-        floor.park(needed, waiting, effects, arrival.outbox)
+        self._park(job, needed, waiting, effects, arrival.outbox)
 
-    def pull(self, arrival: Arrival) -> None:
-        floor, job, request = self._floor, self._floor.running(), arrival.request
+    def pull(self, job: Job, arrival: Arrival) -> None:
+        """Answer with values, when those of the version are there that is asked for."""
+        request, rounds = arrival.request, job.rounds
         pull, ids = request.pull, arrival.tensors
         if not (len(pull.tables) == len(pull.training) == len(ids)):
             raise ProtocolError("a pull's tables and ids differ in number")
         wanted = _wanted(pull, ids)
-        self._check_reply(job, pull, ids)
+        _check_reply(job, pull, ids)
         is_remembered = job.policy.remembers_read(dense=pull.dense, training=any(pull.training))
         waiting = Waiting(
             request.worker,
             f"values at step {request.step}",
-            floor.clock.now(),
+            self._clock.now(),
             arrival.respond,
             lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
@@ -105,50 +128,123 @@ class StepRequests:
             nbytes=arrival.frame.nbytes,
             handing_out=arrival.frame if is_remembered else None,
         )
-        floor.check_patience(waiting)
+        job.check_room(waiting)
         # While the job grows, workers that are not there yet still need rows to get there.
-        if job.initialized and not (job.growing and pull.dense and request.worker not in job.outgrown):
-            floor.park(pull.version, waiting, [], arrival.outbox)
+        if job.initialized and not (job.plans.growing and pull.dense and request.worker not in job.plans.outgrown):
+            self._park(job, pull.version, waiting, [], arrival.outbox)
         else:
-            job.early.append((pull.version, waiting))
+            rounds.early.append((pull.version, waiting))
 
-    def hand_out_again(self, told: Frame) -> None:
+    def hand_out_again(self, job: Job, handed_out: Frame) -> None:
         """Remember of a worker what it was given once, with an answer that nobody reads now."""
-        job, request = self._floor.running(), told.message
+        request = handed_out.message
         if request.WhichOneof("kind") == "push":
             self._values_after(job, request.worker, request.step, request.push.quiet)
         else:
             pull = request.pull
-            self._values(job, request.worker, pull.version, pull.dense, _wanted(pull, told.tensors))
+            self._values(job, request.worker, pull.version, pull.dense, _wanted(pull, handed_out.tensors))
 
-    def _check_reply(self, job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
-        """Repeated ids make a large reply of a small request, for which memory would be taken here."""
-        tables, most_bytes = job.plan.spec.tables, self._floor.most_bytes
-        nbytes = 0
-        for index, tensor in zip(pull.tables, ids, strict=True):
-            if index >= len(tables):
-                raise ProtocolError("a message names a table this job does not have", got=index)
-            nbytes += tensor.array.size * tables[index].dim * DTYPES[tables[index].dtype]
-        if nbytes > most_bytes:
-            raise ConfigurationError(
-                "a reply would be larger than a message may be",
-                where=str(self._floor.endpoint),
-                expected=f"at most {most_bytes >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
-                got=f"{nbytes / (1 << 20):.1f} MiB of rows",
-                todo="Ask for fewer rows at once, or raise FLEET_MAX_MESSAGE_MB for every process.",
-            )
+    # ---------------------------------------------------------------- requests that wait
+
+    def ticket(self) -> Hashable:
+        """A new one."""
+        return next(self._tickets)
+
+    def hold_back(self, job: Job, ticket: Hashable, waiting: Waiting) -> None:
+        """Park a request until its ticket is among those to answer."""
+        job.rounds.parked[ticket] = waiting
+
+    def _park(self, job: Job, version: int, waiting: Waiting, effects: list[Effect], outbox: Outbox) -> None:
+        """Carry out what a request caused and let it wait for its version, which may be there at once."""
+        ticket = next(self._tickets)
+        job.rounds.parked[ticket] = waiting
+        self.carry_out(job, effects + job.rounds.gate.wait(ticket, waiting.worker, version), waiting.worker, outbox)
+
+    def release_early(self, job: Job, outbox: Outbox) -> None:
+        """Let what came before the initial values wait for its version."""
+        early, job.rounds.early = job.rounds.early, []
+        for version, waiting in early:
+            self._park(job, version, waiting, [], outbox)
+
+    def answer(self, job: Job, tickets: Sequence[Hashable], by: int, outbox: Outbox) -> None:
+        """Answer what worker ``by`` has let be answered. A request is not there any more if the job has failed, or if
+        it was a process's whose worker has started again."""
+        parked, durability = job.rounds.parked, self._durability
+        there = [ticket for ticket in tickets if ticket in parked]
+        if any(parked[ticket].has_rows for ticket in there):
+            job.held().apply_pending()  # while all are still there to hear of it, should it fail
+        for waiting in map(parked.pop, there):
+            self._statistics.released(waiting, by)
+            if durability is None:
+                outbox.append((waiting.respond, _answer_of(waiting)))
+            elif not durability.replaying:  # else nobody would read it
+                outbox.append((waiting.respond, self._kept_answer(job, durability, waiting, outbox)))
+
+    def _kept_answer(self, job: Job, durability: Durability, waiting: Waiting, outbox: Outbox) -> Frame:
+        if waiting.handing_out is not None:
+            try:
+                durability.note_handed(job, waiting.handing_out, outbox)
+            except FleetError as error:
+                return error_reply(error)
+        return _answer_of(waiting)
+
+    # ---------------------------------------------------------------- rounds
+
+    def carry_out(self, job: Job, effects: Sequence[Effect], by: int, outbox: Outbox) -> None:
+        """Apply and answer what worker ``by`` has brought about."""
+        try:
+            for effect in effects:
+                if isinstance(effect, Apply):
+                    self._apply(job, effect.step, effect.contributors)
+                    self._statistics.updated()
+                else:
+                    self.answer(job, [effect.ticket], by, outbox)
+        except Exception as error:
+            self._fail_halfway(job, error, outbox)
+
+    def _apply(self, job: Job, version: int, workers: Sequence[int]) -> None:
+        """Close the round that leads to a version, with what these workers have pushed for it."""
+        shard, rounds = job.shard, job.rounds
+        assert shard is not None
+        contributions = [rounds.pushed.pop((worker, version)) for worker in workers]
+        # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
+        keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
+        rounds.previous = None
+        dense = _dense_at(job, version - 1) if keep else []
+        rounds.snapshot = None
+        rows = shard.apply(contributions, keep=keep)
+        if not job.policy.awaits_answers:  # no answer would be there any sooner for who needs it
+            shard.apply_pending()
+        rounds.previous = PreviousRound(version - 1, dense, rows) if keep else None
+
+    def apply_pending(self, job: Job, outbox: Outbox) -> None:
+        """Do what is left of a round whose answers did not wait for it."""
+        try:
+            with self._statistics.busy():
+                job.held().apply_pending()
+        except Exception as error:
+            self._fail_halfway(job, error, outbox)
+
+    def _fail_halfway(self, job: Job, error: Exception, outbox: Outbox) -> None:
+        # Half a round is applied: nobody may go on from here as if nothing had happened.
+        _log.exception("%s: the server failed", job.where)
+        failure = JobAbortedError(f"server {job.where} failed", got=repr(error), todo=_way_out(error))
+        self._end.fail(failure, job, outbox)
+
+    # ---------------------------------------------------------------- answers
 
     def _values(
         self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
     ) -> Frame:
         """Values that a worker needs at a version at least: the current ones, but for one that goes back a step. Rows
         are copied now, under the lock, dense values when they change; encoding and sending come after it."""
-        shard, before = self._floor.shard(), job.before_for(worker, needed)
-        version = job.gate.version if before is None else before.version
-        reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.loads, steps=job.steps_of(worker))
+        shard, previous = job.held(), job.rounds.previous_for(worker, needed)
+        version = job.rounds.gate.version if previous is None else previous.version
+        steps = job.steps_of(worker)
+        reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.progress.loads, steps=steps)
         tensors: list[WireTensor] = []
         if dense:
-            flats = job.dense_for(worker, job.dense_at(version) if before is None else before.dense)
+            flats = _known_to(job, worker, _dense_at(job, version) if previous is None else previous.dense)
             tensors += [WireTensor.of(tensor) for tensor in flats]
             if shard.compensation is not None:
                 handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
@@ -156,8 +252,8 @@ class StepRequests:
         try:
             for table, ids, training in wanted:
                 rows = shard.read(table, ids, training)
-                if before is not None:
-                    before.restore(table, ids, rows)
+                if previous is not None:
+                    previous.restore(table, ids, rows)
                 tensors.append(WireTensor.of(rows))
                 reply.table_clocks.append(shard.tables[table].step)
                 if shard.compensation is not None and training:
@@ -169,31 +265,118 @@ class StepRequests:
         return Frame(reply, tensors)
 
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
-        """The answer to a push."""
+        """The answer to a push; in a GEO job also the rows that the worker holds and others have changed, and the
+        clocks of all tables."""
         values = self._values(job, worker, step, not quiet, ())
-        values.message.delivered = job.gate.delivered(worker)
+        values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
         values.message.others_give = job.states.others_give(worker)
-        return values if self._floor.shard().changes is None else self._with_changes(values, worker, step)
-
-    def _with_changes(self, values: Frame, worker: int, step: int) -> Frame:
-        """The answer to a GEO worker's push: also the rows it holds that others have changed; all tables' clocks."""
-        shard = self._floor.shard()
-        assert shard.changes is not None
-        for table, ids in shard.changes.take(worker, step).items():
-            values.message.changed.append(table)
-            values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
-        values.message.table_clocks.extend(table.step for table in shard.tables)
+        shard = job.held()
+        if shard.changes is not None:
+            for table, ids in shard.changes.take(worker, step).items():
+                values.message.changed.append(table)
+                values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
+            values.message.table_clocks.extend(table.step for table in shard.tables)
         return values
 
 
-def _lacking(job: Job, worker: int, where: str) -> PlanMismatchError:
-    known, there = job.outgrown[worker].spec, job.plan.spec
+def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:
+    """What a worker pushed, out of its request: every size is checked before it becomes part of a round, and before
+    memory is taken for what travelled in fewer bits."""
+    shard = job.held()
+    push, present = request.push, bytes(request.push.present)
+    if len(present) != len(shard.dense.layout.slots):
+        raise PlanMismatchError(
+            f"worker {request.worker} pushes gradients of other parameters than the job has",
+            where=job.where,
+            expected=f"{len(shard.dense.layout.slots)} blocks",
+            got=f"{len(present)}",
+            todo="If a param group was added, add it on every worker, after the same step.",
+        )
+    narrow = Narrow(shard.plan.spec.settings.wire_dtype)
+    sizes = shard.dense.layout_of(present).sizes
+    of_dense = sum(map(narrow.parts, sizes))
+    tables = {index: shard.table(index).spec for index in push.row_tables}
+    if len(tables) != len(push.row_tables):
+        raise ProtocolError("a push names a table twice", got=list(push.row_tables)[:20])
+    if len(tensors) != of_dense + sum(1 + narrow.parts(table.dtype) for table in tables.values()):
+        raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
+    if len(push.rows_read_at) != len(push.row_tables):
+        raise ProtocolError("a push does not say when its rows were read", got=len(push.rows_read_at))
+    rest = list(tensors[of_dense:])
+    rows, nbytes = {}, 0
+    for index, table in tables.items():
+        ids, *encoded = rest[: 1 + narrow.parts(table.dtype)]
+        del rest[: 1 + len(encoded)]
+        nbytes += ids.array.size * table.dim * DTYPES[table.dtype]
+        if not narrow.is_plain and nbytes > job.most_bytes:
+            raise ProtocolError(
+                "a push has more rows than a message may hold",
+                expected=f"at most {job.most_bytes >> 20} MiB, in {table.dtype} (FLEET_MAX_MESSAGE_MB)",
+                got=f"{nbytes / (1 << 20):.1f} MiB",
+            )
+        grads = narrow.decode(encoded, table.dtype, (ids.array.size, table.dim))
+        rows[index] = (ids.numpy(), grads.numpy())
+    dense = present, narrow.decode_flats(tensors[:of_dense], sizes)
+    contribution = Contribution(
+        worker=request.worker,
+        options=tuple(push.options),
+        dense=job.rounds.ahead.joined(request, dense, shard.dense) if push.attempt else dense,
+        rows=rows,
+        used=frozenset(push.used_tables) | frozenset(push.row_tables),
+        read_at=push.read_at,
+        rows_read_at=dict(zip(push.row_tables, push.rows_read_at, strict=True)),
+    )
+    shard.check(contribution)
+    return contribution
+
+
+def _dense_at(job: Job, version: int) -> list[torch.Tensor]:
+    """All dense values, which are at this version now, and stay as they are."""
+    rounds = job.rounds
+    if rounds.snapshot is None or rounds.snapshot[0] != version:
+        assert job.shard is not None
+        rounds.snapshot = (version, job.shard.dense.snapshot())
+    return rounds.snapshot[1]
+
+
+def _known_to(job: Job, worker: int, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Of all dense values those that a worker knows of: parameters that join a job come after the others."""
+    outgrown = job.plans.outgrown
+    if worker not in outgrown:
+        return flats
+    assert job.shard is not None
+    by_dtype = dict(zip(job.shard.dense.layout.dtypes, flats, strict=True))
+    known = dense_layout(outgrown[worker], job.shard.server)
+    return [by_dtype[dtype][:size] for dtype, size in known.sizes.items()]
+
+
+def _check_reply(job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
+    """Refuse a pull whose reply would be too large: repeated ids make much of a small request, for which memory would
+    be taken here."""
+    tables = job.plans.current.spec.tables
+    nbytes = 0
+    for index, tensor in zip(pull.tables, ids, strict=True):
+        if index >= len(tables):
+            raise ProtocolError("a message names a table this job does not have", got=index)
+        nbytes += tensor.array.size * tables[index].dim * DTYPES[tables[index].dtype]
+    if nbytes > job.most_bytes:
+        raise ConfigurationError(
+            "a reply would be larger than a message may be",
+            where=job.where,
+            expected=f"at most {job.most_bytes >> 20} MiB (FLEET_MAX_MESSAGE_MB)",
+            got=f"{nbytes / (1 << 20):.1f} MiB of rows",
+            todo="Ask for fewer rows at once, or raise FLEET_MAX_MESSAGE_MB for every process.",
+        )
+
+
+def _lacking(job: Job, worker: int, step: int) -> PlanMismatchError:
+    known, there = job.plans.outgrown[worker].spec, job.plans.current.spec
     names = [param.name for param in there.params[len(known.params) :]]
     names += [table.name for table in there.tables[len(known.tables) :]]
     return PlanMismatchError(
         f"worker {worker} lacks parameters that have joined the job",
-        where=where,
+        where=f"{job.where}, step {step}",
         got=f"gradients without {', '.join(map(repr, names))}"[:_MOST_TEXT],
         todo="Call add_param_group on every worker, after the same step; on one that starts again later, at once.",
     )
@@ -203,3 +386,16 @@ def _wanted(pull: Any, ids: Sequence[WireTensor]) -> list[tuple[int, Any, bool]]
     """The tables that a pull asks, each for which rows, and whether to train them."""
     rows = [tensor.numpy() for tensor in ids]
     return list(zip(pull.tables, rows, pull.training, strict=True))
+
+
+def _answer_of(waiting: Waiting) -> Frame:
+    """An answer that cannot be made, for lack of memory perhaps, is the misfortune of who asked and of nobody else."""
+    try:
+        return waiting.answer()
+    except Exception as error:
+        _log.exception("an answer for worker %d could not be made", waiting.worker)
+        return error_reply(FleetError("the server could not make an answer", got=repr(error), todo=_way_out(error)))
+
+
+def _way_out(error: Exception) -> str | None:
+    return "Give the job more servers, or this one more memory." if isinstance(error, MemoryError) else None

@@ -14,8 +14,7 @@ import threading
 from fleet.base.cluster import Endpoint
 from fleet.errors import AuthenticationError, FleetError
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.frame import MAX_PAYLOAD_BYTES, Frame
-from fleet.ps.wire.stream import Outgoing, fill, receive, tune
+from fleet.ps.wire.frame import MAX_PAYLOAD_BYTES, Frame, Outgoing, fill, receive, tune
 from fleet.ps.wire.transport import BrokenCall, Call, Channel, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 

@@ -22,11 +22,10 @@ from functools import partial
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
-from fleet.ps.wire.frame import PREFIX_BYTES, Frame, announced_bytes
+from fleet.ps.wire.frame import PREFIX_BYTES, Frame, Outgoing, announced_bytes, receive, tune
 from fleet.ps.wire.leader_pool import LeaderPool, Work
-from fleet.ps.wire.stream import Outgoing, receive, tune
 from fleet.ps.wire.transport import Handler
-from fleet.ps.wire.wire_errors import error_reply, handle
+from fleet.ps.wire.wire_errors import error_reply, failure_reply
 
 _log = logging.getLogger("fleet.wire")
 
@@ -290,8 +289,12 @@ class Connections:
         return exchange, request
 
     def _serve(self, exchange: Exchange, request: Frame) -> None:
-        connection = exchange.connection
-        afterwards = handle(self._handler, request, partial(self._answer, exchange))
+        connection, answer = exchange.connection, partial(self._answer, exchange)
+        afterwards = None
+        try:
+            afterwards = self._handler(request, answer)
+        except Exception as error:
+            answer(failure_reply(error))
         del request
         with self._lock:
             exchange.attended = False
@@ -302,7 +305,8 @@ class Connections:
                 self._send_rest(connection)
             except OSError as error:
                 self._end(connection, error)
-        afterwards()
+        if afterwards is not None:
+            afterwards()
 
     def _answer(self, exchange: Exchange, reply: Frame) -> None:
         """Send the reply as far as it goes without waiting for the peer, on whatever thread has it. That has others to

@@ -69,21 +69,19 @@ def serve(
     except FleetError as error:
         respond(error_reply(error))
     else:
-        return handle(handler, request, respond)
+        try:
+            return handler(request, respond) or _nothing
+        except Exception as error:
+            respond(failure_reply(error))
     return _nothing
 
 
-def handle(handler: Handler, request: Frame, respond: Respond) -> Callable[[], None]:
-    """Let ``handler`` answer; whatever goes wrong is told to this peer and to nobody else. What is to be done after
-    it."""
-    try:
-        return handler(request, respond) or _nothing
-    except FleetError as error:
-        respond(error_reply(error))
-    except Exception as error:
-        _log.exception("a request failed inside the server")
-        respond(error_reply(FleetError("the server failed on this request", got=repr(error))))
-    return _nothing
+def failure_reply(error: Exception) -> Frame:
+    """The answer to a request whose handler has failed: this peer hears why, and nobody else."""
+    if isinstance(error, FleetError):
+        return error_reply(error)
+    _log.error("a request failed inside the server", exc_info=error)
+    return error_reply(FleetError("the server failed on this request", got=repr(error)))
 
 
 def _nothing() -> None:

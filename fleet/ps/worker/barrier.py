@@ -1,4 +1,4 @@
-"""A worker's part in what all of them do together: a barrier, or a reduction, at the first server."""
+"""A worker takes part in what all of them do together: a barrier, or a reduction, at the first server."""
 
 from __future__ import annotations
 
@@ -10,28 +10,41 @@ from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.context import Floor
+from fleet.ps.worker.connection import Connection
+from fleet.ps.worker.progress import Progress
+from fleet.telemetry.worker_figures import WorkerFigures
 
 
-class Meeting:
-    def __init__(self, floor: Floor, callers: Callers, begin_anew: Callable[[], None]) -> None:
-        """``begin_anew`` is called when the server says that its values have been replaced."""
-        self._floor = floor
+class Barrier:
+    """Waits for all workers, and reduces values over them, at the first server."""
+
+    def __init__(
+        self,
+        first_server: Connection,
+        progress: Progress,
+        figures: WorkerFigures,
+        callers: Callers,
+        reload: Callable[[], None],
+    ) -> None:
+        """``reload`` is called when the server says that its values have been replaced."""
+        self._first_server = first_server
+        self._progress = progress
+        self._figures = figures
         self._callers = callers
-        self._begin_anew = begin_anew
+        self._reload = reload
         self._in_doubt: tuple[int, Frame] | None = None
 
     def gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
-        """What comes of it, when every worker has come."""
+        """Return what comes of it, when every worker has come."""
         with self._callers.gathering(call):
-            progress, client = self._floor.progress, self._floor.lines.clients[0]
-            number = progress.gathered + 1
+            number = self._progress.gathered + 1
             message = pb.Gather(number=number, op=op, dtype=dtype, beside=self._callers.are_beside)
-            frame = Frame(client.request(progress.completed, gather=message), [] if mine is None else [mine])
+            request = self._first_server.request(self._progress.completed, gather=message)
+            frame = Frame(request, [] if mine is None else [mine])
             return self._finish(number, frame)
 
-    def settle(self) -> None:
-        """Before anything else happens: the same request again, unless another thread waits for its answer."""
+    def finish_interrupted(self) -> None:
+        """Send a request in doubt again, unless another thread waits for its answer."""
         if self._in_doubt is not None:
             with self._callers.gathering_if_free() as is_free:
                 if is_free and self._in_doubt is not None:
@@ -39,13 +52,13 @@ class Meeting:
 
     def _finish(self, number: int, frame: Frame) -> WireTensor | None:
         """Bring one gathering to its end. Interrupted it stays in doubt, as a step does: the server may have it."""
-        floor, progress = self._floor, self._floor.progress
+        progress = self._progress
         self._in_doubt = (number, frame)
         op = frame.message.gather.op
         what = f"barrier {number}" if op == BARRIER else f"all_reduce {number} ({op})"
         try:
-            with floor.figures.meet:
-                reply = floor.lines.clients[0].call(frame, what)
+            with self._figures.meet:
+                reply = self._first_server.call(frame, what)
         except DeadlineError:
             raise  # no answer: still in doubt
         except FleetError:
@@ -55,5 +68,5 @@ class Meeting:
         progress.notice([reply])
         if progress.replaced and not self._callers.are_beside:  # else the training thread's next step does it
             with self._callers:
-                self._begin_anew()
+                self._reload()
         return reply.tensors[0] if reply.tensors else None

@@ -26,7 +26,7 @@ from fleet.errors import ConfigurationError
 from fleet.plan.specs import JobSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.lease import given_up_if_it_fails, once
+from fleet.ps.worker.lease import once, withdrawn_if_it_fails
 from fleet.ps.worker.object_states import Shares
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.state_reader import exported
@@ -37,7 +37,7 @@ FULL, DELTA = "full", "delta"
 
 @dataclass(frozen=True)
 class Moment:
-    """What a worker is at the step that is saved, taken on the user's thread: it may go on while the rest is done."""
+    """Says what a worker is at the step that is saved: it may go on while the rest is done."""
 
     steps: int
     version: int
@@ -58,19 +58,19 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
             "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
         )
     where = place_at(dirname).url
-    worker.settle("save_persistables()")
+    worker.finish_interrupted("save_persistables()")
     worker.flush()
-    progress = worker.floor.progress
-    replica = worker.replica if worker.floor.assignment.index == 0 else None
+    progress = worker.progress
+    replica = worker.replica if worker.assignment.index == 0 else None
     state = None if replica is None else split(replica.state())
-    moment = Moment(progress.steps, progress.completed, worker.floor.trained.plan.spec, state)
+    moment = Moment(progress.steps, progress.completed, worker.trained.plan.spec, state)
     name = progress.name_of_call(f"save_persistables({where!r})")
     shares = Shares(wanted or name, everyone=not wanted) if own is not None or wanted else None
     if own is not None:
-        worker.floor.own.give(wanted or name, own)
+        worker.own_states.give(wanted or name, own)
 
     def rest(go_on: Callable[[], None] | None) -> None:
-        if go_on is not None and not worker.floor.policy.shares_steps:
+        if go_on is not None and not worker.policy.shares_steps:
             go_on()
         once(worker, name, lambda last: _write(worker, dirname, mode, moment, shares, last, go_on), by_anyone=False)
 
@@ -88,9 +88,9 @@ def _write(
 ) -> None:
     # Without one before it, a delta has everything.
     after = Saved(last["id"], last["url"]) if mode == DELTA and last["id"] else None
-    own, lockstep = worker.floor.own, worker.floor.policy.shares_steps
-    with CheckpointWriter(dirname, after) as writer, given_up_if_it_fails(worker, writer.id):
-        told = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
+    own, lockstep = worker.own_states, worker.policy.shares_steps
+    with CheckpointWriter(dirname, after) as writer, withdrawn_if_it_fails(worker, writer.id):
+        collected = own.collect(shares) if shares is not None and lockstep else None  # before anybody goes on
         files: dict[int, list[PieceFile]] = {}
         if go_on is not None:
             _ask(worker, writer, after, moment, files, begin=True)
@@ -105,13 +105,13 @@ def _write(
                 pieces.add({"dense": entries}, dict(zip(names(entries), state, strict=True)))
             writer.add(pieces.files)
         if shares is not None:
-            told = told or own.collect(shares)
+            collected = collected or own.collect(shares)
             with writer.pieces("workers") as pieces:
-                write_states(pieces, own.collected(shares, told))
+                write_states(pieces, own.collected(shares, collected))
             writer.add(pieces.files)
         saved = writer.commit(moment.steps, seed, moment.spec)
     settle = pb.Settle(id=saved.id, url=saved.url)
-    worker.floor.lines.ask("end of a checkpoint", settle=settle)
+    worker.connections.ask("end of a checkpoint", settle=settle)
 
 
 def _ask(
@@ -133,7 +133,7 @@ def _ask(
         version=moment.version,
         begin=begin,
     )
-    replies = worker.floor.lines.ask_all(
+    replies = worker.connections.ask_all(
         lambda _, client: Frame(client.request(moment.version, save=save)), f"a checkpoint at {save.folder}"
     )
     for server, reply in enumerate(replies):
@@ -146,56 +146,60 @@ def _ask(
 
 
 def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pieces: PieceWriter) -> None:
-    for piece in exported(worker.floor.lines.clients[server], version, checkpoint):
+    for piece in exported(worker.connections.by_server[server], version, checkpoint):
         pieces.add(piece.about, piece.tensors)
 
 
 class CheckpointStates:
-    """How the states of all workers come into the checkpoints that worker 0 saves from time to time."""
+    """Brings the states of all workers into the checkpoints that worker 0 saves from time to time."""
 
     def __init__(self, worker: WorkerRuntime, *, gives: bool) -> None:
         self._worker = worker
-        self._floor = worker.floor
-        self._floor.own.gives = gives
+        self._own_states = worker.own_states
+        self._progress = worker.progress
+        self._shares_steps = worker.policy.shares_steps
+        self._is_alone = worker.assignment.worker_num == 1
+        self._own_states.gives = gives
 
     @property
     def needs_notice(self) -> bool:
-        """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
-        floor = self._floor
-        gives = floor.own.gives or floor.progress.others_give
-        return gives and floor.policy.shares_steps and floor.assignment.worker_num > 1
+        """Say whether others have to hear of a checkpoint before its step: their states right after it are saved."""
+        return self._is_any_given and self._shares_steps and not self._is_alone
 
     def ask(self, step: int) -> None:
         """Let all know that a checkpoint is to follow a step."""
         # Steps of a job in lockstep may have other numbers than those of the user, who goes on from a checkpoint.
-        self._floor.own.ask(step - self._floor.progress.taken + self._floor.progress.completed)
+        self._own_states.ask(step - self._progress.taken + self._progress.completed)
 
     @property
     def asked(self) -> str:
         """The name under which all have been asked after this step; empty if they have not."""
-        return self._floor.own.asked
+        return self._own_states.asked
 
     @property
     def wanted(self) -> str | None:
         """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know
         when one is, and it is after every step."""
-        return (self._floor.progress.wanted or None) if self._floor.policy.shares_steps else ""
+        return (self._progress.wanted or None) if self._shares_steps else ""
 
     def name_of_call(self, call: str) -> str:
         """The name of what is wanted in a call that every worker makes; empty where nobody gives any."""
-        is_any = self._floor.own.gives or self._floor.progress.others_give
-        return self._floor.progress.name_of_call(call) if is_any else ""
+        return self._progress.name_of_call(call) if self._is_any_given else ""
+
+    @property
+    def _is_any_given(self) -> bool:
+        return self._own_states.gives or self._progress.others_give
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
-        """Hand this worker's over; after the ``last`` one no other is to be waited for."""
+        """Hand over this worker's state; after the ``last`` one nobody waits for another."""
         if self._worker.stopped:
             return
         with self._worker.callers:
-            self._worker.settle("Checkpoints")
+            self._worker.finish_interrupted("Checkpoints")
             if name:
-                self._floor.own.give(name, state, last=last)
+                self._own_states.give(name, state, last=last)
             else:
-                self._floor.own.pass_on(state)
+                self._own_states.pass_on(state)
 
     def end(self) -> None:
-        self._floor.own.gives = False
+        self._own_states.gives = False

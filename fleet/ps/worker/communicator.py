@@ -1,4 +1,4 @@
-"""What an asynchronous worker does behind the user's back: send gradients, fetch parameters.
+"""An asynchronous worker sends gradients and fetches parameters behind the user's back.
 
 The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, nothing is ever
 dropped. One thread takes what has gathered there, merges it, lets the next look-up go first and pushes it. When enough
@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from fleet.base.settings import CommunicatorKnobs
 from fleet.errors import FleetError
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.gradient_merge import GradientMerge, Gradients
+from fleet.ps.worker.gradient_merge import GradientMerge
+from fleet.ps.worker.push import Gradients
 
 #: The unit of ``send_wait_times``.
 SEND_WAIT_S = 0.01
@@ -37,6 +38,8 @@ Fetch = Callable[[], "list[Frame]"]
 
 
 class Communicator:
+    """Pushes and fetches on threads of its own."""
+
     def __init__(
         self,
         knobs: CommunicatorKnobs,
@@ -77,7 +80,7 @@ class Communicator:
     # ---------------------------------------------------------------- the user's thread
 
     def put(self, gradients: Gradients) -> None:
-        """Leave one step's gradients to be sent; wait while the queue is full."""
+        """Queue one step's gradients; wait while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or len(self._queue) < self._knobs.send_queue_size)
             self._raise_failure()
@@ -86,14 +89,14 @@ class Communicator:
             self._changed.notify_all()
 
     def fresh(self) -> list[Frame] | None:
-        """What was fetched since this was asked last, if anything was."""
+        """Return what was fetched since the last call, if anything was."""
         with self._changed:
             self._raise_failure()
             fresh, self._fresh = self._fresh, None
             return fresh
 
     def looked_up(self) -> None:
-        """The rows of a forward are there."""
+        """Note that the rows of a forward are there."""
         if self._look_up_due:
             with self._changed:
                 self._look_up_due = False
@@ -112,7 +115,7 @@ class Communicator:
         return len(self._queue)
 
     def end(self) -> None:
-        """Tell the threads to stop; a request under way ends with its line."""
+        """Tell the threads to stop; a request under way ends with its connection."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -159,7 +162,7 @@ class Communicator:
                 self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[Gradients]:
-        """What to merge: up to so many, with some short waits for more; nothing at the end."""
+        """Return what to merge: up to so many, after some short waits for more; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._queue)
             batch: list[Gradients] = []

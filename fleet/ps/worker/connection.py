@@ -1,9 +1,9 @@
-"""A worker's line to one server: requests that are repeated until they are answered, and a pulse beside them.
+"""A worker's connections repeat requests to the servers until they are answered, and send heartbeats beside.
 
-The pulse is a thread of its own that sends a heartbeat every second, however long the user's step takes. It measures
-the server's silence; when that exceeds the deadline, or the server says that the job is over, it cancels whatever
-waits on this line, and the waiting thread raises what the pulse found. A request itself has no time limit: one that
-is parked waits as long as its server is heard.
+A thread of each connection sends a heartbeat every second, however long the user's step takes. It measures the server's
+silence; when that exceeds the deadline, or the server says that the job is over, it cancels whatever waits on this
+connection, and the waiting thread raises what the heartbeats found. A request itself has no time limit: one that is
+parked waits as long as its server is heard.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Endpoint
@@ -30,6 +30,8 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Call, Channel, Network, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
+from fleet.ps.worker.progress import Progress
+from fleet.telemetry.worker_figures import ProfilerRange
 
 _log = logging.getLogger("fleet.worker")
 
@@ -44,7 +46,9 @@ MISSED_BEATS = 2
 FATAL = (JobAbortedError, ServerLostError, IdentityError)
 
 
-class ServerClient:
+class Connection:
+    """Connects the worker to one server."""
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -54,10 +58,10 @@ class ServerClient:
         worker: int,
         incarnation: int,
         figures: Callable[[], Mapping[str, float]] = dict,
-        speaks: bool = True,
+        logs_absent: bool = True,
     ) -> None:
-        """``figures`` are what the worker tells of itself with its heartbeats. Of several lines one ``speaks`` of those
-        whom all wait for."""
+        """``figures`` are what the worker tells of itself with its heartbeats. One of its connections logs for which
+        absent workers all wait."""
         self.endpoint = endpoint
         self.sent_bytes = self.received_bytes = 0
         self._figures = figures
@@ -70,22 +74,22 @@ class ServerClient:
         self._under_way: set[Call] = set()
         self._failure: FleetError | None = None
         self._last_heard = clock.now()
-        self._speaks = speaks
+        self._logs_absent = logs_absent
         #: for workers that have not come yet
         self._wait: Wait | None = None
         self._closing = threading.Event()
-        self._pulse: threading.Thread | None = None
-        #: whether the user has been told what ended this line
+        self._heartbeat: threading.Thread | None = None
+        #: whether the user knows what ended this connection
         self.reported = False
 
     def request(self, step: int, **kind: object) -> pb.Request:
-        """A request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
+        """Make a request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
         return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
 
-    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> Pending:
+    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> PendingRequest:
         """Send a request; ``what`` names it in errors ("push of step 7"). Nobody waits yet for the reply to one that is
         ``ahead``."""
-        return Pending(self, frame, what, ahead)
+        return PendingRequest(self, frame, what, ahead)
 
     def call(self, frame: Frame, what: str) -> Frame:
         return self.start(frame, what).result()
@@ -124,32 +128,32 @@ class ServerClient:
                 return reply
 
     def farewell(self, frame: Frame) -> None:
-        """Send a last word; whether it arrives is not this worker's concern any more."""
+        """Send a last word; whether it arrives matters to nobody any more."""
         with contextlib.suppress(TransportError, FleetError):
             self._channel.start(frame, FAREWELL_S).result()
 
     def forked_channel(self) -> Channel:
-        """For a forked child of this process, which may not use this line."""
+        """Open one for a forked child of this process, which may not use this one."""
         return self._channel.forked()
 
     @property
     def deadline_s(self) -> float:
         return self._knobs.rpc_deadline_s
 
-    def start_pulse(self) -> None:
-        if self._pulse is None:
-            name = f"fleet-pulse-{self._worker}-{self.endpoint}"
-            self._pulse = threading.Thread(target=self._beat_until_closed, name=name, daemon=True)
-            self._pulse.start()
+    def start_heartbeat(self) -> None:
+        if self._heartbeat is None:
+            name = f"fleet-heartbeat-{self._worker}-{self.endpoint}"
+            self._heartbeat = threading.Thread(target=self._beat_until_closed, name=name, daemon=True)
+            self._heartbeat.start()
 
     def close(self) -> None:
         self._closing.set()
-        self.fail(FleetError("the line is closed", where=str(self.endpoint)))
+        self.fail(FleetError("the connection is closed", where=str(self.endpoint)))
         self._channel.close()
-        if self._pulse is not None and self._pulse is not threading.current_thread():
-            self._pulse.join()
+        if self._heartbeat is not None and self._heartbeat is not threading.current_thread():
+            self._heartbeat.join()
 
-    # ---------------------------------------------------------------- the pulse
+    # ---------------------------------------------------------------- heartbeats
 
     def _beat_until_closed(self) -> None:
         noticed, every_s = self._clock.now(), notice_every_s(self._knobs.rpc_deadline_s)
@@ -159,29 +163,29 @@ class ServerClient:
                 call = self._channel.start(beat, self._knobs.beat_s * 2, urgent=True)
                 reply = raise_if_error(call.result())
                 self._heard()
-                self._tell_of(reply.message.about)
+                self._log_absent_workers(reply.message.about)
             except TransportError:
                 pass
             except FleetError as error:
                 self.fail(error)
                 return
-            except Exception as error:  # without a pulse a wait could have no end
-                self.fail(FleetError(f"the pulse to {self.endpoint} failed", got=repr(error)))
+            except Exception as error:  # without heartbeats a wait could have no end
+                self.fail(FleetError(f"the heartbeat to {self.endpoint} failed", got=repr(error)))
                 raise
             now = self._clock.now()
             silent_s = now - self._last_heard
             if silent_s > self._knobs.rpc_deadline_s:
-                self.fail(self._silence(silent_s))
+                self.fail(self._silence_error(silent_s))
                 return
             if min(silent_s, now - noticed) > every_s:
                 noticed = now
-                told = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
-                _log.warning(told, self.endpoint, silent_s, self._knobs.rpc_deadline_s)
+                notice = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
+                _log.warning(notice, self.endpoint, silent_s, self._knobs.rpc_deadline_s)
 
-    def _tell_of(self, absent: str) -> None:
-        """Say from time to time for whom a request of this worker waits, while the job is not complete."""
+    def _log_absent_workers(self, absent: str) -> None:
+        """Log from time to time for whom a request of this worker waits, while the job is not complete."""
         with self._lock:
-            waiting = bool(absent and self._under_way) and self._speaks
+            waiting = bool(absent and self._under_way) and self._logs_absent
         if not waiting:
             self._wait = None
             return
@@ -192,7 +196,7 @@ class ServerClient:
     def _heard(self) -> None:
         self._last_heard = self._clock.now()
 
-    def _silence(self, silent_s: float) -> DeadlineError:
+    def _silence_error(self, silent_s: float) -> DeadlineError:
         return DeadlineError(
             f"the server at {self.endpoint} is silent",
             where=f"worker {self._worker}",
@@ -209,9 +213,9 @@ class ServerClient:
         for call in under_way:
             call.cancel()
 
-    # ---------------------------------------------------------------- for Pending
+    # ---------------------------------------------------------------- for PendingRequest
 
-    def launch(self, frame: Frame, what: str, ahead: bool) -> Call:
+    def send(self, frame: Frame, what: str, ahead: bool) -> Call:
         nbytes = self._checked_size(frame, what)
         if self.failure is None:
             call = self._channel.start(frame, ahead=ahead)
@@ -221,10 +225,10 @@ class ServerClient:
                     self.sent_bytes += nbytes
                     return call
             _give_up(call)
-        raise self.report()
+        raise self.reported_failure()
 
     def _checked_size(self, frame: Frame, what: str) -> int:
-        """What a frame weighs. A server would hang up in the midst of a request that is too large for it."""
+        """Return what a frame weighs. A server would hang up in the midst of a request that is too large for it."""
         most, nbytes = self._knobs.security.max_message_bytes, frame.nbytes
         if nbytes > most:
             raise ConfigurationError(
@@ -236,7 +240,8 @@ class ServerClient:
             )
         return nbytes
 
-    def settle(self, call: Call) -> None:
+    def end(self, call: Call) -> None:
+        """Note that nobody waits for this call any more."""
         with self._lock:
             self._under_way.discard(call)
 
@@ -245,14 +250,14 @@ class ServerClient:
         with self._lock:
             return self._failure
 
-    def report(self) -> FleetError:
-        """What ended this line, to be raised to the user."""
+    def reported_failure(self) -> FleetError:
+        """Return what ended this connection, to be raised to the user."""
         assert self._failure is not None
         self.reported = True
         return self._failure.again()
 
     def answered(self, reply: Frame) -> Frame:
-        """A reply to the user's request; one that says that the job is over ends the line."""
+        """Check a reply to the user's request; one that says that the job is over ends the connection."""
         self._heard()
         with self._lock:
             self.received_bytes += reply.nbytes
@@ -264,8 +269,8 @@ class ServerClient:
             raise
 
     @property
-    def let_in(self) -> bool:
-        return self._pulse is not None
+    def is_joined(self) -> bool:
+        return self._heartbeat is not None
 
     def heard_since(self, instant: float) -> bool:
         return self._last_heard >= instant
@@ -282,7 +287,7 @@ class ServerClient:
     def retry_times(self) -> int:
         return self._knobs.rpc_retry_times
 
-    def broken(self, what: str, attempts: int, error: TransportError) -> FleetError:
+    def broken_error(self, what: str, attempts: int, error: TransportError) -> FleetError:
         return DeadlineError(
             f"the server at {self.endpoint} keeps dropping a request",
             where=f"worker {self._worker}, {what}",
@@ -293,54 +298,128 @@ class ServerClient:
 
 
 def _give_up(call: Call) -> None:
-    """Nobody wants the reply any more."""
+    """Cancel a call of which nobody wants the reply any more."""
     call.cancel()
     with contextlib.suppress(TransportError, FleetError):
         call.result()  # what the network keeps for the call goes with its end
 
 
-class Pending:
+class PendingRequest:
     """A request under way. Repeating it is safe: a server answers a step it already knows without applying it again.
 
-    While the server is silent it is repeated until the pulse gives the server up; if it keeps breaking although the
+    While the server is silent it is repeated until heartbeats give the server up; if it keeps breaking although the
     server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
     """
 
-    def __init__(self, client: ServerClient, frame: Frame, what: str, ahead: bool) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, frame: Frame, what: str, ahead: bool) -> None:
+        self._connection = connection
         self._frame = frame
         self._what = what
-        self._call = client.launch(frame, what, ahead)
+        self._call = connection.send(frame, what, ahead)
 
     def abandon(self) -> None:
         _give_up(self._call)
-        self._client.settle(self._call)
+        self._connection.end(self._call)
 
     def send(self) -> None:
         """Let the request leave; ``result`` does it as well, but with several under way all should leave first."""
         self._call.send()
 
     def result(self) -> Frame:
-        """The reply. Errors the server sent are raised, as is whatever ended the line."""
-        client = self._client
+        """Wait for the reply. Errors the server sent are raised, as is whatever ended the connection."""
+        connection = self._connection
         retries = 0
-        broken_at = client.clock.now()
+        broken_at = connection.clock.now()
         while True:
             call = self._call
             try:
                 reply = call.result()
             except TransportError as error:
-                if client.failure is not None:
-                    raise client.report() from None
+                if connection.failure is not None:
+                    raise connection.reported_failure() from None
                 # Counted from one break to the next: many breaks fit between two heartbeats. Once heartbeats are missed
                 # the server has been away, and one that has come back may be away again.
-                retries = 0 if client.misses_heartbeats else retries + client.heard_since(broken_at)
-                broken_at = client.clock.now()
-                if retries > client.retry_times:
-                    raise client.broken(self._what, retries, error) from None
-                client.clock.sleep(RETRY_PAUSE_S)
-                self._call = client.launch(self._frame, self._what, False)
+                retries = 0 if connection.misses_heartbeats else retries + connection.heard_since(broken_at)
+                broken_at = connection.clock.now()
+                if retries > connection.retry_times:
+                    raise connection.broken_error(self._what, retries, error) from None
+                connection.clock.sleep(RETRY_PAUSE_S)
+                self._call = connection.send(self._frame, self._what, False)
             else:
-                return client.answered(reply)
+                return connection.answered(reply)
             finally:
-                client.settle(call)
+                connection.end(call)
+
+
+class Connections:
+    """Connects the worker to all servers, and asks them together."""
+
+    def __init__(self, by_server: Sequence[Connection], progress: Progress) -> None:
+        self.by_server = by_server
+        self._progress = progress
+
+    def ask(self, what: str, at_once: int | None = None, **kind: object) -> list[Frame]:
+        """Send the same request to every server, as ``Connection.request`` has it."""
+        step = self._progress.completed
+        return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
+
+    def ask_all(self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None) -> list[Frame]:
+        """Send one request to every server, all under way at once, or so many."""
+        failure: FleetError | None = None
+        replies = []
+        numbered = list(enumerate(self.by_server))
+        for start in range(0, len(numbered), at_once or len(numbered)):
+            some = numbered[start : start + (at_once or len(numbered))]
+            pendings: list[PendingRequest] = []
+            try:
+                for server, connection in some:
+                    pendings.append(connection.start(make(server, connection), what))
+                for pending in pendings:
+                    pending.send()
+                with ProfilerRange("fleet.wait"):
+                    for pending in pendings:
+                        try:
+                            replies.append(pending.result())
+                        except FleetError as error:  # the others still get their answer
+                            failure = failure or error
+            except BaseException:  # interrupted: what nobody reads any more must hold nothing up
+                for pending in pendings:
+                    pending.abandon()
+                raise
+        if failure is not None:
+            raise failure
+        return replies
+
+    def farewell(self, **word: object) -> None:
+        """Send a last word to every server, whether it arrives or not."""
+        for connection in self.by_server:
+            connection.farewell(Frame(connection.request(self._progress.completed, **word)))
+
+    def fail(self, error: FleetError) -> None:
+        """End all of them, for whichever thread asks."""
+        for connection in self.by_server:
+            connection.fail(error)
+
+    @property
+    def reported(self) -> bool:
+        """Say whether the user knows what ended one of them."""
+        return any(connection.reported for connection in self.by_server)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Say whether this worker is in the job, and has heard of no end of it."""
+        return any(connection.is_joined for connection in self.by_server) and all(
+            connection.failure is None for connection in self.by_server
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(connection.sent_bytes for connection in self.by_server)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(connection.received_bytes for connection in self.by_server)
+
+    def close(self) -> None:
+        for connection in self.by_server:
+            connection.close()

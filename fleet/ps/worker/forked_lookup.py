@@ -1,4 +1,4 @@
-"""What a forked child of a worker may do: look rows up.
+"""A forked child of a worker may look rows up, and nothing else.
 
 It does so over connections of its own, as a request on one of the parent's would mix with the parent's. Nobody counts
 on it: it sends no heartbeats, has no step, and may read nothing that servers would remember the worker to have read.
@@ -11,51 +11,58 @@ from collections.abc import Sequence
 from fleet.base.turns import Callers
 from fleet.errors import DeadlineError, UnsupportedError
 from fleet.nn.handle import Lookup, Wanted
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Call, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
-from fleet.ps.worker.connection import ServerClient
-from fleet.ps.worker.context import Floor
-from fleet.ps.worker.geo_training import Replica
-from fleet.ps.worker.lookups import RowReader
+from fleet.ps.worker.connection import Connection, Connections
+from fleet.ps.worker.lookups import HeldRows, RowReader
+from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.trained_model import TrainedModel
 
 
 class ForkedReader:
-    def __init__(self, floor: Floor) -> None:
-        self.callers = Callers()
-        self._floor = floor
-        self._rows = RowReader([_Line(client) for client in floor.lines.clients], floor.progress.version_needed)
-        self._rows.adopt(floor.trained.plan.spec.tables, floor.trained.description.handles)
+    """Looks rows up in a forked child."""
 
-    def lookup(self, wanted: Sequence[Wanted], replica: Replica | None) -> list[Lookup]:
-        mode = self._floor.strategy.mode
-        if self._floor.policy.remembers_reads and any(each.training for each in wanted):
+    def __init__(
+        self, connections: Connections, trained: TrainedModel, progress: Progress, mode: str, policy: Policy
+    ) -> None:
+        """``mode`` is what errors call the mode that has this ``policy``."""
+        self.callers = Callers()
+        self._progress = progress
+        self._mode = mode
+        self._policy = policy
+        self._rows = RowReader([_Link(each) for each in connections.by_server], progress.version_needed)
+        self._rows.adopt(trained.plan.spec.tables, trained.description.handles)
+
+    def lookup(self, wanted: Sequence[Wanted], held: HeldRows | None) -> list[Lookup]:
+        if self._policy.remembers_reads and any(each.training for each in wanted):
             raise UnsupportedError(
                 "a look-up of rows to be trained was made in a forked child of a worker, which trains nothing",
-                where=f"the mode {mode!r}, in which servers remember what each worker has looked up",
+                where=f"the mode {self._mode!r}, in which servers remember what each worker has looked up",
                 todo="Call model.eval() in the child, or look the rows up in the process that called init_worker().",
             )
         with self.callers:
-            return self._rows.lookup(wanted, self._floor.progress.completed, replica)
+            return self._rows.lookup(wanted, self._progress.completed, held)
 
 
-class _Line:
-    """To one server, for whoever does not wait longer than the deadline."""
+class _Link:
+    """Connects the child to one server, and waits no longer than the deadline."""
 
-    def __init__(self, client: ServerClient) -> None:
-        self._client = client
-        self._channel = client.forked_channel()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._channel = connection.forked_channel()
 
     def request(self, step: int, **kind: object) -> object:
-        return self._client.request(step, **kind)
+        return self._connection.request(step, **kind)
 
     def start(self, frame: Frame, what: str, *, ahead: bool = False) -> _Asked:  # noqa: ARG002 - none is made ahead
-        return _Asked(self._client, self._channel.start(frame, self._client.deadline_s), what)
+        return _Asked(self._connection, self._channel.start(frame, self._connection.deadline_s), what)
 
 
 class _Asked:
-    def __init__(self, client: ServerClient, call: Call, what: str) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, call: Call, what: str) -> None:
+        self._connection = connection
         self._call = call
         self._what = what
 
@@ -67,9 +74,9 @@ class _Asked:
             return raise_if_error(self._call.result())
         except TransportError as error:
             raise DeadlineError(
-                f"a forked child of a worker got no answer from the server at {self._client.endpoint}",
+                f"a forked child of a worker got no answer from the server at {self._connection.endpoint}",
                 where=self._what,
-                expected=f"one within {self._client.deadline_s:g} s (FLAGS_rpc_deadline)",
+                expected=f"one within {self._connection.deadline_s:g} s (FLAGS_rpc_deadline)",
                 got=str(error),
                 todo="See whether the server is there; or start the process anew, with a place of its own in the job.",
             ) from None

@@ -1,4 +1,4 @@
-"""Gradients of several steps become one push: dense ones added up, rows by id; then averaged, or not for plain SGD.
+"""Merges the gradients of several steps into one push: adds them up, rows by id, and takes the mean where that is due.
 
 Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the
 usual size. Which of the two is decided for each param group.
@@ -7,53 +7,15 @@ usual size. Which of the two is decided for each param group.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from fleet.numeric.merge import merge
 from fleet.ps.worker.describe import Description
-
-Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-K = TypeVar("K")
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """By server: how many updates the dense values, and each table, had had when they were read there."""
-
-    dense: Mapping[int, int] = field(default_factory=dict)
-    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
-
-    def or_earlier(self, other: Clocks) -> Clocks:
-        """Of both the earlier, for gradients that become one."""
-        return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
-
-
-def _earlier(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
-    return {**other, **{key: min(value, other.get(key, value)) for key, value in one.items()}}
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What one step, or several, left behind: the flat gradient of every parameter, and ids with gradients of the
-    tables used; and when the values were read that they were computed on."""
-
-    dense: Sequence[torch.Tensor | None]
-    rows: Mapping[int, Rows]
-    read: Clocks
-    options: Sequence[str]  #: of every group, as they were set for the last of the steps
-    steps: int = 1
-    ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
-    state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
-
-    @torch.no_grad()  # .grad may have a graph of its own
-    def copied(self) -> Gradients:
-        """The same, untouched by what becomes of the parameters' .grad; those of rows are nobody else's anyway."""
-        return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
+from fleet.ps.worker.push import Clocks, Gradients, Rows
 
 
 class GradientMerge:
@@ -73,9 +35,7 @@ class GradientMerge:
 
     @torch.no_grad()
     def add(self, gradients: Gradients) -> Gradients | None:
-        """Take one step's gradients; they come back, merged with those before, when it is time to send."""
-        if self.steps == 1:
-            return gradients
+        """Take one step's gradients; return them, merged with those before, when it is time to send."""
         self._count += 1
         missing = len(gradients.dense) - len(self._dense)
         self._dense += [None] * missing
@@ -93,7 +53,7 @@ class GradientMerge:
         return self.rest() if self._count == self.steps else None
 
     def rest(self) -> Gradients | None:
-        """What has not been sent yet, if there is anything."""
+        """Return what has not been sent yet, if there is anything."""
         if self._count == 0:
             return None
         spec = self._described.spec

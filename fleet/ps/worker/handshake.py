@@ -1,88 +1,89 @@
-"""A worker's hello to every server, and what their answers must agree on, these and those to its pushes."""
+"""A worker says hello to every server, and checks that their answers agree, these and those to its pushes."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fleet.checkpoint.resume_choice import are_apart, not_at_the_same_step
 from fleet.errors import CheckpointError, ServerLostError
+from fleet.plan.plan import Plan
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.context import Floor
+from fleet.ps.worker.connection import Connections
 
 _START_AGAIN = "Start the whole job again, from its last checkpoint if there is one."
 
 
-def join(floor: Floor) -> list[pb.Reply]:
-    """What the servers answer, which all are of one mind."""
-    answers = [_hello(floor, server) for server in range(len(floor.lines.clients))]
-    _check_alike(floor, answers)
+def join(
+    connections: Connections, plan: Plan, options: Sequence[str], policy: Policy, job_id: str, *, wait: bool
+) -> list[pb.Reply]:
+    """Say hello to every server, and ``wait`` for those that are not up yet; what they answer, which fits together."""
+    endpoints = [str(each.endpoint) for each in connections.by_server]
+    answers = []
+    for server, connection in enumerate(connections.by_server):
+        hello = pb.Hello(
+            spec=plan.spec.to_json(),
+            fingerprint=plan.fingerprint,
+            server=server,
+            endpoints=endpoints,
+            seed=torch.initial_seed() & (1 << 64) - 1,
+            options=options,
+            label=f"{socket.gethostname()}:{os.getpid()}",
+            job_id=job_id,
+        )
+        answers.append(connection.hello(Frame(connection.request(0, hello=hello)), wait=wait).message)
+        connection.start_heartbeat()
+    _check_alike(connections, policy, answers)
     return answers
 
 
-def _hello(floor: Floor, server: int) -> pb.Reply:
-    client, plan = floor.lines.clients[server], floor.trained.plan
-    hello = pb.Hello(
-        spec=plan.spec.to_json(),
-        fingerprint=plan.fingerprint,
-        server=server,
-        endpoints=[str(endpoint) for endpoint in floor.assignment.servers],
-        seed=torch.initial_seed() & (1 << 64) - 1,
-        options=floor.trained.description.options(),
-        label=f"{socket.gethostname()}:{os.getpid()}",
-        job_id=floor.knobs.job_id,
-    )
-    reply: pb.Reply = client.hello(Frame(client.request(0, hello=hello)), wait=floor.strategy.wait_port).message
-    client.start_pulse()
-    return reply
-
-
-def check_delivered(floor: Floor, step: int, replies: Sequence[Frame]) -> None:
+def check_delivered(connections: Connections, step: int, replies: Sequence[Frame]) -> None:
     """Refuse to go on with a server that answers a push as if it had come long ago: it has gone on from another state
     than it had, and takes this worker's steps for repetitions."""
     delivered = [reply.message.delivered for reply in replies]
     if max(delivered) > step:
-        raise _ended(floor, not_at_the_same_step(floor.assignment.servers, delivered))
+        endpoints = [each.endpoint for each in connections.by_server]
+        raise _aborted(connections, not_at_the_same_step(endpoints, delivered))
 
 
-def check_loads(floor: Floor, replies: Sequence[Frame]) -> None:
-    """Refuse to go on with a server that has other values than it had taken over."""
+def check_loads(connections: Connections, known: Sequence[int], replies: Sequence[Frame]) -> None:
+    """Refuse to go on with a server that has other values than it had taken over: those that had been replaced as
+    often as is ``known``."""
     lost = [
-        str(client.endpoint)
-        for client, reply, known in zip(floor.lines.clients, replies, floor.progress.loads, strict=True)
-        if reply.message.loads < known
+        str(connection.endpoint)
+        for connection, reply, loads in zip(connections.by_server, replies, known, strict=True)
+        if reply.message.loads < loads
     ]
     if lost:
         error = ServerLostError(
             "a server has lost the values that had replaced all others", where=", ".join(lost), todo=_START_AGAIN
         )
-        raise _ended(floor, error)
+        raise _aborted(connections, error)
 
 
-def _ended(floor: Floor, error: ServerLostError) -> ServerLostError:
-    """The others must not go on either, nor may another thread of this worker wait for servers that end now."""
-    floor.lines.farewell(abort=pb.Abort(reason=str(error)))
-    floor.lines.fail(error)
+def _aborted(connections: Connections, error: ServerLostError) -> ServerLostError:
+    """Keep the others from going on as well, and other threads of this worker from waiting for servers that end now."""
+    connections.farewell(abort=pb.Abort(reason=str(error)))
+    connections.fail(error)
     return error
 
 
-def _check_alike(floor: Floor, answers: Sequence[Any]) -> None:
-    clients = floor.lines.clients
+def _check_alike(connections: Connections, policy: Policy, answers: Sequence[pb.Reply]) -> None:
+    endpoints = [each.endpoint for each in connections.by_server]
     # Servers may be a round apart where this worker starts again, while others train, or have its last push or not.
-    steps = [answer.version if floor.policy.shares_steps else answer.delivered for answer in answers]
+    steps = [answer.version if policy.shares_steps else answer.delivered for answer in answers]
     is_mixed = max(steps) > 0 and len({answer.initialized for answer in answers}) > 1
-    if is_mixed or (are_apart(steps) and not floor.policy.may_lose_steps):
-        has_state = [answer.initialized for answer in answers]
-        told = [step if there else None for step, there in zip(steps, has_state, strict=True)]
-        raise not_at_the_same_step(floor.assignment.servers, told)
+    if is_mixed or (are_apart(steps) and not policy.may_lose_steps):
+        known = [step if answer.initialized else None for step, answer in zip(steps, answers, strict=True)]
+        raise not_at_the_same_step(endpoints, known)
     if len({answer.about for answer in answers}) > 1:
         raise CheckpointError(
             "the servers do not start from the same checkpoint",
-            got=", ".join(f"{c.endpoint} from {a.about or 'none'}" for c, a in zip(clients, answers, strict=True)),
+            got=", ".join(f"{at} from {answer.about or 'none'}" for at, answer in zip(endpoints, answers, strict=True)),
             todo="Give every server the same directory, and let no other job save there meanwhile.",
         )

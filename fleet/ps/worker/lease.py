@@ -24,9 +24,9 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
     ``name`` is the worker's ``name_of_call``; ``act`` is given it, and what the server says with its grant. Where modes
     let worker 0 write checkpoints, ``by_anyone`` is for what needs nothing of its own.
     """
-    arbiter, step = worker.floor.lines.clients[0], worker.floor.progress.completed
+    arbiter, step = worker.connections.by_server[0], worker.progress.completed
     asked = pb.Claim(name=name, by_anyone=by_anyone)
-    with worker.floor.figures.meet:
+    with worker.figures.meet:
         claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
     if not claim.message.granted:
         return
@@ -48,7 +48,7 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
 
 
 @contextlib.contextmanager
-def given_up_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
+def withdrawn_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
     """Have the servers forget what they begin in here under this name, a checkpoint or other values, if it comes to
     nothing."""
     try:
@@ -56,5 +56,5 @@ def given_up_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
     except BaseException:
         settle = pb.Settle(id=begun)
         with contextlib.suppress(FleetError):
-            worker.floor.lines.ask(f"end of {begun}", settle=settle)
+            worker.connections.ask(f"end of {begun}", settle=settle)
         raise

@@ -1,11 +1,11 @@
-"""What a forward will look up, known when it begins: a model that asks table by table then sends one request for all.
+"""Predicts what a forward will look up: a model that asks table by table then sends one request for all.
 
 Most models take the ids of each table straight out of their input: ``batch["user"]``, ``ids[:, 3]``. A forward shows
 which: each tensor it looks up is compared with those it was called with. The next one asks for all of them before it
 begins, and its look-ups find the rows there. Every part of a model is watched that has tables in it, as it need not be
 called as a whole, and what it makes of its input may be what a part of it is called with. Nothing depends on the guess:
 a look-up uses what was fetched for exactly its ids, and asks by itself otherwise. A part of which nothing can be
-foreseen, or too often what does not come, is left alone.
+predicted, or too often what does not come, is left alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
 from fleet.nn.handle import TableHandle, Wanted
-from fleet.ps.worker.lookups import Ahead
+from fleet.ps.worker.lookups import Prefetched
 
 #: So many guesses may be wrong, and one more for each ``1 / RECOVERY`` that are right.
 PATIENCE, RECOVERY = 3, 0.01
 
-#: After so many forwards in a row of which nothing could be foreseen, nobody looks at further ones.
+#: After so many forwards in a row of which nothing could be predicted, nobody looks at further ones.
 HOPE = 20
 
 #: What is seen of a forward is kept as long as it weighs no more than this, in ids; a look-up weighs some by itself.
@@ -62,6 +62,8 @@ class View:
 
 @dataclass(frozen=True)
 class Expected:
+    """A look-up that is expected of a forward."""
+
     handle: TableHandle
     training: bool
     view: View
@@ -69,7 +71,7 @@ class Expected:
 
 @dataclass
 class Known:
-    """What there is to know of a part of a model, in training or in evaluation."""
+    """Records what is known of a part of a model, in training or in evaluation."""
 
     plan: list[Expected] = field(default_factory=list)
     credit: float = PATIENCE
@@ -85,18 +87,18 @@ class Known:
 
 @dataclass
 class Forward:
-    """One that runs."""
+    """A forward that runs."""
 
     module: torch.nn.Module
     known: Known
     inputs: Inputs
     expected: list[Wanted] = field(default_factory=list)
-    fetched: Mapping[int, Ahead] = field(default_factory=dict)
+    fetched: Mapping[int, Prefetched] = field(default_factory=dict)
     seen: list[Sequence[Wanted]] = field(default_factory=list)
     weight: int = 0
 
 
-class Foresight:
+class LookupPrediction:
     """Hangs on a model while its job runs. ``fetch`` asks for what a forward will look up; ``forget`` is for when
     that has ended, or, called with None, for all that was ever fetched."""
 
@@ -104,8 +106,8 @@ class Foresight:
         self,
         model: torch.nn.Module,
         callers: Callers,
-        fetch: Callable[[Sequence[Wanted]], Mapping[int, Ahead]],
-        forget: Callable[[Mapping[int, Ahead] | None], None],
+        fetch: Callable[[Sequence[Wanted]], Mapping[int, Prefetched]],
+        forget: Callable[[Mapping[int, Prefetched] | None], None],
     ) -> None:
         self._callers = callers
         self._fetch = fetch
@@ -119,7 +121,7 @@ class Foresight:
                 module.register_forward_hook(self._end, always_call=True),
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Foresight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LookupPrediction:
         return self  # a copy of the model reads the same tables
 
     def __reduce__(self) -> NoReturn:
@@ -137,8 +139,8 @@ class Foresight:
         for module in list(self._hooks):
             self._leave_alone(module)
 
-    def saw(self, wanted: Sequence[Wanted]) -> None:
-        """Something looks these up, with one request."""
+    def observe(self, wanted: Sequence[Wanted]) -> None:
+        """Note a request that looks these up."""
         if not self._running:
             return
         plain = [each for each in wanted if _is_plain(each.ids)]
@@ -158,9 +160,9 @@ class Foresight:
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not self._callers.are_forked:  # such a child asks for each table by itself
             with self._callers:
-                self._foresee(module, args, kwargs)
+                self._predict(module, args, kwargs)
 
-    def _foresee(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _predict(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running:
             self._forget(None)
         known_of = self._known.setdefault(module, {})

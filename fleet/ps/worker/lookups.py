@@ -3,7 +3,7 @@
 However many tables a forward asks for at once, every server gets one request. What was fetched ahead is used where that
 makes no difference to what the mode promises: if it is as new as rows asked for now would have to be, and no newer than
 this worker's own steps allow without waiting for itself. Everything here runs on the user's threads, one at a time, and
-what is foreseen is for the thread whose forward it is.
+what is predicted is for the thread whose forward it is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import TableSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.geo_training import Replica
 from fleet.telemetry.worker_figures import ProfilerRange
 
 
-class UnderWay(Protocol):
-    """A request on a line."""
+class PendingRows(Protocol):
+    """A request under way."""
 
     def send(self) -> None: ...
 
@@ -39,12 +38,20 @@ class UnderWay(Protocol):
     def abandon(self) -> None: ...
 
 
-class Line(Protocol):
-    """To one server."""
+class ServerLink(Protocol):
+    """A connection to one server."""
 
     def request(self, step: int, **kind: object) -> Any: ...
 
-    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> UnderWay: ...
+    def start(self, frame: Frame, what: str, *, ahead: bool = False) -> PendingRows: ...
+
+
+class HeldRows(Protocol):
+    """The rows that a worker holds itself, in the mode in which it does."""
+
+    def lookup(self, index: int, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array: ...
+
+    def missing(self, index: int, ids: Ids) -> Ids: ...
 
 
 @dataclass(frozen=True)
@@ -121,11 +128,11 @@ class Asked:
 
     server: int
     parts: Sequence[tuple[int, Ids]]
-    pending: UnderWay
+    pending: PendingRows
 
 
 @dataclass
-class Ahead:
+class Prefetched:
     """What was fetched ahead for one table and one batch."""
 
     ids: torch.Tensor
@@ -141,17 +148,19 @@ class Ahead:
 
 
 class RowReader:
-    def __init__(self, clients: Sequence[Line], version_after: Callable[[int], int]) -> None:
+    """Reads rows for forwards: asks the servers, or takes what was fetched ahead."""
+
+    def __init__(self, connections: Sequence[ServerLink], version_after: Callable[[int], int]) -> None:
         """``version_after``: the version that this worker needs when it has completed so many more steps."""
-        self._clients = clients
+        self._connections = connections
         self._version_after = version_after
         self.read_at: dict[tuple[int, int], int] = {}
         self._read_before: dict[tuple[int, int], int] = {}
-        self._present: Mapping[int, Ahead] = {}
-        self._foreseen_here = OfThread[Mapping[int, Ahead]]()
+        self._offered: Mapping[int, Prefetched] = {}
+        self._predicted_here = OfThread[Mapping[int, Prefetched]]()
         self._loads = 0
 
-    def replaced(self, loads: int) -> None:
+    def discard_fetched(self, loads: int) -> None:
         """The servers' values have been replaced so often: what was fetched before is of no use."""
         self._loads = loads
 
@@ -167,19 +176,17 @@ class RowReader:
 
     # ---------------------------------------------------------------- a forward
 
-    def lookup(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> list[Lookup]:
+    def lookup(self, wanted: Sequence[Wanted], completed: int, held: HeldRows | None) -> list[Lookup]:
         known = [self._known(*each) for each in wanted]  # and none is out of range
         found: dict[int, Lookup] = {}
         asking: list[tuple[int, Query, Ids]] = []
         for place, ((_, _, training), (index, distinct, inverse, ahead)) in enumerate(zip(wanted, known, strict=True)):
-            if replica is None:
-                rows = self._fetched_ahead(ahead, distinct, training, completed)
+            if held is None:
+                rows = self._prefetched(ahead, distinct, training, completed)
             else:
                 if ahead is not None and ahead.completed != completed:
                     ahead = None  # the servers may have told of changes to rows that are not held yet
-                rows = replica.lookup(
-                    index, distinct, training, partial(self._missing, index, ahead, training, completed)
-                )
+                rows = held.lookup(index, distinct, training, partial(self._missing, index, ahead, training, completed))
             if rows is None:
                 asking.append((place, Query(index, distinct, training), inverse))
             else:
@@ -190,10 +197,12 @@ class RowReader:
                 found[place] = _lookup(query.ids, rows, inverse)
         return [found[place] for place in range(len(wanted))]
 
-    def _known(self, handle: TableHandle, given: torch.Tensor, training: bool) -> tuple[int, Ids, Ids, Ahead | None]:
+    def _known(
+        self, handle: TableHandle, given: torch.Tensor, training: bool
+    ) -> tuple[int, Ids, Ids, Prefetched | None]:
         """The table of a look-up, its distinct ids and the places of all among them, and what was fetched ahead."""
         index, ids = self._tables[id(handle)], _flat(given)
-        ahead = self._present.get(index) or self._innermost(index)
+        ahead = self._offered.get(index) or self._innermost(index)
         if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
             return index, ahead.distinct, ahead.inverse, ahead
         distinct, inverse = unique(ids.numpy())
@@ -201,17 +210,17 @@ class RowReader:
         return index, distinct, inverse, ahead
 
     @property
-    def _foreseen(self) -> list[Mapping[int, Ahead]]:
+    def _predicted(self) -> list[Mapping[int, Prefetched]]:
         """For this thread's forwards, each inside of the one before."""
-        return self._foreseen_here.list
+        return self._predicted_here.list
 
-    def _innermost(self, index: int) -> Ahead | None:
-        """What was foreseen of a table, by the last forward that did."""
-        return next((foreseen[index] for foreseen in reversed(self._foreseen) if index in foreseen), None)
+    def _innermost(self, index: int) -> Prefetched | None:
+        """What was predicted of a table, by the last forward that did."""
+        return next((predicted[index] for predicted in reversed(self._predicted) if index in predicted), None)
 
-    def _missing(self, index: int, ahead: Ahead | None, training: bool, completed: int, ids: Ids) -> Array:
-        """Rows that a replica does not hold."""
-        rows = self._fetched_ahead(ahead, ids, training, completed)
+    def _missing(self, index: int, ahead: Prefetched | None, training: bool, completed: int, ids: Ids) -> Array:
+        """Rows that the worker does not hold."""
+        rows = self._prefetched(ahead, ids, training, completed)
         return self.fetch(index, ids, completed, training=training) if rows is None else rows
 
     def fetch(self, index: int, ids: Ids, completed: int, *, training: bool) -> Array:
@@ -222,7 +231,7 @@ class RowReader:
         fetch = self._start(queries, completed, self._version_after(0))
         return [fetch.rows(place, self.read_at) for place in range(len(queries))]
 
-    def _fetched_ahead(self, ahead: Ahead | None, ids: Ids, training: bool, completed: int) -> Array | None:
+    def _prefetched(self, ahead: Prefetched | None, ids: Ids, training: bool, completed: int) -> Array | None:
         """Rows out of what was fetched ahead, if all are there and as new as they have to be."""
         if (
             ahead is None
@@ -243,15 +252,15 @@ class RowReader:
 
     # ---------------------------------------------------------------- ahead of it
 
-    def fetch_ahead(
-        self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None
-    ) -> dict[int, Ahead]:
+    def prefetch(
+        self, wanted: Sequence[Wanted], completed: int, steps: int, held: HeldRows | None
+    ) -> dict[int, Prefetched]:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
-        return self._begin(wanted, completed, steps, replica, ahead=True)
+        return self._begin(wanted, completed, steps, held, ahead=True)
 
     def _begin(
-        self, wanted: Sequence[Wanted], completed: int, steps: int, replica: Replica | None, *, ahead: bool
-    ) -> dict[int, Ahead]:
+        self, wanted: Sequence[Wanted], completed: int, steps: int, held: HeldRows | None, *, ahead: bool
+    ) -> dict[int, Prefetched]:
         # Between evaluations come no steps.
         version = self._version_after(steps if any(each.training for each in wanted) else 0)
         by_table: dict[int, list[Wanted]] = {}
@@ -265,60 +274,62 @@ class RowReader:
                 continue
             distinct, inverse = unique(ids.numpy())
             same[0].handle.check_range(distinct)
-            asked = distinct if replica is None else replica.missing(index, distinct)
+            asked = distinct if held is None else held.missing(index, distinct)
             prepared.append((index, ids, distinct, inverse, training, asked))
         if not prepared:
             return {}
         queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
         # Replies for which nobody waits yet must not be in the way of those that somebody does.
-        fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._foreseen))
+        fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._predicted))
         return {
-            index: Ahead(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._loads)
+            index: Prefetched(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._loads)
             for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
         }
 
-    def present(self, ahead: Mapping[int, Ahead]) -> None:
-        """From now on forwards may use this; what was there before is given up."""
-        self.give_up(self._present)
-        self._present = ahead
+    def offer(self, ahead: Mapping[int, Prefetched]) -> None:
+        """Let forwards use this from now on, and nothing that was offered before."""
+        self.abandon(self._offered)
+        self._offered = ahead
 
-    def give_up(self, ahead: Mapping[int, Ahead]) -> None:
-        """No forward will use this."""
+    def abandon(self, ahead: Mapping[int, Prefetched]) -> None:
+        """Give up what no forward will use."""
         for fetch in {each.fetch for each in ahead.values()}:
             fetch.abandon()
 
-    def foresee(self, wanted: Sequence[Wanted], completed: int, replica: Replica | None) -> Mapping[int, Ahead]:
+    def fetch_predicted(
+        self, wanted: Sequence[Wanted], completed: int, held: HeldRows | None
+    ) -> Mapping[int, Prefetched]:
         """Ask for what the look-ups that come now will ask for, except of tables of which something was fetched ahead.
         Ids that are out of range are the look-up's to refuse, if it comes."""
-        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._present]
+        rest = [each for each in wanted if self._tables[id(each.handle)] not in self._offered]
         try:
-            begun = self._begin(rest, completed, 0, replica, ahead=False)
+            begun = self._begin(rest, completed, 0, held, ahead=False)
         except IdOutOfRangeError:
             rest = [each for each in rest if each.handle.has(_flat(each.ids).numpy())]
-            begun = self._begin(rest, completed, 0, replica, ahead=False)
-        self._foreseen.append(begun)
+            begun = self._begin(rest, completed, 0, held, ahead=False)
+        self._predicted.append(begun)
         return begun
 
-    def forget(self, begun: Mapping[int, Ahead] | None) -> None:
-        """The look-ups that were foreseen are over; all of them for None."""
-        over = [each for each in self._foreseen if begun is None or each is begun]
-        self._foreseen[:] = [each for each in self._foreseen if begun is not None and each is not begun]
+    def drop_predicted(self, begun: Mapping[int, Prefetched] | None) -> None:
+        """Drop what was fetched for look-ups that are over; for all of them if None."""
+        over = [each for each in self._predicted if begun is None or each is begun]
+        self._predicted[:] = [each for each in self._predicted if begun is not None and each is not begun]
         for each in over:
-            self.give_up(each)
+            self.abandon(each)
 
     # ---------------------------------------------------------------- asking
 
     def _start(
         self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False, aside: bool = False
     ) -> Fetch:
-        parts = [partition(query.ids, len(self._clients)) for query in queries]
+        parts = [partition(query.ids, len(self._connections)) for query in queries]
         asked: list[Asked] = []
         try:
-            for server, client in enumerate(self._clients):
+            for server, connection in enumerate(self._connections):
                 here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
                 if here:
-                    frame, what = self._pull(queries, here, client, completed, version, ahead)
-                    asked.append(Asked(server, here, client.start(frame, what, ahead=aside)))
+                    frame, what = self._pull(queries, here, connection, completed, version, ahead)
+                    asked.append(Asked(server, here, connection.start(frame, what, ahead=aside)))
             for request in asked:
                 request.pending.send()
         except BaseException:
@@ -331,7 +342,7 @@ class RowReader:
         self,
         queries: Sequence[Query],
         here: Sequence[tuple[int, Ids]],
-        client: Line,
+        connection: ServerLink,
         completed: int,
         version: int,
         ahead: bool,
@@ -346,7 +357,7 @@ class RowReader:
         tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
         names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
         what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
-        return Frame(client.request(completed, pull=pull), tensors), what
+        return Frame(connection.request(completed, pull=pull), tensors), what
 
 
 def _flat(ids: torch.Tensor) -> torch.Tensor:

@@ -50,15 +50,15 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
         return SortedRows(spec, count) if spec.num_embeddings is None else AllRows(handle, spec, seed)
 
     with worker.callers:
-        worker.settle("state_dict()")
+        worker.finish_interrupted("state_dict()")
         worker.flush()
-        state = serving.state_in_job(model, worker.floor.trained.parts()[1])
+        state = serving.state_in_job(model, worker.trained.parts()[1])
         return _collect(worker, state, collector if tables else None)
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
-    """Written by the first worker that calls it; the others wait until it has been."""
-    state = serving.state_to_save(model, worker.floor.trained.parts()[1], example_inputs)
+    """Save it by the first worker that calls; the others wait until it is there."""
+    state = serving.state_to_save(model, worker.trained.parts()[1], example_inputs)
 
     def write(_: dict[str, Any]) -> None:
         def learn() -> dict[str, torch.Tensor]:
@@ -68,9 +68,9 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
         serving.save(dirname, model, learn, facts, example_inputs, worker.unwatched())
 
     with worker.callers:
-        worker.settle("save_inference_model()")
+        worker.finish_interrupted("save_inference_model()")
         worker.flush()
-        once(worker, worker.floor.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
+        once(worker, worker.progress.name_of_call(f"save_inference_model({dirname!r})"), write, by_anyone=True)
 
 
 def _facts(handle: TableHandle) -> TableFacts:
@@ -82,15 +82,15 @@ def _collect(
     worker: WorkerRuntime, state: dict[str, torch.Tensor], make: MakeCollector | None
 ) -> dict[str, torch.Tensor]:
     """The ``state`` of a model with the job's values; ``make`` collects its tables."""
-    params, tables = worker.floor.trained.parts()
+    params, tables = worker.trained.parts()
     dense = {key: params[id(value)] for key, value in state.items() if id(value) in params}
     remote = {key: (handle, tables[id(handle)]) for key, handle in serving.remote_tables(state).items()}
     wanted = {} if make is None else {spec.name: (handle, spec) for handle, spec in remote.values()}
     values = Assembly({spec.name: spec.numel for spec in dense.values()}, "what the servers hold")
     sizes = worker.summary()["tables"] if wanted else {}
     found: dict[str, Collector] = {}
-    for client in worker.floor.lines.clients:
-        for piece in exported(client, worker.floor.progress.completed):
+    for connection in worker.connections.by_server:
+        for piece in exported(connection, worker.progress.completed):
             about, tensors = piece.about, [torch.as_tensor(each) for each in piece.tensors.values()]
             if DENSE in about:
                 seed = about["seed"]

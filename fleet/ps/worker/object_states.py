@@ -1,4 +1,4 @@
-"""The state of this worker's own objects on its way to server 0, to be kept or saved, and on its way back."""
+"""The state of a worker's own objects travels to server 0, which stores it, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet.errors import ConfigurationError, MissedError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Pending, ServerClient
+from fleet.ps.worker.connection import Connection, PendingRequest
 from fleet.ps.worker.progress import Progress
 
 _log = logging.getLogger("fleet.worker")
@@ -29,8 +29,10 @@ class Shares:
 
 
 class OwnStates:
-    def __init__(self, keeper: ServerClient, progress: Progress, most_bytes: int) -> None:
-        """``keeper`` is the line to server 0; a message may have ``most_bytes``."""
+    """Gives the state of this worker's own objects to server 0, and gets it back."""
+
+    def __init__(self, keeper: Connection, progress: Progress, most_bytes: int) -> None:
+        """``keeper`` is the connection to server 0; a message may have ``most_bytes``."""
         self._keeper = keeper
         self._progress = progress
         self._most_bytes = most_bytes
@@ -40,28 +42,28 @@ class OwnStates:
         #: the name of a checkpoint that is to follow the next push
         self.asks = ""
         self._asked_at = -1
-        self._under_way: Pending | None = None
+        self._under_way: PendingRequest | None = None
         self._given: bytes | None = None
 
     # ---------------------------------------------------------------- with a step
 
-    def keep(self, data: Bytes) -> None:
-        """From the next step on it belongs to that."""
+    def send_with_step(self, data: Bytes) -> None:
+        """Have it go with the next step."""
         self._check_size(data)
         self._unsent = data
 
     def take(self) -> Bytes | None:
-        """What goes with the step that is taken now."""
+        """Return what goes with the step that is taken now."""
         data, self._unsent = self._unsent, None
         return data
 
-    def note(self, push: pb.Push, kept: Bytes | None) -> list[WireTensor]:
+    def attach_to(self, push: pb.Push, state: Bytes | None) -> list[WireTensor]:
         """Put into a push for server 0 what it has to know of the state; the tensors to come last in it."""
-        keeping = pb.Keeping(kept=kept is not None, gives=self.gives, asks=self.asks)
+        keeping = pb.Keeping(kept=state is not None, gives=self.gives, asks=self.asks)
         self.asks = ""
         if keeping.ByteSize():
             push.keeping.CopyFrom(keeping)
-        return [] if kept is None else [WireTensor.of(kept)]
+        return [] if state is None else [WireTensor.of(state)]
 
     # ---------------------------------------------------------------- for a checkpoint
 
@@ -77,7 +79,7 @@ class OwnStates:
 
     def give(self, name: str, data: Bytes, *, last: bool = False) -> None:
         self._check_size(data)
-        self.arrive()
+        self.wait_until_given()
         self._progress.wanted = ""
         give = pb.Give(name=name, last=last, steps=self._progress.taken)
         self._ask("state for a checkpoint", [WireTensor.of(data)], give=give)
@@ -87,19 +89,19 @@ class OwnStates:
         content = data.tobytes()
         if content != self._given:
             self._check_size(data)
-            self.arrive()
+            self.wait_until_given()
             self._given = content
             give = pb.Give(steps=self._progress.taken)
             request = self._keeper.request(self._progress.completed, give=give)
             self._under_way = self._keeper.start(Frame(request, [WireTensor.of(data)]), "state for checkpoints")
             self._under_way.send()
 
-    def forgotten(self) -> None:
-        """What was given belongs to steps that are no more."""
-        self.arrive()
+    def forget_given(self) -> None:
+        """Forget what was given: it belongs to steps that are no more."""
+        self.wait_until_given()
         self._given = None
 
-    def arrive(self) -> None:
+    def wait_until_given(self) -> None:
         """Wait until what has been passed on is there."""
         if self._under_way is not None:
             self._under_way.result()
@@ -108,14 +110,14 @@ class OwnStates:
     def collect(self, shares: Shares) -> dict[str, Any]:
         """Wait until all have given theirs who will: who has, how many steps they had taken, and who lacks."""
         recall = pb.Recall(collection=shares.name, everyone=shares.everyone)
-        told: dict[str, Any] = json.loads(self._ask("states of all workers", recall=recall).message.about)
-        for worker in told["missing"]:
+        answer: dict[str, Any] = json.loads(self._ask("states of all workers", recall=recall).message.about)
+        for worker in answer["missing"]:
             _log.warning("the state of worker %d is not in the checkpoint: it gave none in time", worker)
-        return told
+        return answer
 
-    def collected(self, shares: Shares, told: dict[str, Any]) -> Iterator[tuple[int, int, Bytes]]:
-        """What was collected, one worker after the other."""
-        for worker, steps in zip(told["workers"], told["steps"], strict=True):
+    def collected(self, shares: Shares, answer: dict[str, Any]) -> Iterator[tuple[int, int, Bytes]]:
+        """Yield what was collected, one worker after the other."""
+        for worker, steps in zip(answer["workers"], answer["steps"], strict=True):
             yield worker, steps, self._collected_of(worker, shares)
 
     def _collected_of(self, worker: int, shares: Shares) -> Bytes:
@@ -129,14 +131,14 @@ class OwnStates:
     # ---------------------------------------------------------------- back
 
     def recall(self) -> Bytes | None:
-        """What server 0 has for this worker."""
+        """Return what server 0 has for this worker."""
         reply = self._ask("its state", recall=pb.Recall())
         if not reply.message.granted:
             return None
         step, went_on_at = reply.message.steps, self._progress.went_on_at
         if step != went_on_at:
-            told = "the state that is given back belongs to step %d, and this worker goes on after step %d: %s"
-            _log.warning(told, step, went_on_at, "fleet.keep_state(state) before each step has it kept with that")
+            notice = "the state that is given back belongs to step %d, and this worker goes on after step %d: %s"
+            _log.warning(notice, step, went_on_at, "fleet.keep_state(state) before each step has it kept with that")
         return reply.tensors[0].numpy()
 
     def _ask(self, what: str, tensors: list[WireTensor] | None = None, **kind: object) -> Frame:

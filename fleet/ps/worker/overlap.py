@@ -41,6 +41,8 @@ Send = Callable[[int, int, torch.Tensor], bool]
 
 
 class EarlyGradients:
+    """Sends large gradients of a backward that a step follows at once."""
+
     def __init__(self, params: Sequence[torch.Tensor], send: Send, name: str) -> None:
         self._send = send
         self._attempt = 0
@@ -59,7 +61,7 @@ class EarlyGradients:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Gradients that are completed in here are those of the next step."""
+        """Surround a backward whose gradients are those of the next step."""
         self._attempt += 1
         self._sent, self._under_way, self._spoiled = {}, {}, False
         self._armed = not self._refused and not self._are_seen()

@@ -27,17 +27,17 @@ def prefetch(
                     batch = next(coming)
                 except StopIteration:
                     break
-                queue.append((batch, worker.fetch_ahead(_wanted(worker, lookup(batch)), len(queue))))
+                queue.append((batch, worker.prefetch(_wanted(worker, lookup(batch)), len(queue))))
             if not queue:
                 return
             batch, ahead = queue.popleft()
-            worker.present(ahead)
+            worker.offer(ahead)
             yield batch
     finally:
         if not worker.callers.are_forked:  # else all that is under way is the parent's
-            worker.present({})
+            worker.offer({})
             for _, ahead in queue:
-                worker.floor.rows.give_up(ahead)
+                worker.rows.abandon(ahead)
 
 
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:

@@ -1,4 +1,4 @@
-"""How far a worker has come, by its own count and by the servers': what requests start from, and calls are told by."""
+"""Counts how far a worker has come: the steps that it has taken, and those that the servers have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fleet.ps.wire.frame import Frame
 
 
 class Progress:
+    """Counts steps, calls, and how often the servers' values were replaced."""
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         #: pushes that the servers have
@@ -69,14 +71,14 @@ class Progress:
         loads = [reply.message.loads for reply in replies]
         self.replaced = self.replaced or loads != self.loads[: len(loads)]
 
-    def begin_anew(self, replies: Sequence[Frame]) -> int:
+    def reload(self, replies: Sequence[Frame]) -> int:
         """Go on from the values in these replies, which have replaced all others; how often that has happened."""
         self.steps = self.taken = self.went_on_at = replies[0].message.steps
         self.loads, self.replaced = [reply.message.loads for reply in replies], False
         return sum(self.loads)
 
     def name_of_call(self, call: str) -> str:
-        """A name for a call that is carried out once for the job: the same on every worker that makes it."""
+        """Name a call that is carried out once for the job: alike on every worker that makes it."""
         if self._policy.shares_steps and self._calls_after != self.completed:
             self._calls.clear()
             self._calls_after = self.completed

@@ -1,78 +1,376 @@
-"""What travels of a step: gradients or changes, cut for the servers, in as many bits as the strategy gives them."""
+"""Makes a push of what a step, or several, have left behind: frames for the servers, and their way there.
+
+Gradients, or the changes of a GEO worker, are cut for the servers and travel in as many bits as the strategy gives
+them. Where these are few, dense gradients are rounded to the nearest, and what rounding leaves of each block stays here
+and joins its next gradient, so that nothing is lost in the long run (error feedback). A GEO worker needs none: what the
+servers were not told remains in the difference between its values and those agreed on.
+
+Rows have no such memory; it would grow with the ids. bf16 and fp16 round each element by a small part of itself, which
+leaves none behind. int8 would round the small elements of a row to nothing, always; so it rounds up or down by chance,
+in proportion, and the mean over steps is right. Chance is a hash of id, column, worker and step: it is the same in
+every run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from fleet.base.turns import whole
+from fleet.errors import DeadlineError, FleetError
+from fleet.numeric import buffers
 from fleet.numeric.ids import noise, packed_ids, partition
 from fleet.numeric.jit import Array
-from fleet.numeric.tensors import WireTensor
+from fleet.numeric.tensors import EndToEnd, WireTensor
+from fleet.plan.layout import DenseLayout
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import Narrow
-from fleet.ps.worker.connection import ServerClient
-from fleet.ps.worker.context import Floor
-from fleet.ps.worker.dense_buffers import cut, without_zeros
-from fleet.ps.worker.error_feedback import ErrorFeedback, Sent, as_read, encoded
-from fleet.ps.worker.geo_training import Change
-from fleet.ps.worker.gradient_merge import Clocks, Gradients, Rows
+from fleet.ps.worker.connection import Connection, Connections
+from fleet.ps.worker.handshake import check_delivered
+from fleet.ps.worker.object_states import OwnStates
+from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.trained_model import Flat, TrainedModel
+from fleet.telemetry.worker_figures import WorkerFigures
+
+#: Blocks that are smaller on the average leave in a copy.
+COPIED = 32 << 10
+
+Rows = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+K = TypeVar("K")
 
 
-class Pushing:
-    """Makes the frames of the next push, one for each server."""
+@dataclass(frozen=True)
+class Clocks:
+    """By server: how many updates the dense values, and each table, had had when they were read there."""
 
-    def __init__(self, floor: Floor) -> None:
-        self._floor = floor
-        self._narrow = Narrow(floor.strategy.wire_dtype)
-        self.forget_rounding()
+    dense: Mapping[int, int] = field(default_factory=dict)
+    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
+
+    def or_earlier(self, other: Clocks) -> Clocks:
+        """Return the earlier of both, for gradients that become one."""
+        return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
+
+
+def _earlier(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+    return {**other, **{key: min(value, other.get(key, value)) for key, value in one.items()}}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one step, or several, left behind: the flat gradient of every parameter, and ids with gradients of the
+    tables used; and when the values were read that they were computed on."""
+
+    dense: Sequence[torch.Tensor | None]
+    rows: Mapping[int, Rows]
+    read: Clocks
+    options: Sequence[str]  #: of every group, as they were set for the last of the steps
+    steps: int = 1
+    ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
+    state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
+
+    @torch.no_grad()  # .grad may have a graph of its own
+    def copied(self) -> Gradients:
+        """Return the same, untouched by what becomes of a parameter's .grad; those of rows are nobody else's."""
+        return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far a GEO worker has come: for every server all its blocks end to end, and the touched rows of every
+    table."""
+
+    dense: Sequence[Flat]
+    rows: Mapping[int, Rows]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is sent to all servers as one step of the worker: how many of the user's are in it, the frame for each
+    server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted."""
+
+    steps: int
+    frames: Sequence[Frame]
+    take: Callable[[Sequence[Frame]], object]
+    at_a_stretch: bool = False
+
+    def copied(self) -> Push:
+        """Return the same, untouched by what the user does with the gradients now."""
+        return replace(self, frames=[frame.kept() for frame in self.frames])
+
+
+def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
+    """Which blocks of a server are there, and these, by element type in their order. ``tensors`` has a flat one, or
+    None, a parameter."""
+    present = bytes([tensors[param] is not None for param in layout.params])
+    pieces = {
+        dtype: [
+            tensor if part is None else tensor[part]
+            for _, param, part in cuts
+            if (tensor := tensors[param]) is not None
+        ]
+        for dtype, cuts in layout.cuts.items()
+    }
+    return present, {dtype: blocks for dtype, blocks in pieces.items() if blocks}
+
+
+def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor]) -> Flat:
+    """Join all blocks of a server."""
+    return {dtype: joined(blocks, layout.sizes[dtype]) for dtype, blocks in cut(layout, tensors)[1].items()}
+
+
+def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
+    """Return those of all blocks that are not zero all through."""
+    present = bytearray(len(layout.slots))
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for slot in layout.slots:
+        piece = flat[slot.dtype][slot.start : slot.stop]
+        if bool(piece.any()):
+            present[slot.position] = 1
+            pieces.setdefault(slot.dtype, []).append(piece)
+    marks = bytes(present)
+    if all(marks):
+        return marks, flat
+    return marks, {dtype: joined(pieces[dtype], size) for dtype, size in layout.sizes_of(marks).items()}
+
+
+@torch.no_grad()
+def joined(pieces: list[torch.Tensor], size: int) -> torch.Tensor:
+    """Join flat tensors, ``size`` elements together, in memory of their own."""
+    return torch.cat(pieces, out=buffers.take_flat(size, pieces[0].dtype))
+
+
+def end_to_end(pieces: list[torch.Tensor], size: int) -> WireTensor:
+    """The same as one tensor that travels: large ones from where they are, small ones in a copy, which costs less than
+    to send each."""
+    if size * pieces[0].itemsize < len(pieces) * COPIED:
+        return WireTensor.of(joined(pieces, size))
+    return EndToEnd(pieces)
+
+
+#: For one server: which blocks are there, and the tensors that travel for them.
+Sent = tuple[bytes, Sequence[WireTensor]]
+
+
+class ErrorFeedback:
+    """Encodes dense gradients in few bits, and adds what rounding left of each block to its next gradient."""
+
+    def __init__(self, narrow: Narrow, layouts: Sequence[DenseLayout]) -> None:
+        self._narrow = narrow
+        self._layouts = layouts
+        self._left: Sequence[Flat] = [
+            {
+                dtype: torch.zeros(size, dtype=getattr(torch, dtype))
+                for dtype, size in layout.sizes.items()
+                if narrow.of(dtype) is not None
+            }
+            for layout in layouts
+        ]
+
+    def grown(self, layouts: Sequence[DenseLayout]) -> ErrorFeedback:
+        """Return the same for layouts that go on from these."""
+        fresh = ErrorFeedback(self._narrow, layouts)
+        for left, before in zip(fresh._left, self._left, strict=True):
+            for dtype, tensor in before.items():
+                left[dtype][: len(tensor)] = tensor
+        return fresh
+
+    def encode(
+        self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
+    ) -> tuple[list[Sent], Callable[[], None]]:
+        """The gradients of every server's ``blocks`` as they travel, joined by what earlier ones have left; and what to
+        call when they have arrived. Those that travel as they are may leave from where they are."""
+        sent: list[Sent] = []
+        left: list[Flat] = []
+        for layout, before, (present, by_dtype) in zip(self._layouts, self._left, blocks, strict=True):
+            sizes = layout.sizes_of(present)
+            flat = {dtype: joined(by_dtype[dtype], sizes[dtype]) for dtype in before if dtype in by_dtype}
+            for piece, place in places(layout, present, flat, before):
+                piece.add_(place)
+            tensors: list[WireTensor] = []
+            for dtype, pieces in by_dtype.items():
+                if dtype in flat:
+                    tensors += self._narrow.encode(flat[dtype], keep=True)
+                else:
+                    tensors.append(end_to_end(pieces, sizes[dtype]))
+            sent.append((present, tensors))
+            if all(present):
+                left.append(flat)
+            else:
+                after = {dtype: tensor.clone() for dtype, tensor in before.items()}
+                for piece, place in places(layout, present, flat, after):
+                    place.copy_(piece)
+                left.append(after)
+
+        def arrived() -> None:
+            self._left = left
+
+        return sent, arrived
+
+
+def encoded(narrow: Narrow, flat: Flat) -> list[WireTensor]:
+    return [part for tensor in flat.values() for part in narrow.encode(tensor)]
+
+
+def places(layout: DenseLayout, present: bytes, flat: Flat, whole: Flat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The blocks that are present, as they lie end to end in ``flat``, and their places in ``whole``, which has all of
+    some element types."""
+    if all(present):
+        yield from ((flat[dtype], tensor) for dtype, tensor in whole.items())
+        return
+    for dtype, here, place in layout.places(present):
+        if dtype in whole:
+            yield flat[dtype][here], whole[dtype][place]
+
+
+def as_read(
+    narrow: Narrow,
+    layouts: Sequence[DenseLayout],
+    change: Change,
+    dense: Sequence[Sent],
+    rows: Mapping[int, Sequence[WireTensor]],
+) -> Change:
+    """Return a GEO worker's change as the servers will read it."""
+    if narrow.is_plain:
+        return change
+    wholes = []
+    for layout, (present, tensors), mine in zip(layouts, dense, change.dense, strict=True):
+        whole = {dtype: torch.zeros_like(tensor) for dtype, tensor in mine.items()}
+        read = narrow.decode_flats(tensors, layout.sizes_of(present))
+        for piece, place in places(layout, present, read, whole):
+            place.copy_(piece)
+        wholes.append(whole)
+    return Change(
+        wholes,
+        {
+            index: (ids, narrow.decode(rows[index][1:], grads.dtype.name, grads.shape).numpy())
+            for index, (ids, grads) in change.rows.items()
+        },
+    )
+
+
+class Pusher:
+    """Makes the frames of a push, one for each server, and brings them there, whatever comes in between."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        trained: TrainedModel,
+        progress: Progress,
+        own_states: OwnStates,
+        figures: WorkerFigures,
+        worker: int,
+        wire_dtype: str | None,
+        reload: Callable[[], None],
+    ) -> None:
+        """``reload`` is called when a server says that its values have been replaced."""
+        self._connections = connections
+        self._trained = trained
+        self._progress = progress
+        self._own_states = own_states
+        self._figures = figures
+        self._worker = worker
+        self._reload = reload
+        self._narrow = Narrow(wire_dtype)
+        self._in_doubt: Push | None = None
+        self.drop_residues()
 
     @property
     def is_plain(self) -> bool:
         """Whether gradients travel as they are."""
         return self._narrow.is_plain
 
-    def forget_rounding(self) -> None:
-        """What rounding has left so far is no part of what comes."""
-        self._feedback = ErrorFeedback(self._narrow, self._floor.trained.layouts)
+    def drop_residues(self) -> None:
+        """Forget what rounding has left so far: it is no part of what comes."""
+        self._feedback = ErrorFeedback(self._narrow, self._trained.layouts)
 
     def grow(self) -> None:
-        """Further parameters have joined the job."""
-        self._feedback = self._feedback.grown(self._floor.trained.layouts)
+        """Make room for further parameters, which have joined the job."""
+        self._feedback = self._feedback.grown(self._trained.layouts)
 
-    def of_gradients(self, gradients: Gradients, *, quiet: bool = False) -> tuple[list[Frame], Callable[[], None]]:
-        """The frames, and what to call when they have arrived."""
-        layouts = self._floor.trained.layouts
-        dense, arrived = self._feedback.narrowed([cut(layout, gradients.dense) for layout in layouts])
-        return self._frames(gradients, dense, self._encoded_rows(gradients.rows), quiet=quiet), arrived
+    # ---------------------------------------------------------------- delivery
 
-    def of_change(self, change: Change, clocks: Clocks, steps: int, state: Array | None) -> tuple[list[Frame], Change]:
-        """The frames, and the change as servers will read it."""
-        layouts = self._floor.trained.layouts
-        packed = [without_zeros(layout, flat) for layout, flat in zip(layouts, change.dense, strict=True)]
-        dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
-        rows = self._encoded_rows(change.rows)
-        told = as_read(self._narrow, layouts, change, dense, rows)
-        what = Gradients((), change.rows, clocks, self._floor.trained.description.options(), steps, state=state)
-        return self._frames(what, dense, rows), told
+    def deliver(self, push: Push) -> None:
+        """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
+        self._in_doubt = push
+        progress, frames = self._progress, push.frames
+        step = progress.completed + 1
+        try:
+            with self._figures.push:
+                replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}")
+            check_delivered(self._connections, step, replies)
+        except BaseException as error:
+            self._in_doubt = push.copied() if _is_unanswered(error) else None
+            raise
+        if push.at_a_stretch:
+            whole(lambda: self._finish(push, step, replies), "fleet-exchange")
+        else:
+            self._finish(push, step, replies)
+        if progress.replaced:
+            self._reload()
 
-    def send_part(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
+    def finish_interrupted(self) -> None:
+        """Send the frames of a push in doubt again, which no server applies twice."""
+        if self._in_doubt is not None:
+            self.deliver(self._in_doubt)
+
+    def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
+        progress = self._progress
+        progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
+        push.take(replies)
+
+    def deliver_behind(self, gradients: Gradients, brings_values: bool, *, at_once: int) -> list[Frame]:
+        """Push from a thread beside the user's; the caller takes the values, if the answer brings any."""
+        progress = self._progress
+        frames, arrived = self.encode(gradients, brings_values=brings_values)
+        step = progress.completed + 1
+        replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}", at_once)
+        check_delivered(self._connections, step, replies)
+        arrived()
+        progress.notice(replies)  # long before values are fetched again, perhaps
+        progress.completed, progress.steps = step, progress.steps + gradients.steps
+        return replies
+
+    def send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
         """Send the gradient of one parameter ahead of its push; whether the servers took it."""
-        floor, step = self._floor, self._floor.progress.completed + 1
+        step = self._progress.completed + 1
         asked = []
-        for client, layout in zip(floor.lines.clients, floor.trained.layouts, strict=True):
+        for connection, layout in zip(self._connections.by_server, self._trained.layouts, strict=True):
             cuts = [cut for each in layout.cuts.values() for cut in each if cut[1] == param]
             ahead = pb.Part(attempt=attempt, blocks=[position for position, *_ in cuts])
             tensors = [WireTensor.of(grad if part is None else grad[part]) for *_, part in cuts]
             if cuts:
-                asked.append(client.start(Frame(client.request(step, part=ahead), tensors), f"a part of step {step}"))
+                frame = Frame(connection.request(step, part=ahead), tensors)
+                asked.append(connection.start(frame, f"a part of step {step}"))
         for pending in asked:
             pending.send()
         replies = [pending.result() for pending in asked]
         return all(reply.message.granted for reply in replies)
+
+    # ---------------------------------------------------------------- frames
+
+    def encode(self, gradients: Gradients, *, brings_values: bool = True) -> tuple[list[Frame], Callable[[], None]]:
+        """Return the frames, and what to call when they have arrived. Their answer ``brings_values``, or does not."""
+        layouts = self._trained.layouts
+        dense, arrived = self._feedback.encode([cut(layout, gradients.dense) for layout in layouts])
+        return self._frames(gradients, dense, self._encoded_rows(gradients.rows), brings_values=brings_values), arrived
+
+    def encode_change(
+        self, change: Change, clocks: Clocks, steps: int, state: Array | None
+    ) -> tuple[list[Frame], Change]:
+        """Return the frames, and the change as servers will read it."""
+        layouts = self._trained.layouts
+        packed = [without_zeros(layout, flat) for layout, flat in zip(layouts, change.dense, strict=True)]
+        dense = [(present, encoded(self._narrow, flat)) for present, flat in packed]
+        rows = self._encoded_rows(change.rows)
+        as_sent = as_read(self._narrow, layouts, change, dense, rows)
+        what = Gradients((), change.rows, clocks, self._trained.description.options(), steps, state=state)
+        return self._frames(what, dense, rows), as_sent
 
     def _frames(
         self,
@@ -80,13 +378,13 @@ class Pushing:
         dense: Sequence[Sent],
         rows: Mapping[int, Sequence[WireTensor]],
         *,
-        quiet: bool = False,
+        brings_values: bool = True,
     ) -> list[Frame]:
-        """With what travels of the blocks of every server and of the rows of every table."""
-        step = self._floor.progress.completed + 1
+        """Make frames of what travels of every server's blocks and of every table's rows."""
+        step = self._progress.completed + 1
         by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
 
-        def push(server: int, client: ServerClient) -> Frame:
+        def push(server: int, connection: Connection) -> Frame:
             here = {index: parts[server] for index, parts in by_table.items() if parts[server][0].array.size}
             present, tensors = dense[server]
             message = pb.Push(
@@ -94,20 +392,20 @@ class Pushing:
                 present=present,
                 row_tables=list(here),
                 used_tables=sorted(rows),
-                quiet=quiet,
+                quiet=not brings_values,
                 steps=gradients.steps,
                 read_at=gradients.read.dense[server],
                 attempt=gradients.ahead,
                 rows_read_at=[gradients.read.rows[server, index] for index in here],
             )
-            own = self._floor.own.note(message, gradients.state) if server == 0 else []
-            return Frame(client.request(step, push=message), [*tensors, *chain(*here.values()), *own])
+            own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
+            return Frame(connection.request(step, push=message), [*tensors, *chain(*here.values()), *own])
 
-        return [push(server, client) for server, client in enumerate(self._floor.lines.clients)]
+        return [push(server, connection) for server, connection in enumerate(self._connections.by_server)]
 
     def _encoded_rows(self, rows: Mapping[int, Rows]) -> dict[int, list[WireTensor]]:
-        """Of every table its ids, and what travels of their gradients."""
-        worker, step = self._floor.assignment.index, self._floor.progress.completed + 1
+        """Return the ids of every table, and what travels of their gradients."""
+        worker, step = self._worker, self._progress.completed + 1
         sent = {}
         for index, (ids, grads) in rows.items():
             chance = None
@@ -117,9 +415,14 @@ class Pushing:
         return sent
 
     def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:
-        """For every server its part of what travels of some rows; ids come first."""
-        servers = len(self._floor.lines.clients)
+        """Split what travels of some rows by server; ids come first."""
+        servers = len(self._connections.by_server)
         if servers == 1:
             return [tensors]
         parts = partition(tensors[0].array, servers)
         return [[replace(tensor, array=tensor.array[part]) for tensor in tensors] for part in parts]
+
+
+def _is_unanswered(error: BaseException) -> bool:
+    """Say whether an error leaves open what has become of a push: no answer, or an interruption."""
+    return isinstance(error, DeadlineError) or not isinstance(error, FleetError)

@@ -1,4 +1,4 @@
-"""``load_persistables`` and ``load_state_dict``: other values for a running job, brought by one worker for all.
+"""``load_persistables`` and ``load_state_dict`` bring other values into a running job, by one worker for all.
 
 A checkpoint is read by the servers, each its part, and taken over when all of them have; plain tensors are sent to
 them. Whoever makes the call goes on with the new values when it returns, and every other worker with its next step or
@@ -21,7 +21,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError, FleetError, ServerB
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.numeric.jit import Array
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.worker.lease import given_up_if_it_fails, once
+from fleet.ps.worker.lease import once, withdrawn_if_it_fails
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.upload import replace
 
@@ -33,36 +33,36 @@ def load(worker: WorkerRuntime, dirname: object) -> None:
 
 
 def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
-    worker.settle("load_persistables()")
+    worker.finish_interrupted("load_persistables()")
     worker.flush()
 
     def read(granted: dict[str, Any]) -> None:
         checkpoint = Checkpoint.open(dirname)
-        checkpoint.check_fits(worker.floor.trained.plan.spec)
+        checkpoint.check_fits(worker.trained.plan.spec)
         attempt = granted["name"]
         asked = pb.Load(id=checkpoint.manifest.id, url=checkpoint.place.url, attempt=attempt)
         while True:
-            with given_up_if_it_fails(worker, attempt):
-                worker.floor.lines.ask(f"loading {where}", load=asked)
+            with withdrawn_if_it_fails(worker, attempt):
+                worker.connections.ask(f"loading {where}", load=asked)
             try:
                 return _take_over(worker, attempt)
             except ServerBusyError:  # a server was killed in between, and has to read again
                 continue
 
-    once(worker, worker.floor.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
-    worker.take_replaced()
+    once(worker, worker.progress.name_of_call(f"load_persistables({where!r})"), read, by_anyone=True)
+    worker.reload_in_turn()
 
 
 def load_own_state(worker: WorkerRuntime, state: object) -> bool:
     """Give the worker's own objects what the job has of them; whether it has anything."""
     check_state(state)
     with worker.callers:
-        worker.settle("load_state()")
-        data = worker.floor.own.recall()
+        worker.finish_interrupted("load_state()")
+        data = worker.own_states.recall()
     if data is not None:
-        restore(state, data, str(worker.floor.assignment))
-    elif worker.floor.progress.went_on_at:
-        warn_of_none(worker.floor.assignment.index, worker.floor.progress.went_on_at)
+        restore(state, data, str(worker.assignment))
+    elif worker.progress.went_on_at:
+        warn_of_none(worker.assignment.index, worker.progress.went_on_at)
     return data is not None
 
 
@@ -76,26 +76,26 @@ def load_state(worker: WorkerRuntime, model: object, state: object) -> None:
 
 
 def _load_state(worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    worker.settle("load_state_dict()")
+    worker.finish_interrupted("load_state_dict()")
     worker.flush()
     found = _Sorted(worker, model, state)
 
     def send(granted: dict[str, Any]) -> None:
         attempt = granted["name"]
-        with given_up_if_it_fails(worker, attempt):
-            replace(worker.floor, found.dense, found.rows)
+        with withdrawn_if_it_fails(worker, attempt):
+            replace(worker.connections, worker.trained, worker.progress.completed, found.dense, found.rows)
         _take_over(worker, attempt)
 
-    once(worker, worker.floor.progress.name_of_call("load_state_dict()"), send, by_anyone=True)
+    once(worker, worker.progress.name_of_call("load_state_dict()"), send, by_anyone=True)
     with torch.no_grad():
         for mine, value in found.local:
             mine.copy_(value)
-    worker.take_replaced()
+    worker.reload_in_turn()
 
 
 def _take_over(worker: WorkerRuntime, attempt: str) -> None:
     try:
-        worker.floor.lines.ask("other values", ready=pb.Ready(anew=True, attempt=attempt))
+        worker.connections.ask("other values", ready=pb.Ready(anew=True, attempt=attempt))
     except ServerBusyError:
         raise
     except FleetError as error:
@@ -113,7 +113,7 @@ class _Sorted:
         self.rows: dict[str, tuple[Array, torch.Tensor]] = {}
         self.local: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._problems: list[str] = []
-        params, tables = worker.floor.trained.parts()
+        params, tables = worker.trained.parts()
         wanted: set[str] = set()
         for name, mine in model.state_dict(keep_vars=True).items():
             handle = handle_of(mine)

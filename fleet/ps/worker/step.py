@@ -1,4 +1,4 @@
-"""A step whose optimizers run on the servers: the gradients leave, and new values come back when the mode lets them.
+"""Takes a step whose optimizers run on the servers: gradients leave, and new values come when the mode lets them.
 
 In the synchronous modes a step is one push, of which a part may leave while the backward still runs; the
 half-asynchronous mode makes one push of several steps. In the asynchronous mode the communicator pushes and fetches.
@@ -8,113 +8,204 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy as np
+import torch
+
+from fleet.base.settings import CommunicatorKnobs
+from fleet.errors import NonFiniteGradientError, UnsupportedError
+from fleet.numeric.merge import merge
+from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.communicator import Communicator
-from fleet.ps.worker.context import Floor
-from fleet.ps.worker.delivery import Delivering, Push
-from fleet.ps.worker.dense_buffers import nbytes
-from fleet.ps.worker.gradient_merge import Clocks, GradientMerge, Gradients
-from fleet.ps.worker.gradients import UserGradients
-from fleet.ps.worker.handshake import check_delivered
+from fleet.ps.worker.gradient_merge import GradientMerge
+from fleet.ps.worker.lookups import RowReader
+from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.overlap import EarlyGradients, worthwhile
-from fleet.ps.worker.push import Pushing
+from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.push import Clocks, Gradients, Push, Pusher, Rows
+from fleet.ps.worker.trained_model import DenseValues, TrainedModel
+from fleet.telemetry.worker_figures import WorkerFigures
 
 
-class Stepping:
+class UserGradients:
+    """Reads the gradients that the user's backwards have left on the parameters and in the tables' handles."""
+
+    def __init__(self, trained: TrainedModel, progress: Progress, worker: int, *, check_finite: bool) -> None:
+        self._trained = trained
+        self._progress = progress
+        self._worker = worker
+        self.check_finite = check_finite
+
+    @torch.no_grad()
+    def dense(self) -> list[torch.Tensor | None]:
+        """Return the flat gradient of every parameter, on the CPU."""
+        grads = [param.grad for param in self._trained.description.params]
+        # With many small parameters each look at a gradient counts.
+        flat = [
+            grad
+            if grad is None or (grad.dim() == 1 and grad.is_cpu and not grad.is_sparse)
+            else self._flat(place, grad)
+            for place, grad in enumerate(grads)
+        ]
+        if self.check_finite:
+            for index, grad in enumerate(flat):
+                if grad is not None and not bool(torch.isfinite(grad).all()):
+                    raise self._not_finite(f"the gradient of {self._name(index)}")
+        return flat
+
+    def _flat(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        if grad.is_sparse:
+            raise UnsupportedError(
+                f"the gradient of {self._name(index)} is sparse",
+                todo="Hand the model to distributed_optimizer(…, model=…), so that its sparse tables go remote.",
+            )
+        return grad.reshape(-1).to("cpu")
+
+    def rows(self) -> dict[int, Rows]:
+        """Return, for every table that was used, distinct ids and the gradients of their rows."""
+        rows: dict[int, Rows] = {}
+        for index, handle in enumerate(self._trained.description.handles):
+            collected = [(ids.numpy(), grads.numpy()) for ids, grads in handle.collected()]
+            if not collected:
+                continue
+            ids, grads = collected[0] if len(collected) == 1 else merge(collected, 1)
+            if self.check_finite and not np.isfinite(grads).all():
+                got = f"id {ids[~np.isfinite(grads).all(axis=1)][0]}"
+                raise self._not_finite(f"the gradient of a row of {handle.name!r}", got)
+            rows[index] = (ids, grads)
+        return rows
+
+    def _name(self, index: int) -> str:
+        return repr(self._trained.plan.spec.params[index].name)
+
+    def _not_finite(self, what: str, got: Any = None) -> NonFiniteGradientError:
+        where = f"worker {self._worker}, step {self._progress.taken + 1}"
+        return NonFiniteGradientError(f"{what} holds NaN or infinity", where=where, got=got)
+
+
+class RemoteTraining:
+    """Takes the worker's steps, whose optimizers run on the servers."""
+
     def __init__(
         self,
-        floor: Floor,
+        policy: Policy,
+        communication: CommunicatorKnobs,
+        name: str,
         gradients: UserGradients,
-        pushing: Pushing,
-        delivering: Delivering,
-        begin_anew: Callable[[], None],
+        pusher: Pusher,
+        trained: TrainedModel,
+        values: DenseValues,
+        rows: RowReader,
+        own_states: OwnStates,
+        progress: Progress,
+        figures: WorkerFigures,
+        reload: Callable[[], None],
     ) -> None:
-        """``begin_anew`` is called when a server says that its values have been replaced."""
-        self._floor = floor
+        """Threads are named after ``name``. ``reload`` is called when a server says that its values have been
+        replaced."""
+        self._policy = policy
+        self._communication = communication
+        self._name = name
         self._gradients = gradients
-        self._pushing = pushing
-        self._delivering = delivering
-        self._begin_anew = begin_anew
-        self._communication = replace(floor.knobs.communicator, **dict(floor.strategy.communicator))  # type: ignore[arg-type]
-        self._merge = self._make_merge(floor.policy.steps_per_push(self._communication.max_merge_var_num))
+        self._pusher = pusher
+        self._trained = trained
+        self._values = values
+        self._rows = rows
+        self._own_states = own_states
+        self._progress = progress
+        self._figures = figures
+        self._reload = reload
+        self._steps_per_push = policy.steps_per_push(communication.max_merge_var_num)
+        self._merge = self._make_merge(self._steps_per_push)
         self._communicator: Communicator | None = None
         self._early: EarlyGradients | None = None
 
     def start(self) -> None:
-        """The first values are there: what works beside the user's thread may begin."""
-        if not self._floor.policy.awaits_answers:
-            merge, name = self._make_merge(0), str(self._floor.assignment.index)
+        """Begin what works beside the user's thread: the first values are there."""
+        if not self._policy.awaits_answers:
             self._communicator = Communicator(
                 self._communication,
-                merge,
-                self._push_behind,
+                self._make_merge(0),
+                partial(self._pusher.deliver_behind, at_once=self._communication.thread_pool_size),
                 self._fetch_behind,
-                name,
-                values_bytes=max(map(nbytes, self._floor.trained.layouts)),
-                gives_way=bool(self._floor.trained.description.handles) and self._floor.policy.lets_reads_go_first,
+                self._name,
+                values_bytes=self._trained.most_values_bytes,
+                gives_way=bool(self._trained.description.handles) and self._policy.lets_reads_go_first,
             )
         self._early = self._make_early()
 
     def grow(self) -> None:
-        """Further parameters have joined the job."""
-        self._merge = self._make_merge(self._merge.steps)
+        """Take in further parameters, which have joined the job."""
+        self._merge = self._make_merge(self._steps_per_push)
         if self._early is not None:
             self._early.close()
         self._early = self._make_early()
 
     def _make_merge(self, steps: int) -> GradientMerge:
-        return GradientMerge(self._floor.trained.description, steps, self._communication.is_sgd_optimizer)
+        return GradientMerge(self._trained.description, steps, self._communication.is_sgd_optimizer)
 
     def _make_early(self) -> EarlyGradients | None:
-        """What lets gradients leave ahead of their push, where each step is one push, of gradients as they are."""
-        params = self._floor.trained.description.params
-        may = self._floor.policy.sends_gradients_early(self._communication.max_merge_var_num)
-        if not (may and self._pushing.is_plain and worthwhile(params)):
+        """Make what sends gradients ahead of their push, where each step is one push, of gradients as they are."""
+        params = self._trained.description.params
+        may_leave = self._policy.sends_gradients_early(self._communication.max_merge_var_num)
+        if not (may_leave and self._pusher.is_plain and worthwhile(params)):
             return None
-        return EarlyGradients(params, self._pushing.send_part, str(self._floor.assignment.index))
+        return EarlyGradients(params, self._pusher.send_early, self._name)
 
     # ---------------------------------------------------------------- the user's thread
 
     def during_backward(self) -> AbstractContextManager[None]:
-        """What surrounds a backward that the step follows at once: its gradients may leave."""
+        """Surround a backward that the step follows at once: its gradients may leave."""
         return nullcontext() if self._early is None else self._early.leaving()
 
     def looked_up(self) -> None:
-        """The rows of a forward are there."""
+        """Note that the rows of a forward are there."""
         if self._communicator is not None:
             self._communicator.looked_up()
 
     def step(self) -> None:
-        """Push what this worker's gradients are now, or keep them for a push that is due later; return with the values
-        that the mode lets it go on with."""
-        floor, description = self._floor, self._floor.trained.description
+        """Push what this worker's gradients are now, or put them aside for a push that is due later; return with the
+        values that the mode lets it go on with."""
+        description = self._trained.description
         options = description.options()
         dense = self._gradients.dense()
-        ahead = 0
+        attempt = 0
         if self._early is not None:
-            ahead, sent = self._early.sent([param.grad for param in description.params])
+            attempt, sent = self._early.sent([param.grad for param in description.params])
             dense = [None if index in sent else grad for index, grad in enumerate(dense)]
         # When the values were read that the gradients were computed on; rows are read anew in the next step.
-        rows, read = self._gradients.rows(), Clocks(floor.fetching.read_at, floor.rows.take_clocks())
-        gradients = Gradients(dense, rows, read, options, ahead=ahead, state=floor.own.take())
-        floor.progress.take_step()
+        rows, read = self._gradients.rows(), Clocks(self._values.read_at, self._rows.take_clocks())
+        gradients = Gradients(dense, rows, read, options, ahead=attempt, state=self._own_states.take())
+        self._progress.take_step()
         if self._communicator is not None:
             self._leave_to(self._communicator, gradients)
-            return
-        due = self._merge.add(gradients)
-        if due is not None:
-            self._push(due)
+        elif self._steps_per_push == 1:
+            self._push(gradients)
+        else:
+            merged = self._merge.add(gradients)
+            if merged is not None:
+                self._push(merged)
 
     def _leave_to(self, communicator: Communicator, gradients: Gradients) -> None:
-        with self._floor.figures.push:
+        with self._figures.push:
             communicator.put(gradients.copied())
         fresh = communicator.fresh()
         if fresh is not None:
-            self._floor.fetching.take(fresh)
-        if self._floor.progress.replaced:
-            self._begin_anew()
+            self._values.write(fresh)
+        if self._progress.replaced:
+            self._reload()
+
+    def _push(self, gradients: Gradients) -> None:
+        frames, arrived = self._pusher.encode(gradients)
+
+        def take(replies: Sequence[Frame]) -> None:
+            arrived()
+            self._values.write(replies)
+
+        self._pusher.deliver(Push(gradients.steps, frames, take))
 
     def flush(self) -> None:
         """Have everything applied that this worker has computed."""
@@ -124,33 +215,12 @@ class Stepping:
         if rest is not None:
             self._push(rest)
 
-    def _push(self, gradients: Gradients) -> None:
-        frames, arrived = self._pushing.of_gradients(gradients)
-
-        def take(replies: Sequence[Frame]) -> None:
-            arrived()
-            self._floor.fetching.take(replies)
-
-        self._delivering.deliver(Push(gradients.steps, frames, take))
-
-    # ---------------------------------------------------------------- the communicator's threads
-
-    def _push_behind(self, gradients: Gradients, bring: bool) -> list[Frame]:
-        """A push which takes no new values itself."""
-        progress = self._floor.progress
-        frames, arrived = self._pushing.of_gradients(gradients, quiet=not bring)
-        what = f"push of step {progress.completed + 1}"
-        at_once = self._communication.thread_pool_size
-        replies = self._floor.lines.ask_all(lambda server, _: frames[server], what, at_once)
-        check_delivered(self._floor, progress.completed + 1, replies)
-        arrived()
-        progress.notice(replies)  # long before values are fetched again, perhaps
-        progress.completed, progress.steps = progress.completed + 1, progress.steps + gradients.steps
-        return replies
+    # ---------------------------------------------------------------- the communicator
 
     def _fetch_behind(self) -> list[Frame]:
-        what = f"parameters after step {self._floor.progress.completed}"
-        return self._floor.fetching.ask(what, self._communication.thread_pool_size)
+        return self._values.fetch(
+            f"parameters after step {self._progress.completed}", self._communication.thread_pool_size
+        )
 
     @property
     def queued(self) -> int:
@@ -160,12 +230,12 @@ class Stepping:
     # ---------------------------------------------------------------- the end
 
     def end(self) -> None:
-        """Tell the threads to stop; requests under way end with their lines."""
+        """Tell the threads to stop; requests under way end with their connections."""
         if self._communicator is not None:
             self._communicator.end()
 
     def close(self) -> None:
-        """The lines are closed: wait for the threads."""
+        """Wait for the threads, when the connections are closed."""
         if self._early is not None:
             self._early.close()
         if self._communicator is not None:

@@ -1,4 +1,4 @@
-"""What ``fleet.summary()`` returns, made of what every server tells."""
+"""Makes what ``fleet.summary()`` returns of the surveys of all servers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fleet.telemetry.figures import Figures
 
 
 def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures: Figures) -> dict[str, Any]:
-    """``surveys`` holds the JSON text of each server, ``figures`` what the worker tells of itself."""
-    told: list[dict[str, Any]] = [json.loads(text) for text in surveys]
+    """``surveys`` holds the JSON text of each server, ``figures`` are the worker's."""
+    servers: list[dict[str, Any]] = [json.loads(text) for text in surveys]
     tables: dict[str, dict[str, int]] = {}
-    for each in told:
+    for each in servers:
         for name, sizes in each["tables"].items():
             table = tables.setdefault(name, dict.fromkeys(sizes, 0))
             for key, size in sizes.items():
                 table[key] += size
-    counts = total(_numbered(each["staleness"]) for each in told)
+    counts = total(_numbered(each["staleness"]) for each in servers)
     return {
         "worker": worker,
         "mode": mode,
         "steps": steps,
         "figures": dict(figures),
-        "steps_by_worker": {int(index): count for index, count in told[0]["steps"].items()},
+        "steps_by_worker": {int(index): count for index, count in servers[0]["steps"].items()},
         "tables": tables,
         "staleness": {
             index: {name: _described(histogram) for name, histogram in by_name.items()}
@@ -35,7 +35,7 @@ def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures:
 
 
 def _numbered(by_worker: Mapping[str, Mapping[str, Mapping[str, int]]]) -> dict[int, dict[str, dict[int, int]]]:
-    """JSON has no numbers for keys."""
+    """Make the keys numbers again, which JSON has not."""
     return {
         int(worker): {name: {int(low): count for low, count in counts.items()} for name, counts in by_name.items()}
         for worker, by_name in by_worker.items()

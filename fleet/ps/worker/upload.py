@@ -1,4 +1,4 @@
-"""Values that a worker gives the servers: the initial ones, and others by name."""
+"""A worker gives values to the servers: the initial ones, and others by name."""
 
 from __future__ import annotations
 
@@ -16,44 +16,52 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import Slot
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.context import Floor
-from fleet.ps.worker.trained_model import Trained
+from fleet.ps.worker.connection import Connections
+from fleet.ps.worker.trained_model import TrainedModel
 
 #: Values travel in requests of about this size.
 UPLOAD_BYTES = 8 << 20
 
 
-def initialize(floor: Floor, answers: Sequence[Any], first_param: int = 0, first_table: int = 0) -> None:
-    """If that is this worker's part, send servers that have none the values of their blocks and rows, from the given
-    parameter and table on. ``answers`` say which these are."""
-    if floor.assignment.index != 0:
-        return
-    for server, (client, answer) in enumerate(zip(floor.lines.clients, answers, strict=True)):
+def initialize(
+    connections: Connections, trained: TrainedModel, answers: Sequence[Any], first_param: int = 0, first_table: int = 0
+) -> None:
+    """Send servers that have none the values of their blocks and rows, from the given parameter and table on.
+    ``answers`` say which these are. It is worker 0's part."""
+    for server, (connection, answer) in enumerate(zip(connections.by_server, answers, strict=True)):
         if not answer.initialized:
-            for frame in _initial_values(floor.trained, server, len(answers), first_param, first_table):
-                client.call(Frame(client.request(0, upload=frame.message), frame.tensors), "initial values")
-            client.call(Frame(client.request(0, ready=pb.Ready())), "initial values")
+            for frame in _initial_values(trained, server, len(answers), first_param, first_table):
+                connection.call(Frame(connection.request(0, upload=frame.message), frame.tensors), "initial values")
+            connection.call(Frame(connection.request(0, ready=pb.Ready())), "initial values")
 
 
-def replace(floor: Floor, dense: Mapping[str, torch.Tensor], rows: Mapping[str, tuple[Array, torch.Tensor]]) -> None:
-    """Give the servers other values of some parameters and rows, by name; rows come with their ids."""
-    spec, clients = floor.trained.plan.spec, floor.lines.clients
+def replace(
+    connections: Connections,
+    trained: TrainedModel,
+    step: int,
+    dense: Mapping[str, torch.Tensor],
+    rows: Mapping[str, tuple[Array, torch.Tensor]],
+) -> None:
+    """Give the servers, after a step, other values of some parameters and rows, by name; rows come with their ids."""
+    spec, by_server = trained.plan.spec, connections.by_server
     params = {index: dense[each.name] for index, each in enumerate(spec.params) if each.name in dense}
-    for server, client in enumerate(clients):
-        blocks = [slot for slot in floor.trained.layouts[server].slots if slot.block.param in params]
+    for server, connection in enumerate(by_server):
+        blocks = [slot for slot in trained.layouts[server].slots if slot.block.param in params]
         tables = (
             frame
             for index, each in enumerate(spec.tables)
             if each.name in rows
-            for frame in _rows_of(server, len(clients), index, *rows[each.name])
+            for frame in _rows_of(server, len(by_server), index, *rows[each.name])
         )
         for frame in chain(_blocks_of(blocks, params), tables):
             frame.message.anew = True
-            request = client.request(floor.progress.completed, upload=frame.message)
-            client.call(Frame(request, frame.tensors), "other values")
+            request = connection.request(step, upload=frame.message)
+            connection.call(Frame(request, frame.tensors), "other values")
 
 
-def _initial_values(trained: Trained, server: int, servers: int, first_param: int, first_table: int) -> Iterator[Frame]:
+def _initial_values(
+    trained: TrainedModel, server: int, servers: int, first_param: int, first_table: int
+) -> Iterator[Frame]:
     described = trained.description
     slots = [slot for slot in trained.layouts[server].slots if slot.block.param >= first_param]
     yield from _blocks_of(slots, dict(enumerate(described.params)))

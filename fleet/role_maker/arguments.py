@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fleet.base import checks
 from fleet.base.cluster import Endpoint, parse_address
 from fleet.errors import ArgumentTypeError, ConfigurationError
 
@@ -55,7 +56,7 @@ def refuse_duplicates(name: str, items: Iterable[object]) -> None:
 
 
 def index(name: str, value: object) -> int:
-    number = _int(name, value)
+    number = checks.integer(name, value)
     if number < 0:
         raise ConfigurationError(f"{name} must not be negative", expected="0 or more", got=number)
     return number
@@ -69,14 +70,7 @@ def below(name: str, value: int, limit: int, members: str) -> None:
 
 
 def count(name: str, value: object) -> int:
-    number = _int(name, value)
+    number = checks.integer(name, value)
     if number <= 0:
         raise ConfigurationError(f"{name} must be greater than 0", expected="1 or more", got=number)
     return number
-
-
-def _int(name: str, value: object) -> int:
-    # True is an int to Python; as an id or a count it is a slip.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be an int", expected="int", got=repr(value))
-    return value

@@ -1,9 +1,10 @@
-"""What a GEO worker trains: its own parameters by the user's own optimizers, and its own rows of the tables.
+"""GEO on a worker: steps are taken on its own parameters by the user's own optimizers, and on its own rows of the
+tables; from time to time these are brought to agree with the servers'.
 
-Every so many steps it tells the servers how far it has come since they last agreed, ``d = (x - old) / N``, and takes
-in what the others have done meanwhile: ``x += p - old``, where ``p`` is what the servers have then. ``old`` is what
-servers and worker agreed on, for every parameter and every row that the worker holds. With one worker ``p - old`` is
-zero to the bit, and ``x`` what plain torch computes.
+Every so many steps a worker tells the servers how far it has come since they last agreed, ``d = (x - old) / N``, and
+takes in what the others have done meanwhile: ``x += p - old``, where ``p`` is what the servers have then. ``old`` is
+what servers and worker agreed on, for every parameter and every row that the worker holds. With one worker ``p - old``
+is zero to the bit, and ``x`` what plain torch computes.
 
 A row is fetched when it is first trained here, and is held from then on.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import Entry, set_state, state_entries
 from fleet.kernels import RULES
 from fleet.numeric.ids import unique
@@ -26,22 +27,20 @@ from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
 from fleet.plan.specs import TableSpec
 from fleet.ps.table.table import WEIGHT, Table
-from fleet.ps.worker.dense_buffers import Flat, ParameterWriter, pack
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.connection import Connections
 from fleet.ps.worker.describe import Description
-
-Rows = tuple[Ids, Array]
-
-
-@dataclass(frozen=True)
-class Change:
-    """How far a worker has come: for every server all its blocks end to end, and the touched rows of every table."""
-
-    dense: Sequence[Flat]
-    rows: Mapping[int, Rows]
+from fleet.ps.worker.lookups import RowReader
+from fleet.ps.worker.object_states import OwnStates
+from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.push import Change, Clocks, Push, Pusher, Rows, pack
+from fleet.ps.worker.state_reader import exported
+from fleet.ps.worker.step import UserGradients
+from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel
 
 
-class HeldRows:
-    """The rows of one table that this worker holds, with their optimizer state; and what they were agreed to be."""
+class TableReplica:
+    """Holds rows of one table with their optimizer state, and the values that were agreed on."""
 
     def __init__(self, spec: TableSpec, rule: str) -> None:
         kernel = RULES[rule].rows
@@ -51,7 +50,7 @@ class HeldRows:
         self._touched: list[Ids] = []
 
     def read(self, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array:
-        """The rows of ids, which are distinct. What is not held is fetched, and held if it is to be trained."""
+        """Return the rows of distinct ids. What is not held is fetched, and held if it is to be trained."""
         if training:
             self.hold(ids, fetch)
             return self._mine.read(ids, training)
@@ -68,7 +67,7 @@ class HeldRows:
             self._mine.load(missing, {WEIGHT: fetched})
 
     def missing(self, ids: Ids) -> Ids:
-        """The ids among these that are not held."""
+        """Return those of the ids that are not held."""
         missing: Ids = ids[~self._mine.known(ids)]
         return missing
 
@@ -85,8 +84,8 @@ class HeldRows:
         change = self._mine.read(ids, True) - self._agreed.read(ids, True)
         return ids, change / change.dtype.type(divisor)
 
-    def told(self, ids: Ids, change: Array) -> None:
-        """The servers have added this change."""
+    def agree(self, ids: Ids, change: Array) -> None:
+        """Note that the servers have added this change."""
         self._agreed.add(ids, change)
         self._touched.clear()
 
@@ -103,6 +102,8 @@ class HeldRows:
 
 
 class Replica:
+    """Holds what the worker trains: parameters and rows, and the values that were agreed on."""
+
     def __init__(
         self,
         described: Description,
@@ -118,7 +119,7 @@ class Replica:
         self._workers = workers
         self._agreed = agreed
         groups = described.spec.groups
-        self._tables = [HeldRows(spec, groups[spec.group].rule) for spec in described.spec.tables]
+        self._tables = [TableReplica(spec, groups[spec.group].rule) for spec in described.spec.tables]
         for spec, table in zip(described.spec.tables, self._tables, strict=True):
             table.warm(described.option_values(spec.group))
 
@@ -131,7 +132,7 @@ class Replica:
         return self._tables[index].missing(ids)
 
     def train(self, update: Callable[[], None], rows: Mapping[int, Rows], fetch: Callable[[int, Ids], Array]) -> None:
-        """One step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
+        """Take one step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
         for index, (ids, _) in rows.items():  # what was read in evaluation mode is not held yet
             self._tables[index].hold(ids, partial(fetch, index))
         with self._tables_aside():
@@ -142,7 +143,7 @@ class Replica:
 
     @contextmanager
     def _tables_aside(self) -> Iterator[None]:
-        """Gradients of rows are none of torch's optimizers' business."""
+        """Hide gradients of rows from torch's optimizers."""
         weights = [handle.weight for handle in self._described.handles]
         grads = [weight.grad for weight in weights]
         for weight in weights:
@@ -156,7 +157,7 @@ class Replica:
     # ---------------------------------------------------------------- agreeing with the servers
 
     def change(self) -> Change:
-        """How far this worker has come, its share of it. Nothing is altered."""
+        """Return this worker's share of how far it has come. Nothing is altered."""
         dense = [
             {dtype: (value - agreed[dtype]).div_(self._workers) for dtype, value in now.items()}
             for now, agreed in zip(self._values(), self._agreed, strict=True)
@@ -165,14 +166,14 @@ class Replica:
         return Change(dense, {index: change for index, change in rows.items() if change is not None})
 
     def agree(self, change: Change, values: Sequence[Flat], others: Iterable[tuple[int, Ids, Array]]) -> None:
-        """The servers have added ``change``, and have these values now; ``others`` have changed these rows."""
+        """Take in what the servers have: these values, with ``change`` added, and the rows that ``others`` changed."""
         fresh = []
         for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
             fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
         self._writer.write(fresh)
         self._agreed = values
         for index, (ids, rows) in change.rows.items():
-            self._tables[index].told(ids, rows)
+            self._tables[index].agree(ids, rows)
         for index, ids, rows in others:
             self._tables[index].take(ids, rows)
 
@@ -195,3 +196,98 @@ class Replica:
 
     def _owner(self, group: int) -> torch.optim.Optimizer:
         return self._described.optimizers[self._described.spec.groups[group].optimizer]
+
+
+class GeoTraining:
+    """Takes the worker's steps on its replica, and brings that to agree with the servers."""
+
+    def __init__(
+        self,
+        steps_per_push: int,
+        workers: int,
+        gradients: UserGradients,
+        pusher: Pusher,
+        trained: TrainedModel,
+        values: DenseValues,
+        rows: RowReader,
+        own_states: OwnStates,
+        connections: Connections,
+        progress: Progress,
+        fetch_rows: Callable[[int, Ids], Array],
+    ) -> None:
+        """``fetch_rows`` brings rows of a table from the servers, to be trained."""
+        self._steps_per_push = steps_per_push
+        self._workers = workers
+        self._gradients = gradients
+        self._pusher = pusher
+        self._trained = trained
+        self._values = values
+        self._rows = rows
+        self._own_states = own_states
+        self._connections = connections
+        self._progress = progress
+        self._fetch_rows = fetch_rows
+        self._unsent = 0  #: steps since the replica last agreed with the servers
+        self._state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with these
+        #: from the first values on
+        self.replica: Replica | None = None
+
+    def begin_from(self, values: list[Flat]) -> None:
+        """Train on these values of the servers from now on."""
+        trained = self._trained
+        self.replica = Replica(trained.description, trained.layouts, trained.writer, self._workers, values)
+        if self._progress.steps:
+            self._restore(self.replica)
+
+    def _restore(self, replica: Replica) -> None:
+        """Take over the optimizer state that the job's checkpoint has for the dense parameters."""
+        params = self._trained.plan.spec.params
+        assembly = Assembly({spec.name: spec.numel for spec in params}, "what the servers restored")
+        for connection in self._connections.by_server:
+            for piece in exported(connection, self._progress.completed):
+                if "dense" not in piece.about:
+                    break
+                assembly.add(piece.about["dense"], [torch.as_tensor(each) for each in piece.tensors.values()])
+        for spec in params:
+            replica.restore(spec.name, *assembly.whole(spec.name))
+
+    def step(self, update: Callable[[], None]) -> None:
+        """Take one step, in which ``update`` runs the user's optimizers."""
+        assert self.replica is not None
+        if self._gradients.check_finite:
+            self._gradients.dense()
+        self.replica.train(update, self._gradients.rows(), self._fetch_rows)
+        self._progress.take_step()
+        self._unsent += 1
+        state = self._own_states.take()
+        self._state = self._state if state is None else state
+        if self._unsent >= self._steps_per_push:
+            self._agree(self.replica)
+
+    def flush(self) -> None:
+        """Tell the servers of everything that this worker has trained."""
+        if self.replica is not None and self._unsent:
+            self._agree(self.replica)
+
+    def _agree(self, replica: Replica) -> None:
+        """Tell the servers how far this worker has come, and take in what the others have done."""
+        self._trained.description.check_types()
+        clocks = Clocks(self._values.read_at, self._rows.read_at)
+        frames, as_sent = self._pusher.encode_change(replica.change(), clocks, self._unsent, self._state)
+
+        def take(replies: Sequence[Frame]) -> None:
+            replica.agree(as_sent, self._values.read(replies), list(self._changed_rows(replies)))
+            self._unsent, self._state = 0, None
+
+        # Half an exchange with the servers would be made once more with the next.
+        self._pusher.deliver(Push(self._unsent, frames, take, at_a_stretch=True))
+
+    def _changed_rows(self, replies: Sequence[Frame]) -> Iterator[tuple[int, Array, Array]]:
+        """Yield table, ids and values of the rows that others have changed."""
+        for server, (layout, reply) in enumerate(zip(self._trained.layouts, replies, strict=True)):
+            tensors = iter(reply.tensors[len(layout.dtypes) :])
+            for index in reply.message.changed:
+                yield index, next(tensors).numpy(), next(tensors).numpy()
+            self._rows.read_at.update(
+                {(server, index): clock for index, clock in enumerate(reply.message.table_clocks)}
+            )

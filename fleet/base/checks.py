@@ -1,0 +1,55 @@
+"""Plain checks of arguments and options: each gives the value back, or says by its name what it must be."""
+
+from __future__ import annotations
+
+from fleet.errors import ArgumentTypeError, ConfigurationError
+
+_INFINITY = float("inf")
+
+
+def integer(name: str, value: object, kind: str = "an int") -> int:
+    """An int. True is one to Python; as a number it is a slip."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be {kind}", got=repr(value))
+    return value
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """An int of at least ``least``."""
+    number = integer(name, value)
+    if number < least:
+        raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=number)
+    return number
+
+
+def whole_or_none(name: str, value: object, least: int) -> int | None:
+    return None if value is None else whole(name, value, least)
+
+
+def real(name: str, value: object, kind: str = "a number") -> float:
+    """An int or a float, NaN and infinity among them."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ArgumentTypeError(f"{name} must be {kind}", got=repr(value))
+    return value
+
+
+def number(name: str, value: object, least: float, *, below: float = _INFINITY, above: bool = False) -> float:
+    """A number from ``least`` on, or with ``above`` above it, and below ``below``."""
+    given = real(name, value)
+    if not least <= given < below or (above and given == least):
+        bound = f"{'above' if above else 'at least'} {least:g}"
+        expected = bound if below == _INFINITY else f"{bound} and below {below:g}"
+        raise ConfigurationError(f"{name} is out of range", expected=expected, got=value)
+    return given
+
+
+def switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True or False", got=repr(value))
+    return value
+
+
+def switch_or_none(name: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be True, False or None", got=repr(value))
+    return value

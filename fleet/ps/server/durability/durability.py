@@ -1,0 +1,394 @@
+"""When a durable server writes, and when it reads: the journal before a request is carried out, a snapshot when the
+journal is long, both when it starts again.
+
+A snapshot is of the moment it is begun in, between two requests, at which the journal changes as well: parameters are
+copied then, and rows are kept as they are (frozen_view.py) until they are written, beside the requests that follow. One
+is written at a time. It is given up when other values take the place of those it is of, and when the server ends: the
+journal has everything.
+
+A server without FLEET_DURABLE_DIR has none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from fleet.base.clock import Clock
+from fleet.base.settings import Knobs
+from fleet.errors import ConfigurationError, FleetError, ServerLostError
+from fleet.plan.specs import JobSpec
+from fleet.ps.consistency.gate import Effect
+from fleet.ps.server.checkpoint_reader import Origin
+from fleet.ps.server.checkpoint_share import write_pieces
+from fleet.ps.server.durability.snapshot import (
+    Shot,
+    carried_over,
+    is_unfinished,
+    parameters_of,
+    recall,
+    restore,
+    state_of,
+)
+from fleet.ps.server.durability.state_directory import Kind, StateDirectory
+from fleet.ps.server.job import Job, new_job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
+from fleet.ps.server.pending import Outbox
+from fleet.ps.table.shard import Piece, Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame, read_frame
+
+_log = logging.getLogger("fleet.server")
+
+#: Requests that change what a server would do next.
+NOTED = frozenset(
+    ("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "give", "bye", "abort")
+)
+
+
+class _GivenUpError(Exception):
+    """Nobody wants this snapshot any more."""
+
+
+class Durability:
+    def __init__(
+        self,
+        directory: StateDirectory,
+        lock: AbstractContextManager[object],
+        end: JobEnd,
+        members: Members,
+        clock: Clock,
+        knobs: Knobs,
+        where: str,
+        cannot_sync: Callable[[OSError], FleetError],
+    ) -> None:
+        """``lock`` is the server's, under which all is called that says nothing else; ``cannot_sync`` ends the job on a
+        thread that does not have it."""
+        self._directory = directory
+        self._lock = lock
+        self._end = end
+        self._members = members
+        self._clock = clock
+        self._knobs = knobs
+        self._where = where
+        self._cannot_sync = cannot_sync
+        #: pushes and gatherings that may not be finished, by what tells them apart
+        self._unfinished: dict[tuple[str, int, int], Frame] = {}
+        #: whether the journal is being done over
+        self.replaying = False
+        #: whether there is anything from before
+        self.goes_on = False
+        #: the shard that the last snapshot is of, and the epoch that began with it
+        self._kept: tuple[Shard | None, int] = (None, 0)
+        self._writer: threading.Thread | None = None
+        #: the number of the last snapshot, unless it was given up
+        self._wanted: int | None = None
+        self._closed = False
+
+    @property
+    def directory(self) -> Path:
+        return self._directory.directory
+
+    # ---------------------------------------------------------------- the journal
+
+    def note(self, job: Job | None, kind: str, frame: Frame, outbox: Outbox) -> None:
+        """Have a request that changes anything in the journal, before it does."""
+        if kind not in NOTED:
+            return
+        self._record(Kind.REQUEST, frame.buffers, job, outbox)
+        message = frame.message
+        if kind == "push":
+            self._unfinished[kind, message.worker, message.step] = frame
+        elif kind == "gather":
+            self._unfinished[kind, message.worker, message.gather.number] = frame
+
+    def note_origin(self, origin: Origin, outbox: Outbox) -> None:
+        """Have in the journal, before the first hello, what the job begins with."""
+        self._record(Kind.ORIGIN, lambda: [json.dumps(astuple(origin)).encode()], None, outbox)
+
+    def note_lost(self, job: Job, worker: int, outbox: Outbox) -> None:
+        """Have in the journal that a worker is given up on."""
+        self._record(Kind.LOST, lambda: [worker.to_bytes(4, "little")], job, outbox)
+
+    def note_handed(self, job: Job, request: Frame, outbox: Outbox) -> None:
+        """Have in the journal that the answer to a request is about to be made, and remembered."""
+        self._record(Kind.HANDED, request.buffers, job, outbox)
+
+    def _record(self, kind: Kind, buffers: Callable[[], list[Any]], job: Job | None, outbox: Outbox) -> None:
+        if self.replaying:
+            return
+        try:
+            self._directory.record(kind, buffers())
+        except OSError as error:
+            raise self._end.cannot_keep(error, job, outbox) from None
+
+    def secure(self) -> FleetError | None:
+        """Have on the disk what has to be there before anybody hears of it. Without the lock, as it may take long."""
+        return self._synced(self._directory.secure)
+
+    def sync_if_due(self, now: float) -> None:
+        """Have the journal on the disk from time to time. Without the lock."""
+        self._synced(lambda: self._directory.sync_if_due(now))
+
+    def _synced(self, sync: Callable[[], None]) -> FleetError | None:
+        try:
+            sync()
+        except OSError as error:
+            return self._cannot_sync(error)
+        return None
+
+    # ---------------------------------------------------------------- what a machine that stopped has lost
+
+    def compare(self, job: Job, kind: str, request: Any, outbox: Outbox) -> list[Effect]:
+        """See to it that nobody waits for what is lost: a server that has gone on may have kept less than it had
+        acknowledged, which shows in what its workers take for granted. The job ends with that, but where each worker
+        goes at its own pace, and nothing depends on what it was given: there it goes on without the steps that are
+        gone, with what follows from that."""
+        if not self.goes_on or kind == "abort":
+            return []
+        worker, effects = request.worker, []
+        gate = job.rounds.gate
+        known = request.step - (kind in ("push", "part"))
+        kept = gate.clocks.get(worker, known)  # of one that has said goodbye nothing is expected
+        if kept < known and job.policy.may_lose_steps:
+            if not self.replaying:
+                text = "%s: goes on without steps %d to %d of worker %d, which were acknowledged and not kept (%s)"
+                _log.warning(text, self._where, kept + 1, known, worker, self._policy)
+            effects = gate.make_up(worker, known)
+        elif kept < known:
+            raise self._lost(job, worker, f"step {known}", f"step {kept}", outbox)
+        if kind == "gather" and request.gather.number - 1 > job.reductions.reached(worker):
+            met, kept = request.gather.number - 1, job.reductions.reached(worker)
+            raise self._lost(job, worker, f"gathering {met}", f"gathering {kept}", outbox)
+        if worker == 0 and kind in ("pull", "push") and _waits_for_first(job, kind, request):
+            raise self._lost(job, worker, "initial values", "none", outbox)
+        return effects
+
+    def _lost(self, job: Job, worker: int, known: str, kept: str, outbox: Outbox) -> FleetError:
+        failure = ServerLostError(
+            "a server has kept less than it had acknowledged",
+            where=f"{self._where}, {self.directory}",
+            expected=f"{known}, which worker {worker} takes for granted",
+            got=f"{kept} ({self._policy})",
+            todo="Start the whole job again, from its last checkpoint if there is one. With FLEET_DURABLE_SYNC=always "
+            "nothing is lost when a machine stops.",
+        )
+        self._end.fail(failure, job, outbox)
+        return failure
+
+    @property
+    def _policy(self) -> str:
+        return f"FLEET_DURABLE_SYNC={self._knobs.durable_sync}"
+
+    # ---------------------------------------------------------------- snapshots
+
+    def begin_if_due(self, job: Job) -> None:
+        """Let go of what is finished, and begin a snapshot if it is time for one and none is being written."""
+        self._forget_finished(job)  # at once: what is held on to is memory for the next request
+        if self._is_due(job) and (self._writer is None or not self._writer.is_alive()):
+            name = f"fleet-snapshot-{self._where}"
+            self._writer = threading.Thread(target=lambda: self._take_behind(job), name=name, daemon=True)
+            self._writer.start()
+
+    def take_now(self, job: Job, outbox: Outbox) -> None:
+        """Take a snapshot before anything else is done: of what the journal says nothing of."""
+        try:
+            shot = self._begin(job, behind=False)
+            self._write(shot, contextlib.nullcontext(), behind=False)
+        except OSError as error:
+            raise self._end.cannot_keep(error, job, outbox) from None
+
+    def _forget_finished(self, job: Job) -> None:
+        self._unfinished = {key: frame for key, frame in self._unfinished.items() if is_unfinished(job, *key)}
+
+    def _is_due(self, job: Job) -> bool:
+        """Whether it is time for a snapshot, and everything is there that one is made of. None can be taken while
+        somebody who has left has a part in something unfinished: what it brought would be refused when it is done
+        over."""
+        if self._closed or self._end.begun or not job.is_whole or self.replaying or not self._directory.is_due:
+            return False
+        self._forget_finished(job)
+        clocks = job.rounds.gate.clocks
+        return all(worker in clocks for _, worker, _ in self._unfinished)
+
+    def _take_behind(self, job: Job) -> None:
+        if self._synced(self._directory.sync) is not None:  # now, lest it take long under the lock
+            return
+        try:
+            with self._lock:
+                if not self._is_due(job):
+                    return
+                shot = self._begin(job, behind=True)
+            self._write(shot, self._lock, behind=True)
+        except _GivenUpError:
+            pass
+        except Exception as error:
+            _log.warning("%s: no snapshot could be taken, and the journal grows: %r", self._where, error)
+
+    def _begin(self, job: Job, *, behind: bool) -> Shot:
+        """A snapshot of a job whose parameters all are there, as they are now."""
+        shard = job.shard
+        assert shard is not None
+        self._forget_finished(job)
+        state = state_of(job, shard, self._members.told(), self._unfinished)
+        (last, since), whole = self._kept, sum(table.nbytes for table in shard.tables)
+        on_top = last is shard and self._directory.table_bytes < 2 * whole
+        epoch = shard.history.next_epoch()
+        carried = carried_over(job, shard, self._unfinished)
+        parameters, rows = parameters_of(shard)
+        draft = self._directory.begin(state, carried, on_top=on_top, behind=behind)
+        frozen = shard.freeze(since if on_top else 0, draft.pieces.add)
+        self._wanted = draft.number
+        return Shot(draft, shard, epoch, parameters, rows, frozen)
+
+    def _write(self, shot: Shot, lock: AbstractContextManager[object], *, behind: bool) -> None:
+        """Write all of it; ``lock`` is held around what has to do with the job."""
+
+        def export(cursor: str) -> Piece:
+            with lock:
+                self._check_wanted(shot)
+                return shot.export(cursor)
+
+        try:
+            with shot.draft.pieces as pieces:
+                for piece in shot.parameters:
+                    pieces.add(piece.about, piece.tensors)
+                write_pieces(pieces, shot.rows, export, self._clock, behind=behind)
+            snapshot = self._directory.publish(shot.draft)
+        except Exception:
+            self._directory.discard(shot.draft)
+            with lock:
+                self._check_wanted(shot)  # else a failure is nobody's concern
+            raise
+        finally:
+            with lock:
+                shot.frozen.leave()
+        with lock:
+            self._check_wanted(shot)  # else it may stay: it leads to where others do
+            self._directory.adopt(shot.draft, snapshot)
+            self._kept = shot.shard, shot.epoch
+        self._directory.clean()
+
+    def _check_wanted(self, shot: Shot) -> None:
+        if self._wanted != shot.draft.number:
+            raise _GivenUpError
+
+    # ---------------------------------------------------------------- recovery
+
+    def recover(
+        self,
+        running: Callable[[], Job | None],
+        *,
+        begin: Callable[[Job], None],
+        begin_with: Callable[[Origin], None],
+        ask: Callable[[Frame], object],
+        hand_out: Callable[[Job, Frame], None],
+        lose: Callable[[Job, int], None],
+    ) -> None:
+        """Be where the server was whose directory this is: ``begin`` its job, or ``begin_with`` the checkpoint that it
+        began with, ``ask`` what was asked, ``hand_out`` what workers were given, ``lose`` whom it gave up on."""
+        self._begin_from_snapshot(begin)
+        self.replaying = True
+        try:
+            for kind, data in self._directory.records():
+                self.goes_on = True
+                if kind is Kind.ORIGIN:
+                    begin_with(Origin(*json.loads(bytes(data))))
+                    continue
+                if kind is Kind.REQUEST:
+                    frame = read_frame(pb.Request, [data])
+                    if running() is None and frame.message.WhichOneof("kind") != "hello":
+                        raise _placed_otherwise(self.directory)
+                    with contextlib.suppress(FleetError):  # it was refused then as well
+                        ask(frame)
+                    continue
+                job = running()
+                if job is None:
+                    # There was a job: its first hello is refused now, and the rest would be dropped without a word.
+                    raise _placed_otherwise(self.directory)
+                if kind is Kind.LOST:
+                    lose(job, int.from_bytes(data, "little"))
+                elif kind is Kind.HANDED:
+                    with contextlib.suppress(FleetError):
+                        hand_out(job, read_frame(pb.Request, [data]))
+                else:
+                    recall(job, kind, read_frame(pb.Reply, [data], limit=len(data)))
+        finally:
+            self.replaying = False
+        self.goes_on = self.goes_on or self._directory.snapshot is not None
+        if (job := running()) is not None:
+            self._go_on(job)
+
+    def _begin_from_snapshot(self, begin: Callable[[Job], None]) -> None:
+        if self._directory.snapshot is None:
+            return
+        state = self._directory.snapshot.state
+        spec = JobSpec.from_json(state["spec"])
+        most_bytes = self._knobs.security.max_message_bytes
+        job = new_job(spec, state["job_id"], self._where, most_bytes, self._knobs.rpc_deadline_s)
+        placement = job.plans.current.placement
+        # Versions that noted no placement dealt as this one does, where they did not hash.
+        if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
+            raise _placed_otherwise(self.directory)
+        shard = restore(job, state, self._directory.pieces(), self._clock.now())
+        self._kept = shard, shard.history.next_epoch()
+        begin(job)
+        self._members.resume(spec.settings, state["members"])
+
+    def _go_on(self, job: Job) -> None:
+        self._members.surmise()
+        self._end.inform_again()
+        ours = self._knobs.job_id
+        if ours not in ("", job.job_id):
+            raise ConfigurationError(
+                "the state of another job is kept here",
+                where=str(self.directory),
+                expected=f"job {ours!r} (FLEET_JOB_ID)",
+                got=f"job {job.job_id!r}",
+                todo=f"Set FLEET_JOB_ID={job.job_id} everywhere to go on with it; if it is over, remove the directory, "
+                "or let this job keep its state elsewhere (FLEET_DURABLE_DIR).",
+            )
+        _log.warning("%s: goes on from %s, at version %d", self._where, self.directory, job.rounds.gate.version)
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Keep what has to be kept, after the last request. Without the lock."""
+        self.stop_writing()
+        if self._end.over:
+            self._directory.forget()
+        else:
+            self._directory.close()
+
+    def stop_writing(self) -> None:
+        """Give up the snapshot that is being written. Without the lock."""
+        with self._lock:
+            self._closed, self._wanted = True, None
+        if self._writer is not None:
+            self._writer.join()
+
+
+def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
+    """Whether a request of worker 0 would wait for values that worker 0 has brought already: it asks for none, and
+    trains on none, before they are acknowledged."""
+    if not job.initialized:
+        return not job.began.id
+    plans = job.plans
+    return plans.growing and request.worker not in plans.outgrown and (kind == "push" or request.pull.dense)
+
+
+def _placed_otherwise(directory: Path) -> ConfigurationError:
+    return ConfigurationError(
+        "the state that is kept here is of a version of this package that gave servers other parts of the parameters",
+        where=str(directory),
+        todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
+        "not depend on it.",
+    )
