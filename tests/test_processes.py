@@ -16,6 +16,8 @@ from harness import PATIENT, Job, until
 from patience import PROCESSES_S
 from scripts import train
 
+from fleet.base.cluster import Endpoint
+from fleet.base.ports import is_taken
 from fleet.base.settings import Knobs
 from fleet.errors import DeadlineError, JobAbortedError
 from fleet.ps.backend import real_network
@@ -95,11 +97,8 @@ class Here:
 
     def __init__(self, endpoints: list[str], workers: int, variant: str = "", **environ: str) -> None:
         self.said: list[str] = []
-        #: workers that have said something wait for it
-        self.go_on = threading.Event()
-        self.go_on.set()
         self._job = Job(
-            lambda made, _: train.train(made, variant, self._say),
+            lambda made, _: train.train(made, variant, self.said.append),
             workers,
             network=real_network(Knobs.read(environ)),
             endpoints=endpoints,
@@ -114,10 +113,6 @@ class Here:
             self._threads.append(threading.Thread(target=member, args=(index,), name=name, daemon=True))
             self._threads[-1].start()
         return self
-
-    def _say(self, line: str) -> None:
-        self.said.append(line)
-        assert self.go_on.wait(PROCESSES_S)
 
     def heard(self, wanted: str) -> None:
         """Wait until a worker here says so."""
@@ -386,12 +381,10 @@ def test_a_forgotten_stop_worker_is_told_of_alone(processes: Processes) -> None:
 
 def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
     endpoints = free_endpoints(1)
-    here = Here(endpoints, 1)
-    here.go_on.clear()
-    here.start(servers=[0], workers=[0]).heard("joined")
+    here = Here(endpoints, 1, "again").start(servers=[0])
+    until(lambda: is_taken(Endpoint.parse(endpoints[0])))
     code, _, err = ended(processes.start("-m", "fleet", "server", "--endpoint", endpoints[0]))
-    here.go_on.set()
-    here.end()
+    here.start(workers=[0]).end()
     assert code != 0
     assert f"port {endpoints[0].partition(':')[2]} is in use" in err
     assert f"process {os.getpid()}" in err
