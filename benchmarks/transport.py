@@ -1,4 +1,4 @@
-"""How a reply can come late over Python's gRPC, and what each way costs: the figures behind docs/design.md's choice.
+"""How a reply can come late over Python's gRPC, and what each way costs: the figures behind docs/decisions/0001.
 
     python benchmarks/transport.py [--quick] [--json FILE]
 

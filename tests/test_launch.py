@@ -274,6 +274,8 @@ print(*servers)
 def test_a_second_job_in_the_same_folder_is_refused(launch: Launch, tmp_path: Path) -> None:
     first = launch("print('first', flush=True); ready(); wait('go')", *ONE_AND_TWO)
     until(all_ready(tmp_path, 3))
+    written = [tmp_path / "logs" / f"{process}.log" for process in ("server.0", "worker.0", "worker.1")]
+    until(lambda: all(path.exists() and path.read_bytes() == b"first\n" for path in written))
     logs = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir() if path.suffix != ".jsonl"}
     code, _, err = finish(launch("ready()", *ONE_AND_TWO))
     assert code == 2

@@ -29,7 +29,7 @@ _PREFIX = struct.Struct("<4sIQ")
 _MAGIC = b"FLT1"
 PREFIX_BYTES = _PREFIX.size
 
-#: Pieces of this size move fastest through Python's gRPC (measured: docs/design.md).
+#: Pieces of this size move fastest through Python's gRPC (measured: docs/decisions/0002-frames.md).
 PIECE_BYTES = 1 << 20
 #: Enough to describe a hundred thousand parameters. A header may take sixteen times its size when it is read.
 MAX_HEADER_BYTES = 16 << 20

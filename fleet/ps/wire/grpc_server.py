@@ -3,7 +3,7 @@
 gRPC's threaded server takes a handler marked ``experimental_non_blocking``: it is called on a pool thread with a
 callback, returns at once, and answers through the callback whenever it likes, from any thread (the health-checking
 service that ships with gRPC is built on it). Measured against ``grpc.aio`` with threads it takes half the time; the
-figures are in docs/design.md.
+figures are in docs/decisions/0001-late-replies.md.
 """
 
 from __future__ import annotations
