@@ -20,7 +20,7 @@ import torch
 from dying import ENVIRON, MOMENTS, Crashes, DyingJob, Host, at, every
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, SOON, Job, run_job, until
-from inside import found_job, gate_of, leave
+from inside import flush, found_job, gate_of, leave
 from patience import PATIENCE_S
 
 import fleet.nn
@@ -1191,6 +1191,7 @@ def test_who_starts_again_beside_a_server_that_has_kept_less(tmp_path: Path, mod
         if step == 6:
             # In GEO the journal also has what was handed out.
             host.misfortune = without_last(8 if mode == "geo" else 3)
+            flush(made)
             leave(made)
             host.kill()
             raise EndedError

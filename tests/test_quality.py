@@ -46,6 +46,7 @@ def test_gradients_are_as_stale_as_the_schedule_says() -> None:
     assert trained.weight.item() == 60
 
 
+@pytest.mark.slow
 def test_compensation_pays_where_gradients_are_stale() -> None:
     task = Digits()
     for seed in range(2):
