@@ -55,9 +55,12 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 # Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way. Three
-# tests at a time, on two cores as well: most of them wait for something part of the time.
+# tests at a time, on two cores as well: most of them wait for something part of the time. Bytecode is kept, whatever the
+# shell says of it: without, a hundred processes would each compile the package anew.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --dist worksteal
+
 test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(ARGS)
+	$(PYTEST) --numprocesses 3 $(ARGS)
 
 # ---------------------------------------------------------------------------------------------- for contributors
 
@@ -69,7 +72,7 @@ $(MPIS): $(STAMP)
 	@touch $@
 
 test-mpi: $(STAMP) $(MPIS)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m mpi $(ARGS)
+	$(PYTEST) --numprocesses 2 -m mpi $(ARGS)
 
 # What builds the site, which nothing else needs.
 SITE := $(VENV)/.installed-for-docs
