@@ -74,7 +74,7 @@ def test_a_server_with_a_table_of_200_megabytes(tmp_path: Path) -> None:
 
         def save() -> None:
             reply = write_share(writer.folder.url, writer.proof, 0, export, SystemClock(), behind=False)
-            writer.add(PieceFile.told(each) for each in json.loads(reply.message.about))
+            writer.add(PieceFile.from_json(each) for each in json.loads(reply.message.about))
 
         assert beyond(save) < ALLOWED
         writer.commit(1, 0, spec)

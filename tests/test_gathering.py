@@ -290,7 +290,7 @@ class CountsRepetitions(Gatherings):
 class WaitsForTheGone(Gatherings):
     def leave(self, worker: int) -> list[Effect]:
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
-        return self._settle()
+        return self._effects()
 
 
 class DropsWhatTheGoneBrought(Gatherings):
@@ -301,16 +301,16 @@ class DropsWhatTheGoneBrought(Gatherings):
 
 
 class ForgetsAtOnce(Gatherings):
-    def _settle(self) -> list[Effect]:
-        effects = super()._settle()
+    def _effects(self) -> list[Effect]:
+        effects = super()._effects()
         over = sorted(self._decided)
         self._decided.clear()
         return [*effects, *(Forget(number) for number in over)]
 
 
 class ForgetsNothing(Gatherings):
-    def _settle(self) -> list[Effect]:
-        return [effect for effect in super()._settle() if not isinstance(effect, Forget)]
+    def _effects(self) -> list[Effect]:
+        return [effect for effect in super()._effects() if not isinstance(effect, Forget)]
 
 
 class TakesEverything(Gatherings):

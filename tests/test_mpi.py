@@ -165,7 +165,7 @@ def test_a_stranger_s_card_does_not_count() -> None:
     with socket.create_connection((endpoint.host, endpoint.port)) as scanner:
         scanner.send(b"GET / HTTP/1.0\r\n\r\n")
     visit([(endpoint, offer.token)], 1, CLOCK)
-    chosen, visitors = offer.settle({0, 1}, CLOCK)
+    chosen, visitors = offer.choose({0, 1}, CLOCK)
     assert chosen is None
     assert visitors == {endpoint: {1}}
 
@@ -175,7 +175,7 @@ def test_a_stranger_who_says_nothing_holds_nobody_up() -> None:
     (endpoint,) = offer.endpoints
     with socket.create_connection((endpoint.host, endpoint.port)):
         visit([(endpoint, offer.token)], 1, CLOCK)
-        assert offer.settle({1}, CLOCK) == (endpoint, {endpoint: {1}})
+        assert offer.choose({1}, CLOCK) == (endpoint, {endpoint: {1}})
 
 
 def test_a_machine_without_ipv6_visits_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_machine_without_ipv6_visits_the_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("fleet.bootstrap.rendezvous.socket.socket", without_ipv6)
     visit([(Endpoint("[2001:db8::1]", 9), b"token"), (offer.endpoints[0], offer.token)], 0, CLOCK)
     monkeypatch.undo()
-    assert offer.settle({0}, CLOCK)[0] is not None
+    assert offer.choose({0}, CLOCK)[0] is not None
 
 
 def test_a_rank_is_engaged_until_its_part_is_over() -> None:

@@ -84,7 +84,7 @@ class Offer:
     def endpoints(self) -> list[Endpoint]:
         return list(self._open)
 
-    def settle(self, guests: set[int], clock: Clock) -> tuple[Endpoint | None, dict[Endpoint, set[int]]]:
+    def choose(self, guests: set[int], clock: Clock) -> tuple[Endpoint | None, dict[Endpoint, set[int]]]:
         """The first endpoint where all guests have left their card, and who was where. The other ports are let go."""
         visitors: dict[Endpoint, set[int]] = {endpoint: set() for endpoint in self._open}
         doors = {listening.fileno(): (endpoint, listening) for endpoint, listening in self._open.items()}

@@ -162,7 +162,7 @@ def _piece(raw: dict[str, Any]) -> PieceFile:
     _number(raw, "bytes", _MOST_STEPS)
     _number(raw, "crc32", (1 << 32) - 1)
     _names(raw, "tensors")
-    piece = PieceFile.told(raw)
+    piece = PieceFile.from_json(raw)
     path = PurePosixPath(piece.file)
     if path.is_absolute() or ".." in path.parts or "\0" in piece.file:
         raise CheckpointError("the manifest points out of its directory", got=repr(piece.file))

@@ -60,7 +60,7 @@ class PieceFile:
     about: dict[str, Any]
 
     @classmethod
-    def told(cls, raw: Mapping[str, Any]) -> PieceFile:
+    def from_json(cls, raw: Mapping[str, Any]) -> PieceFile:
         """One that was written as JSON, where there are no tuples."""
         return cls(**{**raw, "tensors": tuple(raw["tensors"])})
 

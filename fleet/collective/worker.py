@@ -86,7 +86,7 @@ class CollectiveWorker:
         self.members = members(self.optimizers, self.model)
         self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
-            self._observer = Observer(str(self.assignment), "worker", self.told, self._knobs)
+            self._observer = Observer(str(self.assignment), "worker", self.read_figures, self._knobs)
             self.reductions = StoreReductions(self.group.monitor, self.turns)
             if self._pace.sends_gradients:
                 self._exchange = self._make_exchange()
@@ -313,10 +313,10 @@ class CollectiveWorker:
             "steps": self.steps,
             "rounds": self.group.monitor.rounds,
             "gradient_bytes": self._sent_bytes,
-            "figures": self.told(),
+            "figures": self.read_figures(),
         }
 
-    def told(self) -> dict[str, float]:
+    def read_figures(self) -> dict[str, float]:
         """What this worker tells of itself, from any thread."""
         return self.figures.read(step=self.steps, steps=self._own_steps, lockstep=True, sent_bytes=self._sent_bytes)
 

@@ -128,18 +128,18 @@ class Gatherings:
             if others:
                 self._decide(number)
                 refused = [Refuse(number, others[0], (worker, asked))]
-        return refused + self._settle()
+        return refused + self._effects()
 
     def wait(self, ticket: Hashable, worker: int, number: int) -> list[Effect]:
         """A request of ``worker`` can be answered once it is decided what came of gathering ``number``."""
         self._waiting[ticket] = (worker, number)
-        return self._settle()
+        return self._effects()
 
     def leave(self, worker: int) -> list[Effect]:
         """``worker`` said goodbye or was given up on; its waiting requests are dropped."""
         self._came.pop(worker, None)
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
-        return self._settle()
+        return self._effects()
 
     @property
     def came(self) -> dict[int, int]:
@@ -178,7 +178,7 @@ class Gatherings:
         del self._open[number]
         self._decided.add(number)
 
-    def _settle(self) -> list[Effect]:
+    def _effects(self) -> list[Effect]:
         effects: list[Effect] = []
         for number, here in sorted(self._open.items()):
             if self._came and not self._absent(number):

@@ -101,7 +101,7 @@ def _agree(ranks: Ranks, is_collective: bool, clock: Clock, deadline_s: float) -
     ranks.exchange({}, deadline_s, "having tried the addresses")
     found: dict[str, Any] = {}
     if offer is not None:
-        chosen, visitors = offer.settle(guests, clock)
+        chosen, visitors = offer.choose(guests, clock)
         found = {
             "endpoint": None if chosen is None else str(chosen),
             "seen": "; ".join(f"{endpoint} by ranks {sorted(seen)}" for endpoint, seen in visitors.items()),

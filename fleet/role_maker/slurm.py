@@ -64,7 +64,7 @@ class SlurmRoleMaker(RoleMakerBase):
             server_num = variables.read(_SERVERS, *whole(1, below=size)) or size // 2
         nodes = _nodes(variables, size, rank, hosts, counts, at_once)
         first_port = _first_port(variables, max(counts, default=1))
-        variables.settle("a Slurm step")
+        variables.raise_complaints("a Slurm step")
 
         place = _places(nodes)
         servers = sorted(range(size), key=lambda task: (place[task], nodes[task]))[:server_num]

@@ -28,7 +28,7 @@ class TorchrunRoleMaker(RoleMakerBase):
         port = variables.need(("MASTER_PORT",), *whole(1, below=65536), otherwise=0)
         hosted = variables.read(("TORCHELASTIC_USE_AGENT_STORE",), _flag, "True or False")
         attempt = variables.read(("TORCHELASTIC_RESTART_COUNT",), *whole(0))
-        variables.settle("a collective job started by torchrun")
+        variables.raise_complaints("a collective job started by torchrun")
         self._assignment = Assignment(
             role=Role.WORKER,
             index=rank,

@@ -55,7 +55,7 @@ class Variables:
         found = " and ".join(repr(self._environ[name]) for name in names)
         self._keep(f"{' and '.join(names)}: expected {expected}, found {found}")
 
-    def settle(self, job: str) -> None:
+    def raise_complaints(self, job: str) -> None:
         """Raise every complaint in one error; do nothing when there is none."""
         if self._complaints:
             lines = "".join(f"\n  {complaint}" for complaint in self._complaints)

@@ -96,7 +96,7 @@ def _parameter_server(variables: Variables) -> Assignment:
         index = _place(variables, servers, _SERVER_ID)
     elif role is Role.WORKER:
         index = variables.need((_WORKER_ID,), *whole(0, below=worker_num), otherwise=0)
-    variables.settle("a parameter-server job")
+    variables.raise_complaints("a parameter-server job")
     assert role is not None, "settle has raised"
     return Assignment(role, index, worker_num, servers, workers, origin=_ORIGIN)
 
@@ -109,7 +109,7 @@ def _collective(variables: Variables) -> Assignment:
         variables.missing((_WORKER_LIST, *_WORKER_HOSTS), "the workers' addresses (or a start by torchrun)")
     _worker_num(variables, workers)
     index = _place(variables, workers, _WORKER_ID)
-    variables.settle("a collective job")
+    variables.raise_complaints("a collective job")
     return collective(workers, index, _ORIGIN)
 
 

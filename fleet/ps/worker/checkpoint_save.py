@@ -142,7 +142,7 @@ def _ask(
                 _fetch(worker, moment.version, server, writer.id, pieces)
             files[server] = pieces.files
         elif reply.message.granted and not begin:
-            files[server] = [PieceFile.told(each) for each in json.loads(reply.message.about)]
+            files[server] = [PieceFile.from_json(each) for each in json.loads(reply.message.about)]
 
 
 def _fetch(worker: WorkerRuntime, version: int, server: int, checkpoint: str, pieces: PieceWriter) -> None:

@@ -260,7 +260,7 @@ class StateDirectory:
             if crc != _crc32(content):
                 raise ValueError("its checksum is wrong")
             raw = json.loads(content)
-            return Snapshot(raw["state"], tuple(PieceFile.told(each) for each in raw["files"]))
+            return Snapshot(raw["state"], tuple(PieceFile.from_json(each) for each in raw["files"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
 
