@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Variables:
-    """Reads variables by all their spellings and keeps each complaint until ``settle``.
+    """Reads variables by all their spellings and keeps each complaint until ``raise_complaints``.
 
     A variable set to blanks counts as unset: a template with nothing to fill in leaves it so.
     """
@@ -29,7 +29,7 @@ class Variables:
         return " ".join(f"{name}={self._environ[name].strip()}" for name in self.given(*names))
 
     def need(self, names: Sequence[str], parse: Callable[[str], T], expected: str, *, otherwise: T) -> T:
-        """As ``read``, with a complaint if no spelling is set; ``otherwise`` only stands in until ``settle`` raises."""
+        """As ``read``, with a complaint if no spelling is set; ``otherwise`` stands in until it is raised."""
         if not self.given(*names):
             self.missing(names, expected)
         value = self.read(names, parse, expected)

@@ -97,7 +97,7 @@ def _parameter_server(variables: Variables) -> Assignment:
     elif role is Role.WORKER:
         index = variables.need((_WORKER_ID,), *whole(0, below=worker_num), otherwise=0)
     variables.raise_complaints("a parameter-server job")
-    assert role is not None, "settle has raised"
+    assert role is not None, "raise_complaints has raised"
     return Assignment(role, index, worker_num, servers, workers, origin=_ORIGIN)
 
 
