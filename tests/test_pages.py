@@ -214,6 +214,19 @@ def test_every_extra_is_there() -> None:
         assert {name for each in asked for name in each.split(",")} <= extras, page
 
 
+def test_every_file_that_the_sources_name_is_there() -> None:
+    """In ``quotes`` or by its path, in docstrings and comments: what is moved is moved there as well."""
+    named = re.compile(r"(?:(?<=``)|(?<![\w./-])(?=(?:fleet|docs|tests|benchmarks)/))((?:\w[\w.-]*/)*\w+\.(?:py|md))\b")
+    there = [f"/{path.relative_to(ROOT)}" for end in ("py", "md") for path in ROOT.glob(f"[!.]*/**/*.{end}")]
+    missing = [
+        f"{source.relative_to(ROOT)}: {name}"
+        for source in sorted((ROOT / "fleet").rglob("*.py"))
+        for name in named.findall(source.read_text(encoding="utf-8"))
+        if name not in OF_READERS and not any(path.endswith(f"/{name}") for path in there)
+    ]
+    assert missing == []
+
+
 def test_every_name_of_the_package_is_there() -> None:
     ranges = {"fleet.push", "fleet.pull", "fleet.meet", "fleet.wait"}  # in a profile
     programs = {"fleet.startup_program", "fleet.main_program"}  # of which a page says that they are not there

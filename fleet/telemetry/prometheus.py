@@ -1,7 +1,7 @@
 """Serves a page for Prometheus with the figures of one process, made anew for every request.
 
-The names are those of ``names.py``: ``fleet_worker_steps_total`` of a worker, ``fleet_server_busy_seconds_total`` of a
-server; docs/observing.md lists them all. The page asks nobody who they are, so it listens on loopback unless told to.
+The names are those of ``figures.py``: ``fleet_worker_steps_total`` of a worker, ``fleet_server_busy_seconds_total`` of
+a server; docs/observing.md lists them all. The page asks nobody who they are, so it listens on loopback unless told to.
 """
 
 from __future__ import annotations
