@@ -78,6 +78,11 @@ def completed(fleet: Fleet) -> int:
     return worker_of(fleet).progress.completed  # type: ignore[no-any-return]
 
 
+def lose_steps(fleet: Fleet, count: int) -> None:
+    """Let the worker believe that it has taken fewer steps than the servers know of."""
+    worker_of(fleet).progress.completed -= count
+
+
 def take_fresh(optimizer: Any) -> None:
     """Put the values that have arrived behind the user's back into the parameters."""
     worker = runtime_of(optimizer)

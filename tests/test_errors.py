@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import PATIENT, SOON, Job, run_job
-from inside import connections, description_of
+from harness import PATIENT, SOON, Job, run_job, until
+from inside import connections, description_of, flush, lose_steps
+from small_job import join as join_small
+from small_job import train
 
 import fleet.nn
 from fleet import Fleet
@@ -244,6 +246,29 @@ def test_who_fails_says_that_it_is_the_cause_and_who_follows_does_not(tmp_path: 
         job.join(job.start())
     assert set(job.errors) == {"worker 0", "worker 1", "server 0", "server 1"}
     assert claims == [[str(tmp_path), "worker 1", "boom"]]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+def test_a_worker_that_finds_its_job_broken_says_that_it_is_the_cause(mode: str, tmp_path: Path) -> None:
+    """It says so before it ends the job for all, whichever of its threads it is; and once the user knows, a goodbye
+    in somebody's ``finally`` hides nothing."""
+
+    def body(fleet_: Fleet, index: int) -> None:
+        model, optimizer = join_small(fleet_, mode)
+        train(model, optimizer, range(6))
+        flush(fleet_)
+        lose_steps(fleet_, 2)
+        with pytest.raises(ServerLostError, match="not at the same step"):
+            until(lambda: train(model, optimizer, range(1)))
+        fleet_.stop_worker()
+
+    job = Job(body, servers=2, environ={**PATIENT, "FLEET_RECORD_DIR": str(tmp_path)})
+    job.join(job.start())
+    assert set(job.errors) == {"server 0", "server 1"}
+    cause = claimed(tmp_path)
+    assert cause is not None
+    assert cause.process == "worker 0"
+    assert cause.why.startswith("ServerLostError: the servers are not at the same step")
 
 
 def test_a_job_that_somebody_looks_after_says_less(caplog: pytest.LogCaptureFixture) -> None:

@@ -354,9 +354,11 @@ class PendingRequest:
 class Connections:
     """Connects the worker to all servers, and asks them together."""
 
-    def __init__(self, by_server: Sequence[Connection], progress: Progress) -> None:
+    def __init__(self, by_server: Sequence[Connection], progress: Progress, claim: Callable[[str], object]) -> None:
+        """``claim`` puts down, for a reason, that this worker is the cause of its job's end."""
         self.by_server = by_server
         self._progress = progress
+        self._claim = claim
 
     def ask(self, what: str, at_once: int | None = None, **kind: object) -> list[Frame]:
         """Send the same request to every server, as ``Connection.request`` has it."""
@@ -395,10 +397,23 @@ class Connections:
         for connection in self.by_server:
             connection.farewell(Frame(connection.request(self._progress.completed, **word)))
 
-    def fail(self, error: FleetError) -> None:
-        """End all of them, for whichever thread asks."""
+    def claim_cause(self, reason: str) -> None:
+        """Put down that this worker ends the job, unless it follows the failure of another one."""
+        if self.is_healthy:
+            self._claim(reason)
+
+    def end_job(self, error: FleetError) -> None:
+        """End the job, as this worker has found that it cannot go on: the others must not either, and other threads of
+        this worker must not wait for servers that end now."""
+        self.claim_cause(f"{type(error).__name__}: {error}")  # before anybody hears of it
+        self.farewell(abort=pb.Abort(reason=str(error)))
         for connection in self.by_server:
             connection.fail(error)
+
+    def note_reported(self) -> None:
+        """Note that what ended any of them has reached the user."""
+        for connection in self.by_server:
+            connection.reported = connection.reported or connection.failure is not None
 
     @property
     def reported(self) -> bool:

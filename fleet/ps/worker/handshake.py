@@ -48,7 +48,9 @@ def check_delivered(connections: Connections, step: int, replies: Sequence[Frame
     delivered = [reply.message.delivered for reply in replies]
     if max(delivered) > step:
         endpoints = [each.endpoint for each in connections.by_server]
-        raise _aborted(connections, not_at_the_same_step(endpoints, delivered))
+        error = not_at_the_same_step(endpoints, delivered)
+        connections.end_job(error)
+        raise error
 
 
 def check_loads(connections: Connections, known: Sequence[int], replies: Sequence[Frame]) -> None:
@@ -63,14 +65,8 @@ def check_loads(connections: Connections, known: Sequence[int], replies: Sequenc
         error = ServerLostError(
             "a server has lost the values that had replaced all others", where=", ".join(lost), todo=_START_AGAIN
         )
-        raise _aborted(connections, error)
-
-
-def _aborted(connections: Connections, error: ServerLostError) -> ServerLostError:
-    """Keep the others from going on as well, and other threads of this worker from waiting for servers that end now."""
-    connections.farewell(abort=pb.Abort(reason=str(error)))
-    connections.fail(error)
-    return error
+        connections.end_job(error)
+        raise error
 
 
 def _check_alike(connections: Connections, policy: Policy, answers: Sequence[pb.Reply]) -> None:

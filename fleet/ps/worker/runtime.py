@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class WorkerRuntime:
                 for place, endpoint in enumerate(assignment.servers)
             ],
             progress,
+            partial(claim, knobs.observing.record_dir, knobs.job_id, str(assignment)),
         )
         first_server = connections.by_server[0]
         self.trained = trained = TrainedModel(describe(), assignment.server_num)
@@ -226,15 +228,23 @@ class WorkerRuntime:
 
     def step(self) -> None:
         with self.turns:
-            self._prepare_step()
-            self._training.step()
+            try:
+                self._prepare_step()
+                self._training.step()
+            except FleetError:
+                self.connections.note_reported()
+                raise
 
     def step_here(self, update: Callable[[], None]) -> None:
         """Take a step on this worker's own values; from time to time agree with the servers."""
         with self.turns:
-            self._prepare_step()
             assert self._geo is not None
-            self._geo.step(update)
+            try:
+                self._prepare_step()
+                self._geo.step(update)
+            except FleetError:
+                self.connections.note_reported()
+                raise
 
     def _prepare_step(self) -> None:
         self.turns.train()
@@ -399,8 +409,8 @@ class WorkerRuntime:
 
     def abort(self, reason: str) -> None:
         """Tell the servers, as far as they can be reached, that this worker failed and the job with it."""
-        if not self.stopped and self.connections.is_healthy:  # else it follows another one's failure
-            claim(self._knobs.observing.record_dir, self._knobs.job_id, str(self.assignment), reason)
+        if not self.stopped:
+            self.connections.claim_cause(reason)
         self._part(abort=pb.Abort(reason=reason[-4000:]))
 
     def end(self, reason: str) -> None:
