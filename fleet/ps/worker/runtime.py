@@ -273,7 +273,7 @@ class WorkerRuntime:
         """Have everything applied that this worker has computed, and that its script has changed."""
         self._send_edits()
         if self._geo is not None:
-            self._geo.flush()
+            self._geo.flush(edits=not self.turns.is_other_thread)
         self._training.flush()
         self.own_states.wait_until_given()
 

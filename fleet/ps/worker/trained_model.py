@@ -46,7 +46,7 @@ class TrainedModel:
         self.plan = make_plan(description.spec)
         self.layouts = [dense_layout(self.plan, server) for server in range(self._server_num)]
         names = [spec.name for spec in description.spec.params]
-        self.writer = ParameterWriter(description.params, names, self.layouts)
+        self.writer = ParameterWriter(description.params, self.layouts, names)
 
     def attach(self, source: RowSource, first_table: int = 0) -> None:
         """Let tables, from the given one on, have their rows from ``source``."""
@@ -149,7 +149,7 @@ class ParameterWriter:
     The places to write to are looked up once, and again when a parameter's memory has become another.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], layouts: Sequence[DenseLayout]) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], layouts: Sequence[DenseLayout], names: Sequence[str]) -> None:
         self._params = params
         self._names = names
         self._shapes = [param.shape for param in params]
