@@ -234,7 +234,8 @@ class WorkerRuntime:
         with self.turns:
             try:
                 self._prepare_step()
-                self._training.step()
+                with self.trained.writer.standing_still():
+                    self._training.step()
             except FleetError:
                 self.connections.note_reported()
                 raise
