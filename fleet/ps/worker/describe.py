@@ -12,8 +12,9 @@ import torch
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
-from fleet.nn.embedding import check_remote, make_remote
+from fleet.nn.embedding import check_remote, is_remote, make_remote
 from fleet.nn.handle import TableHandle, handle_of
+from fleet.nn.table_weight import TableWeight
 from fleet.nn.trainables import ElementTypes, groups, members, refuse_overlap
 from fleet.optimizer import has_stepped
 from fleet.plan.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
@@ -112,8 +113,11 @@ def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Modul
     trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if _is_sparse(module) and id(weight) in trained and "_handle" not in module.__dict__:
-            _refuse_shared(model, name, weight)
+        if (
+            (_is_sparse(module) or is_remote(module))
+            and id(weight) in trained
+            and not isinstance(module.weight, TableWeight)
+        ):
             check_remote(module, name or type(model).__name__)
             found.append(module)
     for module in found:  # all or none: a refusal leaves the model as it was
@@ -122,16 +126,6 @@ def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Modul
 
 def _is_sparse(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-
-
-def _refuse_shared(model: torch.nn.Module, name: str, weight: object) -> None:
-    """A layer that multiplies with an embedding's weight needs all of it, and no worker will have that."""
-    for other, module in model.named_modules():
-        if not _is_sparse(module) and any(param is weight for param in module.parameters(recurse=False)):
-            raise UnsupportedError(
-                f"{other!r} uses the weight of the embedding {name!r}, whose rows live on the servers",
-                todo="Untie the two, or use sparse=False for the embedding.",
-            )
 
 
 def describe(
@@ -196,7 +190,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(
             f"the optimizer {type(optimizer).__module__}.{name} is not known to the servers",
             expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
-            todo="A new one is a file in fleet/ps/kernels; CONTRIBUTING.md has the recipe.",
+            todo="A new one is a file in fleet/kernels; CONTRIBUTING.md has the recipe.",
         )
     if has_stepped(optimizer.state.values()):
         raise UnsupportedError(

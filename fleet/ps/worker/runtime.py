@@ -8,7 +8,7 @@ a push.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from fleet.base.settings import Knobs
 from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
-from fleet.nn.handle import Lookup, Wanted
+from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
@@ -53,6 +53,9 @@ from fleet.strategy.parameter_server import Strategy
 from fleet.telemetry.cause import claim
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.worker_figures import WorkerFigures
+
+#: All rows of a table are fetched in requests of about this size.
+WHOLE_BYTES = 8 << 20
 
 
 class WorkerRuntime:
@@ -177,6 +180,7 @@ class WorkerRuntime:
         self._pusher.drop_residues()
         self.own_states.forget_given()
         self._begin_from(replies)
+        self.trained.forget_whole_tables()
 
     def reload_in_turn(self) -> None:
         """Other values are there by this worker's own call. A thread that trains beside it has them after its next
@@ -236,6 +240,7 @@ class WorkerRuntime:
                 self._prepare_step()
                 with self.trained.writer.standing_still():
                     self._training.step()
+                self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
                 raise
@@ -247,6 +252,7 @@ class WorkerRuntime:
             try:
                 self._prepare_step()
                 self._geo.step(update)
+                self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
                 raise
@@ -301,7 +307,7 @@ class WorkerRuntime:
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
 
@@ -318,7 +324,7 @@ class WorkerRuntime:
             return self._forked_reader().lookup(wanted, self.replica)
         with self.turns:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
@@ -326,11 +332,26 @@ class WorkerRuntime:
             self._training.looked_up()
             return found
 
-    def _send_edits_of(self, wanted: Sequence[Wanted]) -> None:
+    def _send_edits_of(self, handles: Iterable[TableHandle]) -> None:
         """Have the rows that the script has changed in these tables hold for all, before they are read."""
-        if not self.turns.is_other_thread and self._edits.find_rows(each.handle for each in wanted):
+        if not self.turns.is_other_thread and self._edits.find_rows(handles):
             self._edits.find()
             self._edits.send()
+
+    @property
+    def most_whole_bytes(self) -> int:
+        return self._knobs.whole_table_bytes
+
+    def whole(self, handle: TableHandle) -> torch.Tensor:
+        """Fetch all rows of a table, in requests of a limited size."""
+        at_once = min(WHOLE_BYTES, self._knobs.security.max_message_bytes // 2)
+        if self.turns.is_fork:
+            return self._forked_reader().whole(handle, self.replica, at_once)
+        with self.turns:
+            self.finish_interrupted("a look at all rows")
+            self._send_edits_of([handle])
+            with self.figures.pull:
+                return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
 
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
@@ -345,7 +366,7 @@ class WorkerRuntime:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
 
@@ -454,6 +475,8 @@ class WorkerRuntime:
 
     def close(self) -> None:
         self.stopped = True
+        for handle in self.trained.description.handles:
+            handle.end()
         if self._prediction is not None:
             self._prediction.remove()
         self._training.end()
