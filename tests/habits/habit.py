@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,9 @@ class Section:
         return self._add(REFUSED, does, says=says, **options)
 
 
+#: Workers are threads, which share the global generator.
+_seeding = threading.Lock()
+
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
@@ -118,8 +122,7 @@ class Script:
         self.fleet: Any = fleet
         self.mode = mode
         self.taken = 0
-        # Threads that are workers share the global generator.
-        with torch.random.fork_rng():
+        with _seeding, torch.random.fork_rng():
             torch.manual_seed(5)
             self.model: Any = habit.make(self.remote or habit.sparse)
         self.own = habit.optimizers(self.model)
