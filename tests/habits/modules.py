@@ -265,7 +265,7 @@ def _(s: Script) -> None:
     s.model.table(torch.tensor([ROWS]))
 
 
-@as_in_torch("ids that are not integers", raises=RuntimeError)
+@refused("ids that are not integers", "int64 or int32 ids", raises=RuntimeError)
 def _(s: Script) -> None:
     s.model.table(torch.tensor([0.5]))
 
