@@ -165,6 +165,10 @@ class TableHandle:
                 rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
         return Found(rows, lookup.inverse.to(ids.device).view(ids.shape), padding)
 
+    def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
+        """Return the ids and new values of rows that the script has changed, and forget them."""
+        return None
+
     def has(self, ids: Ids) -> bool:
         """Whether they are in range."""
         return self.num_embeddings is None or not ids.size or bool(ids.min() >= 0 and ids.max() < self.num_embeddings)
