@@ -17,7 +17,7 @@ from fleet.base.cluster import Assignment
 from fleet.base.pointers import directory_first, missing
 from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
 from fleet.base.unknown_variables import remark
-from fleet.errors import ArgumentTypeError, NotInitializedError, StateError
+from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.doubts import doubts
@@ -231,8 +231,13 @@ class Fleet:
         strategy: object = None,
         *,
         model: torch.nn.Module | None = None,
+        remote: str | Callable[[str, torch.nn.Module], bool] = "sparse",
     ) -> DistributedOptimizer:
         """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous.
+
+        ``model`` gives parameters their names. ``remote`` says which of its ``torch.nn.Embedding`` and ``EmbeddingBag``
+        that the optimizers have go to the servers, in place: those made with ``sparse=True``; with ``"all"`` every one
+        that is not frozen; or those for which a function of (name, module) returns True. It is asked once about each.
 
         Examples:
             >>> fleet.stop_worker()
@@ -243,6 +248,14 @@ class Fleet:
             >>> optimizer = fleet.distributed_optimizer(adam, strategy, model=model)
             >>> fleet.init_worker()
             >>> optimizer.minimize(model(torch.ones(4, 2)).mean())
+
+            >>> fleet.stop_worker()
+            >>> fleet.init()
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(1000, 4), torch.nn.Linear(4, 1))  # of some library's
+            >>> adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            >>> optimizer = fleet.distributed_optimizer(adagrad, model=model, remote="all")
+            >>> fleet.init_worker()
+            >>> optimizer.minimize(model(torch.tensor([3, 17])).mean())
         """
         backend = self._backend("distributed_optimizer")
         import torch
@@ -250,7 +263,8 @@ class Fleet:
         given = optimizer_list(optimizer)
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
-        return backend.distributed_optimizer(given, strategy, model)
+        _check_remote(remote, model)
+        return backend.distributed_optimizer(given, strategy, model, remote)
 
     def resume_from(self, root: str | PathLike[str], *, strict: bool = True) -> int:
         """Have the job go on where it was, on every role, after ``init()`` and before ``init_server()`` and
@@ -601,6 +615,20 @@ class Fleet:
         from fleet.ps.backend import ParameterServerBackend
 
         return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
+
+
+def _check_remote(remote: object, model: object) -> None:
+    expected = "'sparse', 'all', or a function of (name, module) that returns True or False"
+    if isinstance(remote, type) or not (isinstance(remote, str) or callable(remote)):
+        raise ArgumentTypeError("remote is of the wrong type", expected=expected, got=repr(remote))
+    if isinstance(remote, str) and remote not in ("sparse", "all"):
+        raise ConfigurationError("remote is unknown", expected=expected, got=repr(remote))
+    if remote != "sparse" and model is None:
+        raise ConfigurationError(
+            "remote chooses among the embeddings of a model, and distributed_optimizer was given none",
+            got=f"remote={remote!r}",
+            todo="Hand it over: fleet.distributed_optimizer(optimizer, model=model, remote=…).",
+        )
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
