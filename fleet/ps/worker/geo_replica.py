@@ -277,9 +277,10 @@ class GeoTraining:
         if self._unsent >= self._steps_per_push:
             self._agree(self.replica)
 
-    def flush(self) -> None:
-        """Tell the servers of everything that this worker has trained."""
-        if self.replica is not None and (self._unsent or self.replica.is_edited):
+    def flush(self, *, edits: bool) -> None:
+        """Tell the servers of everything that this worker has trained, and with ``edits`` of what its script alone has
+        changed since."""
+        if self.replica is not None and (self._unsent or (edits and self.replica.is_edited)):
             self._agree(self.replica)
 
     def edit(self, index: int, ids: Ids, rows: Array) -> None:

@@ -8,7 +8,7 @@ a push.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -238,7 +238,8 @@ class WorkerRuntime:
         with self.turns:
             try:
                 self._prepare_step()
-                self._training.step()
+                with self.trained.writer.standing_still():
+                    self._training.step()
                 self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
@@ -279,7 +280,7 @@ class WorkerRuntime:
         """Have everything applied that this worker has computed, and that its script has changed."""
         self._send_edits()
         if self._geo is not None:
-            self._geo.flush()
+            self._geo.flush(edits=not self.turns.is_other_thread)
         self._training.flush()
         self.own_states.wait_until_given()
 
@@ -306,7 +307,7 @@ class WorkerRuntime:
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
 
@@ -323,7 +324,7 @@ class WorkerRuntime:
             return self._forked_reader().lookup(wanted, self.replica)
         with self.turns:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
@@ -331,9 +332,9 @@ class WorkerRuntime:
             self._training.looked_up()
             return found
 
-    def _send_edits_of(self, wanted: Sequence[Wanted]) -> None:
+    def _send_edits_of(self, handles: Iterable[TableHandle]) -> None:
         """Have the rows that the script has changed in these tables hold for all, before they are read."""
-        if not self.turns.is_other_thread and self._edits.find_rows(each.handle for each in wanted):
+        if not self.turns.is_other_thread and self._edits.find_rows(handles):
             self._edits.find()
             self._edits.send()
 
@@ -349,6 +350,7 @@ class WorkerRuntime:
         with self.turns:
             self.finish_interrupted("a look at all rows")
             self._training.wait_until_sent()  # what is changed in them begins with all that this worker has done
+            self._send_edits_of([handle])
             with self.figures.pull:
                 return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
 
@@ -365,7 +367,7 @@ class WorkerRuntime:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
 
