@@ -32,6 +32,7 @@ _OF_LEAF = {
     *("_post_accumulate_grad_hooks=", "detach_", "is_distributed", "volatile", "new_empty", "new_zeros", "new_ones"),
     *("new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like", "full_like"),
     *("rand_like", "randn_like", "randint_like", "result_type", "can_cast", "untyped_storage", "data_ptr"),
+    *("stride", "storage_offset", "is_contiguous", "is_set_to"),
     *("backward", "_clear_non_serializable_cached_data", "requires_grad_for_backward", "is_tensor"),
 }
 #: What makes another parameter of it, or the same if it is so already.
@@ -204,11 +205,6 @@ def _shown(_func: Callable[..., Any], weight: torch.Tensor, *_: Any) -> torch.Te
     return whole.tensor.detach()
 
 
-def _laid_out(func: Callable[..., Any], weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """How the values lie in memory, when they are there."""
-    return func(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), *args, **kwargs)
-
-
 def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> None:
     if values is weight:
         return
@@ -272,6 +268,5 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "data=": _assign,
     "detach": _shown,
     "register_hook": _register_hook,
-    **dict.fromkeys(("stride", "storage_offset", "is_contiguous", "is_non_overlapping_and_dense"), _laid_out),
     **dict.fromkeys(_CONVERSIONS, _converted),
 }
