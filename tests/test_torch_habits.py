@@ -17,7 +17,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "torch.md"
 
 def check(habit: Habit, mode: str = "sync", workers: int = 1) -> None:
     theirs = in_torch(habit)
-    assert theirs.error is None if habit.raises is None else isinstance(theirs.error, habit.raises), theirs.error
+    if habit.raises is not None or habit.gets != REFUSED:  # what is refused may be wrong in torch too
+        assert type(theirs.error) is (habit.raises or type(None)), theirs.error
     ours = in_a_job(habit, mode, workers)
     got, why = judge(habit, theirs, ours)
     assert got == habit.gets, why

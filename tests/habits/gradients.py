@@ -169,7 +169,13 @@ def _(s: Script) -> Any:
     return [bool(repr(p.grad)) and bool(f"{p.grad}") for p in s.params]
 
 
-@as_in_torch("`p.grad` to numpy, `tolist`, `cpu`, `view(-1)`, `flatten`, `reshape`, `torch.cat` of all")
+@refused("`p.grad.numpy()` of a table's weight", "to_dense")
+def _(s: Script) -> Any:
+    s.backward()
+    return s.weight.grad.detach().cpu().numpy()
+
+
+@as_in_torch("`p.grad` to `tolist`, `to_dense().numpy()`, `cpu`, `view(-1)`, `flatten`, `reshape`, `torch.cat` of all")
 def _(s: Script) -> Any:
     s.backward()
     grads = [p.grad for p in s.params]
@@ -178,7 +184,7 @@ def _(s: Script) -> Any:
         torch.cat([g.flatten() for g in grads]),
         torch.cat([g.detach().reshape(-1) for g in grads]),
         utils.parameters_to_vector(grads),
-        [torch.from_numpy(g.cpu().numpy().copy()) for g in grads],
+        [torch.from_numpy((g.to_dense() if g.is_sparse else g).cpu().numpy().copy()) for g in grads],
         [g.tolist() for g in grads],
         torch.nn.functional.cosine_similarity(grads[0].flatten(), grads[0].flatten() + 1, dim=0),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from habits.habit import ALL, DIM, ROWS, Script, Section
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 from torch.utils import checkpoint
 
 SECTION = Section("Graphs")
@@ -235,8 +235,7 @@ def _(s: Script) -> Any:
     return found
 
 
-@as_in_torch("`vmap`: gradients per sample over all parameters")
-def _(s: Script) -> Any:
+def per_sample(s: Script) -> Any:
     values = {name: p.detach() for name, p in s.model.named_parameters()}
     s.model.eval()
 
@@ -246,6 +245,16 @@ def _(s: Script) -> Any:
     found = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, IDS)
     s.model.train()
     return found
+
+
+@as_in_torch("`vmap(grad(…))` per sample over all parameters, of a table with `sparse=True`: an error", sparse=True, raises=NotImplementedError)
+def _(s: Script) -> Any:
+    return per_sample(s)
+
+
+@as_in_torch("`vmap(grad(…))` per sample over all parameters, of a table with `sparse=False`", make=lambda sparse: Net(False), options={"remote": "all"})
+def _(s: Script) -> Any:
+    return per_sample(s)
 
 
 @as_in_torch("`jacrev`, `jacfwd`, `hessian`, `vjp`, `jvp` over dense parameters, the table in the forward")
@@ -325,26 +334,27 @@ def _(s: Script) -> Any:
     return scripted(IDS)
 
 
-@refused("`torch.export.export(model, (ids,))`", "export|servers|save_inference_model")
+@as_in_torch("`torch.export.export(model, (ids,))`: a program with the values of now")
 def _(s: Script) -> Any:
     s.model.eval()
     program = torch.export.export(s.model, (IDS,))
-    found = program.module()(IDS + 1)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    found = [program.module()(IDS + 1), torch.export.load(file).module()(IDS + 1)]
     s.model.train()
-    return found
+    s.step(2)
+    file.seek(0)
+    return [*found, torch.export.load(file).module()(IDS + 1)]
 
 
-@refused("`torch.fx.symbolic_trace(model)`", "trace|fx|Proxy|servers|table")
+@as_in_torch("`torch.fx.symbolic_trace(model)`, and training through it")
 def _(s: Script) -> Any:
-    traced = torch.fx.symbolic_trace(s.model.eval())
-    found = traced(IDS + 1)
-    s.model.train()
-    return found
-
-
-@as_in_torch("`torch.onnx`-like walks: `torch.jit.freeze` of a copy made by `fleet.save_inference_model`", before=2)
-def _(s: Script) -> Any:
-    return None
+    traced = torch.fx.symbolic_trace(s.model)
+    s.optimizer.zero_grad()
+    s.loss(traced).backward()
+    s.optimizer.step()
+    return traced.eval()(IDS + 1)
 
 
 @as_in_torch("the profiler, `FlopCounterMode`, `TorchDispatchMode` and `TorchFunctionMode` around a step")
@@ -393,7 +403,7 @@ def _(s: Script) -> Any:
         return torch.rand(3)
 
 
-@as_in_torch("`TensorBoard.add_histogram(name, p)`, `add_histogram(name, p.grad)`")
+@as_in_torch("TensorBoard's `add_histogram(name, p)`; of a table's gradient, of `p.grad.to_dense()`")
 def _(s: Script) -> Any:
     import tempfile
 
@@ -403,7 +413,7 @@ def _(s: Script) -> Any:
         s.backward()
         for name, p in s.model.named_parameters():
             writer.add_histogram(name, p)
-            writer.add_histogram(f"{name}.grad", p.grad)
+            writer.add_histogram(f"{name}.grad", p.grad.to_dense() if p.grad.is_sparse else p.grad)
     return None
 
 

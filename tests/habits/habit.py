@@ -168,7 +168,7 @@ class Script:
 
     def loss(self, model: Any = None) -> torch.Tensor:
         ids, target = self.batch()
-        return torch.nn.functional.mse_loss((model or self.model)(ids), target)
+        return torch.nn.functional.mse_loss((self.model if model is None else model)(ids), target)
 
     def backward(self) -> torch.Tensor:
         """All of a step but the step."""

@@ -199,14 +199,14 @@ def _(s: Script) -> None:
     s.optimizer.param_groups = []
 
 
-@as_in_torch("a parameter taken out of its group: `group['params'].remove(p)`")
+@refused("a parameter taken out of its group: `group['params'].remove(p)`", "'out.bias' was taken out")
 def _(s: Script) -> None:
     params = s.optimizer.param_groups[0]["params"]
     params[:] = [p for p in params if p is not s.model.out.bias]
     s.step(2)
 
 
-@as_in_torch("a table's weight taken out of its group")
+@refused("a table's weight taken out of its group", "'table.weight' was taken out")
 def _(s: Script) -> None:
     params = s.optimizer.param_groups[0]["params"]
     params[:] = [p for p in params if p is not s.weight]
@@ -336,9 +336,20 @@ def _(s: Script) -> Any:
     return told["state"]
 
 
-@refused("`optimizer.load_state_dict` of what `state_dict()` gave", "state", optimizers=momentum)
+@as_in_torch("`optimizer.load_state_dict` of what `state_dict()` gave at the same step", optimizers=lambda m: dense_momentum(m))
+def _(s: Script) -> Any:
+    state = s.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.05
+    s.optimizer.load_state_dict(state)
+    s.step(2)
+    return s.optimizer.param_groups[0]["lr"]
+
+
+@refused("`optimizer.load_state_dict` of what `state_dict()` gave at another step", "cannot become that of another step", optimizers=momentum)
 def _(s: Script) -> None:
-    s.optimizer.load_state_dict(s.optimizer.state_dict())
+    state = s.optimizer.state_dict()
+    s.step()
+    s.optimizer.load_state_dict(state)
 
 
 @refused("`optimizer.load_state_dict` of a state that plain torch has saved", "state|servers", optimizers=momentum)
@@ -350,21 +361,31 @@ def _(s: Script) -> None:
     s.optimizer.load_state_dict(own.state_dict())
 
 
-@refused("`optimizer.state[p]['momentum_buffer']`, `optimizer.state` looked at", "state|servers", optimizers=momentum)
+@refused("`optimizer.state[p]['momentum_buffer']`", "on the servers", optimizers=momentum)
 def _(s: Script) -> Any:
     return s.optimizer.state[s.model.out.weight]["momentum_buffer"]
 
 
-@refused("`optimizer.state.clear()`, `optimizer.state = defaultdict(dict)`: momentum forgotten", "state|servers", optimizers=momentum)
+@refused("`optimizer.state = defaultdict(dict)`: momentum forgotten", "on the servers", optimizers=momentum)
 def _(s: Script) -> None:
     import collections
 
     s.optimizer.state = collections.defaultdict(dict)
 
 
-@refused("`optimizer.state.clear()`", "state|servers", optimizers=momentum)
+@refused("`optimizer.state.clear()`: momentum forgotten", "on the servers", optimizers=momentum)
 def _(s: Script) -> None:
     s.optimizer.state.clear()
+
+
+@refused("the same of the wrapped optimizer", "on the servers", optimizers=momentum)
+def _(s: Script) -> None:
+    s.own[0].state.clear()
+
+
+@as_in_torch("`optimizer.state` walked through: `for p, state in optimizer.state.items(): …to(device)`")
+def _(s: Script) -> Any:
+    return [value.to("cpu") for state in s.optimizer.state.values() for value in state.values() if value is not None]
 
 
 @refused("`copy.deepcopy(optimizer)`", "cannot be copied or pickled")
@@ -383,7 +404,7 @@ def _(s: Script) -> Any:
     seen: list[str] = []
     s.optimizer.register_state_dict_pre_hook(lambda optimizer: seen.append("before"))
     s.optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
-    return [sorted(s.optimizer.state_dict()), seen]
+    return [sorted({*s.optimizer.state_dict()} - {"fleet"}), seen]
 
 
 # ---------------------------------------------------------------- schedules
@@ -515,11 +536,14 @@ def _(s: Script) -> Any:
     return state
 
 
-@refused("`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)`", "state|servers|lr")
+@differs("`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)`: groups, without the state", optimizers=lambda m: dense_momentum(m))
 def _(s: Script) -> Any:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    return get_optimizer_state_dict(s.model, s.optimizer)
+    state = get_optimizer_state_dict(s.model, s.optimizer)
+    if s.remote:
+        assert state["state"] == {}
+    return [len(state["param_groups"][0]["params"]), sorted(state["state"])]
 
 
 @as_in_torch("the model, the optimizer or a table deleted, and `gc.collect()`")
