@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
 from fleet.errors import UnsupportedError
 from fleet.nn.gradient import RowGradient, Table, changed, is_in_place, name_of
@@ -90,7 +91,8 @@ class TableWeight(torch.nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(table_of(self).whole().tensor.clone(), self.requires_grad).__reduce_ex__(protocol)
+        plain: Any = torch.nn.Parameter(table_of(self).whole().tensor.clone(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Parameter of the table {table_of(self).name!r}, whose rows are on the servers: {tuple(self.shape)}"
@@ -103,7 +105,7 @@ def hollow(weight: torch.nn.Parameter, rows: int | None, dtype: torch.dtype, dev
         nothing = torch.full((1, 1), math.nan, dtype=dtype, device=device)
         weight.data = nothing.new_empty(0, dim) if rows is None else nothing.expand(rows, dim)
         hooks = weight._backward_hooks
-        if type(weight) is not TableWeight and hooks:  # type: ignore[truthy-bool]
+        if type(weight) is not TableWeight and hooks:
             for key, hook in list(hooks.items()):
                 hooks[key] = _seeing_rows(weight, hook)
     weight.__class__ = TableWeight
@@ -143,6 +145,7 @@ def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
 
 
+@_disable_dynamo
 def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch makes of the values; what is written into them is an edit of the table."""
     written = _written(name, args, kwargs)
