@@ -117,7 +117,7 @@ class Description:
 
 
 def _free(name: str, names: set[str]) -> str:
-    """The name of a parameter that joins a job, or one like it: a module that stands in another's place has its name."""
+    """The name of a parameter that joins a job, or one like it: a module put in another's place has that one's name."""
     chosen, number = name, 2
     while chosen in names:
         chosen, number = f"{name}.{number}", number + 1
