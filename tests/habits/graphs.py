@@ -318,34 +318,19 @@ def _(s: Script) -> None:
     step()
 
 
-@refused("`torch.jit.trace(model, ids)` of a model with tables", "trace|jit|servers|table")
+@refused("`torch.jit.trace(model, ids)`", "save_inference_model")
 def _(s: Script) -> Any:
-    s.model.eval()
-    traced = torch.jit.trace(s.model, (IDS,))
-    s.model.train()
-    s.step()
-    s.model.eval()
-    return [traced(IDS + 1), s.model(IDS + 1)]
+    torch.jit.trace(s.model.eval(), (IDS,))
 
 
-@refused("`torch.jit.script(model)`", "jit|servers|table|script")
+@refused("`torch.jit.script(model)`", "save_inference_model")
 def _(s: Script) -> Any:
-    scripted = torch.jit.script(s.model)
-    return scripted(IDS)
+    torch.jit.script(s.model.eval())
 
 
-@as_in_torch("`torch.export.export(model, (ids,))`: a program with the values of now")
+@refused("`torch.export.export(model, (ids,))`", "save_inference_model")
 def _(s: Script) -> Any:
-    s.model.eval()
-    program = torch.export.export(s.model, (IDS,))
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    found = [program.module()(IDS + 1), torch.export.load(file).module()(IDS + 1)]
-    s.model.train()
-    s.step(2)
-    file.seek(0)
-    return [*found, torch.export.load(file).module()(IDS + 1)]
+    torch.export.export(s.model.eval(), (IDS,))
 
 
 @as_in_torch("`torch.fx.symbolic_trace(model)`, and training through it")

@@ -102,15 +102,12 @@ def _(s: Script) -> Any:
     ]
 
 
-@as_in_torch("a weight printed")
+@differs("a weight or a model printed", sparse=True)
 def _(s: Script) -> Any:
-    return [*(repr(p) for p in s.params), str(s.weight), f"{s.weight.data}"]
-
-
-@differs("a model printed: a table is a `_RemoteEmbedding`", sparse=True)
-def _(s: Script) -> Any:
-    printed = repr(s.model)
-    assert not s.remote or "_RemoteEmbedding(20, 4, sparse=True)" in printed
+    printed = [repr(s.weight), repr(s.model)]
+    if s.remote:
+        assert "'table.weight', whose rows are on the servers: (20, 4)" in printed[0]
+        assert "_RemoteEmbedding(20, 4, sparse=True)" in printed[1]
     return printed
 
 
@@ -572,19 +569,38 @@ def _(s: Script) -> Any:
     return [s.weight.requires_grad, s.weight.grad_fn, s.weight.is_leaf]
 
 
-@as_in_torch("`torch.utils.swap_tensors(p, other)`")
+@as_in_torch("`torch.utils.swap_tensors(p, other)` of a dense parameter")
 def _(s: Script) -> None:
-    for p in (s.model.out.weight, s.weight):
-        torch.utils.swap_tensors(p, torch.nn.Parameter(torch.full(p.shape, 0.1)))
+    p = s.model.out.weight
+    torch.utils.swap_tensors(p, torch.nn.Parameter(torch.full(p.shape, 0.1)))
 
 
-@as_in_torch("`weight.set_(…)`, `weight.resize_(…)`")
+@refused("`torch.utils.swap_tensors(table.weight, other)`", "table.weight")
+def _(s: Script) -> None:
+    torch.utils.swap_tensors(s.weight, torch.nn.Parameter(torch.full((ROWS, DIM), 0.1)))
+    s.step()
+
+
+@refused("`table.weight.set_(…)`", "table.weight")
 def _(s: Script) -> None:
     with torch.no_grad():
         s.weight.set_(torch.full((ROWS, DIM), 0.1))
 
 
-@as_in_torch("`weight.share_memory_()`, `is_shared()`, `pin_memory`, `data_ptr()`, `untyped_storage()`")
+@refused("`table.weight.resize_(…)`", "table.weight")
+def _(s: Script) -> None:
+    with torch.no_grad():
+        s.weight.resize_(ROWS + 1, DIM)
+
+
+@as_in_torch("`weight.share_memory_()`, `is_shared()`")
 def _(s: Script) -> Any:
     s.weight.share_memory_()
-    return [s.weight.is_shared(), s.weight.data_ptr() != 0, s.weight.untyped_storage().nbytes()]
+    return s.weight.is_shared()
+
+
+@differs("a table's memory: `weight.data_ptr()`, `weight.untyped_storage()`")
+def _(s: Script) -> Any:
+    size = s.weight.untyped_storage().nbytes()
+    assert not s.remote or size == s.weight.element_size(), "there is none but one NaN"
+    return size
