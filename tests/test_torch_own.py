@@ -237,7 +237,9 @@ def test_groups_schedules_and_element_types(torchs: Any) -> None:
         for dtype in (torch.float64, torch.bfloat16, torch.float16):
             tally.take(f"{info.name}/{dtype}", lambda i=info, k=kind, d=dtype: compare_dense(i, k, dtype=d))
         tally.take(
-            f"{info.name}/complex", lambda i=info, k=kind: compare_dense(i, k, dtype=torch.complex64), [REFUSALS["complex"]]
+            f"{info.name}/complex",
+            lambda i=info, k=kind: compare_dense(i, k, dtype=torch.complex64),
+            [REFUSALS["complex"]],
         )
     tally.close()
 

@@ -7,8 +7,9 @@ import io
 from typing import Any
 
 import torch
-from habits.habit import ALL, DIM, ROWS, Script, Section
 from torch.nn import utils
+
+from habits.habit import ALL, DIM, ROWS, Script, Section
 
 SECTION = Section("Gradients")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -144,7 +145,9 @@ def _(s: Script) -> Any:
     return [*found, before is s.weight.grad]
 
 
-@as_in_torch("`zero_grad(set_to_none=False)`, `model.zero_grad()`, `p.grad.zero_()`, `p.grad.detach_()`", everywhere=True)
+@as_in_torch(
+    "`zero_grad(set_to_none=False)`, `model.zero_grad()`, `p.grad.zero_()`, `p.grad.detach_()`", everywhere=True
+)
 def _(s: Script) -> Any:
     found = []
     for zero in (
@@ -251,7 +254,7 @@ def _(s: Script) -> None:
         s.optimizer.step()
 
 
-@as_in_torch("`p.grad = p.grad / 2`, `.clone()`, a dense tensor, zeros, None", everywhere=True)
+@as_in_torch("`p.grad = p.grad / 2`, `.clone()`, a dense tensor, zeros, None", everywhere=True, not_in=("dc-asgd",))
 def _(s: Script) -> None:
     for change in (
         lambda p: p.grad / 2,
@@ -270,7 +273,7 @@ def _(s: Script) -> None:
         s.optimizer.step()
 
 
-@as_in_torch("`p.grad` assigned without any backward", everywhere=True)
+@as_in_torch("`p.grad` assigned without any backward", everywhere=True, not_in=("dc-asgd",))
 def _(s: Script) -> None:
     s.optimizer.zero_grad()
     for p in s.params:

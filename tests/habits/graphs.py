@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 from torch.utils import checkpoint
+
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 
 SECTION = Section("Graphs")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -60,7 +61,9 @@ def _(s: Script) -> None:
         s.optimizer.step()
 
 
-@as_in_torch("a gradient penalty over all parameters: `autograd.grad(loss, params, create_graph=True)`", everywhere=True)
+@as_in_torch(
+    "a gradient penalty over all parameters: `autograd.grad(loss, params, create_graph=True)`", everywhere=True
+)
 def _(s: Script) -> None:
     s.optimizer.zero_grad()
     loss = s.loss()
@@ -170,7 +173,9 @@ def _(s: Script) -> None:
 def _(s: Script) -> None:
     s.optimizer.zero_grad()
     anchor = torch.ones(1, requires_grad=True)
-    s.loss(lambda ids: checkpoint.checkpoint(lambda ids, one: s.model(ids) * one, ids, anchor, use_reentrant=True)).backward()
+    s.loss(
+        lambda ids: checkpoint.checkpoint(lambda ids, one: s.model(ids) * one, ids, anchor, use_reentrant=True)
+    ).backward()
     s.optimizer.step()
 
 
@@ -247,12 +252,20 @@ def per_sample(s: Script) -> Any:
     return found
 
 
-@as_in_torch("`vmap(grad(…))` per sample over all parameters, of a table with `sparse=True`: an error", sparse=True, raises=NotImplementedError)
+@as_in_torch(
+    "`vmap(grad(…))` per sample over all parameters, of a table with `sparse=True`: an error",
+    sparse=True,
+    raises=NotImplementedError,
+)
 def _(s: Script) -> Any:
     return per_sample(s)
 
 
-@as_in_torch("`vmap(grad(…))` per sample over all parameters, of a table with `sparse=False`", make=lambda sparse: Net(False), options={"remote": "all"})
+@as_in_torch(
+    "`vmap(grad(…))` per sample over all parameters, of a table with `sparse=False`",
+    make=lambda sparse: Net(False),
+    options={"remote": "all"},
+)
 def _(s: Script) -> Any:
     return per_sample(s)
 

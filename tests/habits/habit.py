@@ -77,6 +77,10 @@ class Habit:
     sparse: bool = False
     everywhere: bool = False  #: in every mode, and with two workers
     raises: type[BaseException] | None = None  #: what torch raises too
+    #: changes parameters by itself: of several workers, worker 0's changes count, and the others are told
+    edits: bool = False
+    not_in: tuple[str, ...] = ()  #: modes in which there is more to it
+    environ: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -264,24 +268,22 @@ def in_torch(habit: Habit) -> Outcome:
     return _caught(lambda: _run(Script(habit)))
 
 
-def in_a_job(habit: Habit, mode: str = "sync", workers: int = 1) -> Outcome:
-    """What worker 0 saw."""
-    if workers == 1:
-        return _caught(lambda: _alone(habit, mode))
-    job = Job(lambda fleet, index: _run(Script(habit, fleet, mode)), workers, 2, environ=PATIENT)
+def in_a_job(habit: Habit, mode: str = "sync") -> Outcome:
+    return _caught(lambda: _alone(habit, mode))
 
-    def run() -> Any:
-        job.join(job.start())
-        for index in range(workers):
-            if f"worker {index}" in job.errors:
-                raise job.errors[f"worker {index}"]
-        return job.results[0]
 
-    return _caught(run)
+def in_a_job_of_two(habit: Habit) -> list[Outcome]:
+    """What each worker saw, on two servers; the first also heard what any of them was told."""
+    job = Job(lambda fleet, index: _run(Script(habit, fleet)), 2, 2, environ=PATIENT)
+    told = _caught(lambda: job.join(job.start()))
+    assert told.error is None, told.error
+    found = [Outcome(job.results.get(index), job.errors.get(f"worker {index}")) for index in range(2)]
+    found[0].said = told.said
+    return found
 
 
 def _alone(habit: Habit, mode: str) -> Any:
-    fleet = Fleet(environ={})
+    fleet = Fleet(environ=habit.environ)
     fleet.init()
     try:
         return _run(Script(habit, fleet, mode))

@@ -8,10 +8,12 @@ import pickle
 from typing import Any
 
 import torch
-from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
+
+import fleet.nn
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 
 SECTION = Section("Modules")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -43,7 +45,13 @@ def _(s: Script) -> Any:
         m.get_buffer("norm.running_mean"),
         isinstance(m.table, nn.Embedding),
         isinstance(m.table.weight, nn.Parameter),
-        [m.table.num_embeddings, m.table.embedding_dim, m.table.padding_idx, m.table.max_norm, list(m.table.weight.shape)],
+        [
+            m.table.num_embeddings,
+            m.table.embedding_dim,
+            m.table.padding_idx,
+            m.table.max_norm,
+            list(m.table.weight.shape),
+        ],
         [name for name, each in m.named_modules() if isinstance(each, nn.Linear | nn.Embedding)],
     ]
 
@@ -355,7 +363,11 @@ def _(s: Script) -> Any:
     ]
 
 
-@as_in_torch("`load_state_dict` of what `state_dict` gave: the best epoch kept by `deepcopy`, and restored", everywhere=True)
+@as_in_torch(
+    "`load_state_dict` of what `state_dict` gave: the best epoch kept by `deepcopy`, and restored",
+    everywhere=True,
+    edits=True,
+)
 def _(s: Script) -> Any:
     best = copy.deepcopy(s.model.state_dict())
     s.step(2)
@@ -375,7 +387,7 @@ def _(s: Script) -> Any:
     return dict(kept)
 
 
-@as_in_torch("`torch.save(model.state_dict())` and `torch.load`, `weights_only` or not", everywhere=True)
+@as_in_torch("`torch.save(model.state_dict())` and `torch.load`, `weights_only` or not", everywhere=True, edits=True)
 def _(s: Script) -> Any:
     file = io.BytesIO()
     torch.save(s.model.state_dict(), file)
@@ -389,7 +401,7 @@ def _(s: Script) -> Any:
     return found
 
 
-@as_in_torch("safetensors: `save_file(model.state_dict())`, `save_model`, `load_model`", everywhere=True)
+@as_in_torch("safetensors: `save_file(model.state_dict())`, `save_model`, `load_model`", everywhere=True, edits=True)
 def _(s: Script) -> Any:
     import tempfile
 
@@ -411,7 +423,9 @@ def _(s: Script) -> Any:
     return fresh.eval()(ALL[:6].view(2, 3))
 
 
-@as_in_torch("`load_state_dict` of a part, `strict=False`; of the table alone; unexpected keys", everywhere=True)
+@as_in_torch(
+    "`load_state_dict` of a part, `strict=False`; of the table alone; unexpected keys", everywhere=True, edits=True
+)
 def _(s: Script) -> Any:
     told = s.model.load_state_dict({"out.weight": torch.full((1, 5), 0.1), "other": torch.ones(1)}, strict=False)
     s.step()
@@ -451,7 +465,9 @@ def _(s: Script) -> Any:
     return s.model.table.weight
 
 
-@as_in_torch("hooks of state: `register_state_dict_post_hook`, `…_pre_hook`, `register_load_state_dict_pre_hook`, `…_post_hook`")
+@as_in_torch(
+    "hooks of state: `register_state_dict_post_hook`, `…_pre_hook`, `register_load_state_dict_pre_hook`, `…_post_hook`"
+)
 def _(s: Script) -> Any:
     seen = []
     m = s.model
@@ -556,7 +572,9 @@ def _(s: Script) -> None:
 # ---------------------------------------------------------------- torch.nn.utils
 
 
-@as_in_torch("`parametrizations.weight_norm`, `spectral_norm`, `orthogonal` of dense layers, before the optimizer", before=None)
+@as_in_torch(
+    "`parametrizations.weight_norm`, `spectral_norm`, `orthogonal` of dense layers, before the optimizer", before=None
+)
 def _(s: Script) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -594,7 +612,9 @@ def _(s: Script) -> None:
     parametrize.remove_parametrizations(s.model.table, "weight")
 
 
-@as_in_torch("`utils.weight_norm`, `utils.spectral_norm` (the older ones) of dense layers, before the optimizer", before=None)
+@as_in_torch(
+    "`utils.weight_norm`, `utils.spectral_norm` (the older ones) of dense layers, before the optimizer", before=None
+)
 def _(s: Script) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -639,6 +659,80 @@ def _(s: Script) -> Any:
     return [utils.stateless.functional_call(s.model.eval(), values, (ALL[:6].view(2, 3),)), list(made.weight.shape)]
 
 
+# ---------------------------------------------------------------- tables that no worker holds whole
+
+
+class Endless(Net):
+    """A table that takes any id, beside the other."""
+
+    def __init__(self, remote: bool) -> None:
+        super().__init__(remote)
+        self.endless = fleet.nn.Embedding(None, DIM) if remote else nn.Embedding(ROWS, DIM)
+
+
+class Large(Net):
+    def __init__(self, remote: bool) -> None:
+        super().__init__(remote)
+        self.large = nn.Embedding(70_000, DIM, sparse=remote)
+
+
+NO_END, TOO_MUCH = "no num_embeddings", "too much for one worker"
+SMALL = {"FLEET_WHOLE_TABLE_MB": "1"}
+
+
+@refused("`weight` in a formula, of a table without `num_embeddings`", NO_END, make=Endless)
+def _(s: Script) -> None:
+    s.model.endless.weight.square().sum()
+
+
+@refused("`model.state_dict()`, with a table without `num_embeddings`", NO_END, make=Endless)
+def _(s: Script) -> None:
+    s.model.state_dict()
+
+
+@refused("`copy.deepcopy(model)`, with a table without `num_embeddings`", NO_END, make=Endless)
+def _(s: Script) -> None:
+    copy.deepcopy(s.model)
+
+
+@refused("`weight` in a formula, of a table larger than `FLEET_WHOLE_TABLE_MB`", TOO_MUCH, make=Large, environ=SMALL)
+def _(s: Script) -> None:
+    s.model.large.weight.norm()
+
+
+@refused("`weight.data`, `weight.mul_(…)`, `weight[:3] = 0` of such a table", TOO_MUCH, make=Large, environ=SMALL)
+def _(s: Script) -> None:
+    with torch.no_grad():
+        s.model.large.weight[:3] = 0
+
+
+@refused("`model.state_dict()` with such a table", TOO_MUCH, make=Large, environ=SMALL)
+def _(s: Script) -> None:
+    s.model.state_dict()
+
+
+@as_in_torch("clipping, hooks, `GradScaler`, arithmetic on `.grad` with such a table", make=Large, environ=SMALL)
+def _(s: Script) -> Any:
+    handle = s.model.large.weight.register_hook(lambda g: g * 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    s.optimizer.zero_grad()
+    scaler.scale(s.loss() + s.model.large(ALL).square().mean()).backward()
+    scaler.unscale_(s.optimizer)
+    norm = utils.clip_grad_norm_(s.params, 0.01)
+    for p in s.params:
+        p.grad *= 2
+        p.grad = p.grad / 3
+    scaler.step(s.optimizer)
+    handle.remove()
+    return [norm, s.model.large(ALL)]
+
+
+@refused("`model.state_dict()` with a `fleet.nn` table before `init_worker`", "init_worker", before=None, make=Endless)
+def _(s: Script) -> None:
+    s.wrap()
+    s.model.state_dict()
+
+
 # ---------------------------------------------------------------- containers
 
 
@@ -658,6 +752,40 @@ class Many(Net):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found = sum(table(ids[:, place]) for place, table in enumerate(self.tables)) + self.named["bag"](ids)
         return super().forward(ids) + self.top(found).squeeze(1)
+
+
+@refused("`torch.multiprocessing`: a model sent to another process", "cannot be pickled")
+def _(s: Script) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    ForkingPickler.dumps(s.model)
+
+
+def world_of_one() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+@refused("`DistributedDataParallel(model)` in a job with servers", "table.weight")
+def _(s: Script) -> None:
+    world_of_one()
+    try:
+        whole = nn.parallel.DistributedDataParallel(s.model)
+        s.optimizer.zero_grad()
+        s.loss(whole).backward()
+        s.optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@refused("`fully_shard(model)` in a job with servers", "table.weight")
+def _(s: Script) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    world_of_one()
+    try:
+        fully_shard(s.model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @as_in_torch("`nn.DataParallel(model)` without a GPU")

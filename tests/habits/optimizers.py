@@ -8,9 +8,10 @@ import pickle
 from typing import Any
 
 import torch
-from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
+
+from habits.habit import ALL, DIM, ROWS, Net, Script, Section
 
 SECTION = Section("Optimizers")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -55,7 +56,12 @@ def _(s: Script) -> Any:
     return found
 
 
-@as_in_torch("several optimizers, as a list: Adam for dense parameters, SparseAdam for tables", optimizers=lazily, sparse=True, everywhere=True)
+@as_in_torch(
+    "several optimizers, as a list: Adam for dense parameters, SparseAdam for tables",
+    optimizers=lazily,
+    sparse=True,
+    everywhere=True,
+)
 def _(s: Script) -> None:
     s.step(3)
 
@@ -113,7 +119,10 @@ def _(s: Script) -> None:
         s.step(2)
 
 
-@as_in_torch("`lr` as a tensor, and changed in place", optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))])
+@as_in_torch(
+    "`lr` as a tensor, and changed in place",
+    optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))],
+)
 def _(s: Script) -> None:
     s.step()
     s.optimizer.param_groups[0]["lr"].mul_(0.5)
@@ -122,7 +131,9 @@ def _(s: Script) -> None:
     s.step()
 
 
-@as_in_torch("`foreach=True`, `fused=True`", optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.1, fused=True)])
+@as_in_torch(
+    "`foreach=True`, `fused=True`", optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.1, fused=True)]
+)
 def _(s: Script) -> None:
     s.step()
     s.optimizer.param_groups[0]["fused"] = False
@@ -130,7 +141,11 @@ def _(s: Script) -> None:
     s.step()
 
 
-@as_in_torch("`maximize=True`", optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.01, maximize=True)], everywhere=True)
+@as_in_torch(
+    "`maximize=True`",
+    optimizers=lambda model: [torch.optim.SGD(model.parameters(), lr=0.01, maximize=True)],
+    everywhere=True,
+)
 def _(s: Script) -> None:
     s.step(2)
 
@@ -285,7 +300,11 @@ class Own(torch.optim.SGD):
         return super().step(closure)
 
 
-@refused("an optimizer class of the user's own", "not known to the servers", optimizers=lambda m: [Own(m.parameters(), lr=0.1)])
+@refused(
+    "an optimizer class of the user's own",
+    "not known to the servers",
+    optimizers=lambda m: [Own(m.parameters(), lr=0.1)],
+)
 def _(s: Script) -> Any: ...
 
 
@@ -306,7 +325,7 @@ def _(s: Script) -> Any:
     return seen
 
 
-@as_in_torch("a step pre-hook that changes gradients, a post-hook that changes values", everywhere=True)
+@as_in_torch("a step pre-hook that changes gradients, a post-hook that changes values", everywhere=True, edits=True)
 def _(s: Script) -> None:
     def halve(*_: Any) -> None:
         for p in s.params:
@@ -326,7 +345,10 @@ def _(s: Script) -> None:
 # ---------------------------------------------------------------- state
 
 
-@differs("`optimizer.state_dict()`: torch's layout, with whole `param_groups` and without the state, which is on the servers", optimizers=momentum)
+@differs(
+    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and without the state, which is on the servers",
+    optimizers=momentum,
+)
 def _(s: Script) -> Any:
     told = s.optimizer.state_dict()
     assert {"state", "param_groups"} <= set(told)
@@ -336,7 +358,9 @@ def _(s: Script) -> Any:
     return told["state"]
 
 
-@as_in_torch("`optimizer.load_state_dict` of what `state_dict()` gave at the same step", optimizers=lambda m: dense_momentum(m))
+@as_in_torch(
+    "`optimizer.load_state_dict` of what `state_dict()` gave at the same step", optimizers=lambda m: dense_momentum(m)
+)
 def _(s: Script) -> Any:
     state = s.optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.05
@@ -345,7 +369,11 @@ def _(s: Script) -> Any:
     return s.optimizer.param_groups[0]["lr"]
 
 
-@refused("`optimizer.load_state_dict` of what `state_dict()` gave at another step", "cannot become that of another step", optimizers=momentum)
+@refused(
+    "`optimizer.load_state_dict` of what `state_dict()` gave at another step",
+    "cannot become that of another step",
+    optimizers=momentum,
+)
 def _(s: Script) -> None:
     state = s.optimizer.state_dict()
     s.step()
@@ -448,7 +476,11 @@ def _(s: Script) -> Any:
     return found
 
 
-@as_in_torch("`ReduceLROnPlateau`, `OneCycleLR` and `CyclicLR` that turn momentum", optimizers=lambda model: dense_momentum(model), sparse=True)
+@as_in_torch(
+    "`ReduceLROnPlateau`, `OneCycleLR` and `CyclicLR` that turn momentum",
+    optimizers=lambda model: dense_momentum(model),
+    sparse=True,
+)
 def _(s: Script) -> Any:
     found = []
     for schedule in (
@@ -536,7 +568,10 @@ def _(s: Script) -> Any:
     return state
 
 
-@differs("`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)`: groups, without the state", optimizers=lambda m: dense_momentum(m))
+@differs(
+    "`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)`: groups, without the state",
+    optimizers=lambda m: dense_momentum(m),
+)
 def _(s: Script) -> Any:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from habits.habit import ALL, DIM, ROWS, Script, Section
 from torch.nn import init, utils
+
+from habits.habit import ALL, DIM, ROWS, Script, Section
 
 SECTION = Section("Values")
 as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.refused
@@ -28,7 +29,9 @@ def _(s: Script) -> Any:
     ] + [sum(p.numel() for p in s.model.parameters() if p.requires_grad)]
 
 
-@as_in_torch("figures of a weight: `norm`, `mean`, `std`, `abs().max()`, `isnan().any()`, `sum`, `item`", everywhere=True)
+@as_in_torch(
+    "figures of a weight: `norm`, `mean`, `std`, `abs().max()`, `isnan().any()`, `sum`, `item`", everywhere=True
+)
 def _(s: Script) -> Any:
     found: list[Any] = []
     for p in s.params:
@@ -57,7 +60,9 @@ def _(s: Script) -> Any:
     ]
 
 
-@as_in_torch("rows of a weight: `weight[3]`, `weight[:5]`, `weight[ids]`, `index_select`, `gather`, `weight[3, 1].item()`")
+@as_in_torch(
+    "rows of a weight: `weight[3]`, `weight[:5]`, `weight[ids]`, `index_select`, `gather`, `weight[3, 1].item()`"
+)
 def _(s: Script) -> Any:
     w, ids = s.weight, torch.tensor([3, 7, 3])
     return [
@@ -227,12 +232,16 @@ def edit(s: Script, *changes: Any) -> None:
         s.step()
 
 
-@as_in_torch("WGAN's `p.data.clamp_(-c, c)`; `clamp_` under `no_grad`", everywhere=True)
+@as_in_torch("WGAN's `p.data.clamp_(-c, c)`; `clamp_` under `no_grad`", everywhere=True, edits=True)
 def _(s: Script) -> None:
     edit(s, lambda p: p.data.clamp_(-0.3, 0.3), lambda p: p.clamp_(-0.2, 0.2), lambda p: torch.clamp_(p, -0.1, 0.1))
 
 
-@as_in_torch("`zero_()`, `fill_`, `mul_`, `add_`, `sub_`, `div_`, `copy_`, `normal_`, `uniform_` under `no_grad`", everywhere=True)
+@as_in_torch(
+    "`zero_()`, `fill_`, `mul_`, `add_`, `sub_`, `div_`, `copy_`, `normal_`, `uniform_` under `no_grad`",
+    everywhere=True,
+    edits=True,
+)
 def _(s: Script) -> None:
     generator = torch.Generator().manual_seed(1)
     edit(
@@ -253,7 +262,7 @@ def _(s: Script) -> None:
     )
 
 
-@as_in_torch("the same on `p.data` and on `p.detach()`", everywhere=True)
+@as_in_torch("the same on `p.data` and on `p.detach()`", everywhere=True, edits=True)
 def _(s: Script) -> None:
     edit(
         s,
@@ -266,7 +275,7 @@ def _(s: Script) -> None:
     )
 
 
-@as_in_torch("`p.data = p.data * 0.5`, `p.data = tensor`, and back", everywhere=True)
+@as_in_torch("`p.data = p.data * 0.5`, `p.data = tensor`, and back", everywhere=True, edits=True)
 def _(s: Script) -> None:
     old = [p.data.clone() for p in s.params]
     for p in s.params:
@@ -279,7 +288,7 @@ def _(s: Script) -> None:
         p.data = value
 
 
-@as_in_torch("`p *= 0.5`, `p -= lr * p.grad` under `no_grad`: a step by hand", everywhere=True)
+@as_in_torch("`p *= 0.5`, `p -= lr * p.grad` under `no_grad`: a step by hand", everywhere=True, edits=True)
 def _(s: Script) -> None:
     for _ in range(2):
         s.backward()
@@ -289,7 +298,9 @@ def _(s: Script) -> None:
                 p *= 0.99
 
 
-@as_in_torch("rows set: `weight[:3] = 7`, `weight[ids] = rows`, `weight.data[0] = …`, `weight[2].zero_()`, `index_copy_`")
+@as_in_torch(
+    "rows set: `weight[:3] = 7`, `weight[ids] = rows`, `weight.data[0] = …`, `weight[2].zero_()`, `index_copy_`"
+)
 def _(s: Script) -> None:
     ids = torch.tensor([4, 9])
     for change in (
@@ -312,7 +323,7 @@ def _(s: Script) -> None:
         s.step()
 
 
-@as_in_torch("`nn.init.*_` on dense parameters and on a table's weight", everywhere=True)
+@as_in_torch("`nn.init.*_` on dense parameters and on a table's weight", everywhere=True, edits=True)
 def _(s: Script) -> None:
     generator = torch.Generator().manual_seed(1)
     for p in s.params:
@@ -349,7 +360,9 @@ def _(s: Script) -> None:
                 module.reset_parameters()
 
 
-@as_in_torch("`weight.data.renorm_(2, 0, 1)`, rows normalised: `weight.data = F.normalize(weight.data)`, `weight.div_(norm)`")
+@as_in_torch(
+    "`weight.data.renorm_(2, 0, 1)`, rows normalised: `weight.data = F.normalize(weight.data)`, `weight.div_(norm)`"
+)
 def _(s: Script) -> None:
     s.weight.data.renorm_(2, 0, 0.5)
     s.step()
@@ -360,7 +373,7 @@ def _(s: Script) -> None:
         s.weight.copy_(torch.renorm(s.weight, 2, 0, 0.7))
 
 
-@as_in_torch("`torch._foreach_mul_(params, 0.5)`, `_foreach_copy_`, `_foreach_lerp_`", everywhere=True)
+@as_in_torch("`torch._foreach_mul_(params, 0.5)`, `_foreach_copy_`, `_foreach_lerp_`", everywhere=True, edits=True)
 def _(s: Script) -> None:
     with torch.no_grad():
         torch._foreach_mul_(s.params, 0.5)
@@ -373,7 +386,7 @@ def _(s: Script) -> None:
         torch._foreach_lerp_(s.params, new, 0.1)
 
 
-@as_in_torch("`vector_to_parameters(vector * 0.5, model.parameters())`", everywhere=True)
+@as_in_torch("`vector_to_parameters(vector * 0.5, model.parameters())`", everywhere=True, edits=True)
 def _(s: Script) -> None:
     utils.vector_to_parameters(utils.parameters_to_vector(s.params).detach() * 0.5, s.params)
 
@@ -395,14 +408,21 @@ def _(s: Script) -> None:
         each.mul_(0.5)
 
 
-@as_in_torch("a look through such a handle after a step", )
+@as_in_torch(
+    "a look through such a handle after a step",
+)
 def _(s: Script) -> Any:
     kept = [p.data for p in s.params]
     s.step()
     return kept
 
 
-@as_in_torch("an edit between a forward and its step, and between a backward and its step", everywhere=True)
+@as_in_torch(
+    "an edit between a forward and its step, and between a backward and its step",
+    everywhere=True,
+    edits=True,
+    not_in=("dc-asgd",),
+)
 def _(s: Script) -> None:
     s.backward()
     with torch.no_grad():
@@ -431,7 +451,7 @@ def _(s: Script) -> None:
     s.weight.mul_(2)
 
 
-@as_in_torch("SAM: a step up the gradient, a second backward, the step back", everywhere=True)
+@as_in_torch("SAM: a step up the gradient, a second backward, the step back", everywhere=True, edits=True)
 def _(s: Script) -> None:
     for _ in range(2):
         s.backward()
@@ -450,7 +470,12 @@ def _(s: Script) -> None:
         s.optimizer.step()
 
 
-@as_in_torch("FGM: embeddings moved up their gradient, a second backward, put back", everywhere=True)
+@as_in_torch(
+    "FGM: embeddings moved up their gradient, a second backward, put back",
+    everywhere=True,
+    edits=True,
+    not_in=("dc-asgd",),
+)
 def _(s: Script) -> None:
     for _ in range(2):
         s.backward()
@@ -485,7 +510,7 @@ def _(s: Script) -> Any:
     return [found, *means]
 
 
-@as_in_torch("Lookahead: slow weights, to which the fast ones are set back", everywhere=True)
+@as_in_torch("Lookahead: slow weights, to which the fast ones are set back", everywhere=True, edits=True)
 def _(s: Script) -> None:
     slow = [p.detach().clone() for p in s.params]
     for _ in range(2):
@@ -505,7 +530,9 @@ def _(s: Script) -> None:
                 p.mul_((p.abs() > 0.05).float())
 
 
-@as_in_torch("rows copied from another table: `weight.data.copy_(torch.from_numpy(pretrained))`, `weight.data[ids] = vectors`")
+@as_in_torch(
+    "rows copied from another table: `weight.data.copy_(torch.from_numpy(pretrained))`, `weight.data[ids] = vectors`"
+)
 def _(s: Script) -> None:
     import numpy as np
 
