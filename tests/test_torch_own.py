@@ -1,5 +1,5 @@
-"""Torch's own cases, which its tests of modules and optimizers are made from, in a job of one worker: what is passed, what
-is refused and what is skipped is counted here, and stands in docs/torch.md."""
+"""Torch's own cases, which its tests of modules and optimizers are made from, in a job of one worker: what is passed,
+what is refused and what is skipped is counted here, and stands in docs/torch.md."""
 
 from __future__ import annotations
 
@@ -467,17 +467,13 @@ def test_what_torchs_modules_refuse(torchs: Any) -> None:
             built, given = each.module_error_input.constructor_input, each.module_error_input.forward_input
 
             def run(info: Any = info, each: Any = each, built: Any = built, given: Any = given) -> None:
-                try:
-                    with job() as fleet:
-                        module = info.module_cls(*built.args, sparse=True, **built.kwargs)
-                        fleet.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), model=module)
-                        fleet.init_worker()
-                        module(*given.args, **given.kwargs)
-                except each.error_type as error:
-                    # Out of range is the same kind of error in words of Fleet's own.
-                    assert isinstance(error, FleetError) or re.search(each.error_regex, str(error)), error
-                else:
-                    raise AssertionError("nothing was raised")
+                with pytest.raises(each.error_type) as raised, job() as fleet:
+                    module = info.module_cls(*built.args, sparse=True, **built.kwargs)
+                    fleet.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), model=module)
+                    fleet.init_worker()
+                    module(*given.args, **given.kwargs)
+                # Out of range is the same kind of error in words of Fleet's own.
+                assert isinstance(raised.value, FleetError) or re.search(each.error_regex, str(raised.value))
 
             floats = any(isinstance(arg, torch.Tensor) and arg.is_floating_point() for arg in given.args)
             tally.take(f"{info.name}/{place}", run, refusals({"float ids": floats}))

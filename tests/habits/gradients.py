@@ -126,11 +126,12 @@ def _(s: Script) -> Any:
 @as_in_torch("`p.grad`'s shape, type, device, `numel`, `is_leaf`, `requires_grad`")
 def _(s: Script) -> Any:
     s.backward()
-    return [
-        [list(p.grad.shape), list(p.grad.size()), p.grad.dtype, str(p.grad.device), p.grad.numel(), p.grad.dim()]
-        + [p.grad.is_leaf, p.grad.requires_grad, len(p.grad), p.grad.ndim, p.grad.shape == p.shape]
-        for p in s.params
-    ]
+    found: list[Any] = []
+    for p in s.params:
+        g = p.grad
+        found += [list(g.shape), list(g.size()), g.dtype, str(g.device), g.numel(), g.dim(), g.is_leaf]
+        found += [g.requires_grad, len(g), g.ndim, g.shape == p.shape, g.element_size()]
+    return found
 
 
 @as_in_torch("`p.grad` is None before a backward and after `zero_grad()`, and the same object until then")

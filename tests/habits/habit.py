@@ -1,8 +1,8 @@
 """Runs one habit of a script twice, in plain torch and in a job, and says what the job made of it.
 
-The script is a function of a ``Script``, which holds the model, the optimizer and the batches. Around it both runs do the
-same: three steps before, two after, and a look at everything that was trained. So what a script edits has to outlast the
-next step to count as done.
+The script is a function of a ``Script``, which holds the model, the optimizer and the batches. Around it both runs do
+the same: two steps before, two after, and a look at everything that was trained. So what a script edits has to outlast
+the next step to count as done.
 """
 
 from __future__ import annotations

@@ -765,7 +765,7 @@ def world_of_one() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-@refused("`DistributedDataParallel(model)` in a job with servers", "table.weight")
+@as_in_torch("`DistributedDataParallel(model)` around it, in a group of one process")
 def _(s: Script) -> None:
     world_of_one()
     try:
@@ -777,7 +777,7 @@ def _(s: Script) -> None:
         torch.distributed.destroy_process_group()
 
 
-@refused("`fully_shard(model)` in a job with servers", "table.weight")
+@refused("`fully_shard(model)` of a model with tables", "FSDP does not support")
 def _(s: Script) -> None:
     from torch.distributed.fsdp import fully_shard
 

@@ -358,9 +358,7 @@ def _(s: Script) -> Any:
     return told["state"]
 
 
-@as_in_torch(
-    "`optimizer.load_state_dict` of what `state_dict()` gave at the same step", optimizers=lambda m: dense_momentum(m)
-)
+@as_in_torch("`optimizer.load_state_dict` of what it gave at the same step", optimizers=lambda m: dense_momentum(m))
 def _(s: Script) -> Any:
     state = s.optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.05
@@ -370,7 +368,7 @@ def _(s: Script) -> Any:
 
 
 @refused(
-    "`optimizer.load_state_dict` of what `state_dict()` gave at another step",
+    "`optimizer.load_state_dict` of what it gave at another step",
     "cannot become that of another step",
     optimizers=momentum,
 )

@@ -21,12 +21,13 @@ as_in_torch, differs, refused = SECTION.as_in_torch, SECTION.differs, SECTION.re
 
 @as_in_torch("a weight's shape, `size`, `numel`, `len`, `dim`, dtype, device, `element_size`, `nbytes`, `is_leaf`")
 def _(s: Script) -> Any:
-    return [
-        [list(p.shape), list(p.size()), p.size(0), p.numel(), len(p), p.dim(), p.dtype, str(p.device), p.nelement()]
-        + [p.element_size(), p.nbytes, p.is_leaf, p.requires_grad, p.is_sparse, p.layout, p.is_floating_point()]
-        + [isinstance(p, torch.nn.Parameter), isinstance(p, torch.Tensor), p.is_contiguous(), p.stride(), p.is_cpu]
-        for p in s.params
-    ] + [sum(p.numel() for p in s.model.parameters() if p.requires_grad)]
+    found: list[Any] = [sum(p.numel() for p in s.model.parameters() if p.requires_grad)]
+    for p in s.params:
+        found += [list(p.shape), list(p.size()), p.size(0), p.numel(), len(p), p.dim(), p.dtype, str(p.device)]
+        found += [p.nelement(), p.element_size(), p.nbytes, p.is_leaf, p.requires_grad, p.is_sparse, p.layout]
+        found += [p.is_floating_point(), isinstance(p, torch.nn.Parameter), isinstance(p, torch.Tensor), p.is_cpu]
+        found += [p.is_contiguous(), p.stride()]
+    return found
 
 
 @as_in_torch(
