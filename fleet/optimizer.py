@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -107,6 +108,49 @@ def _keeps_none(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
+class OptimizerState(defaultdict[Any, Any]):
+    """The ``state`` of a wrapped optimizer: torch's, and empty while the servers have it. It says so to whoever reads
+    what a parameter has there, or would have the optimizer forget it; a walk through it finds nothing."""
+
+    def __init__(self, kept_at: KeptAt, state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._kept_at = kept_at
+
+    def __bool__(self) -> bool:
+        # Torch's checkpoints take a step of an optimizer without state, to have some.
+        return self._kept_at() is not None or len(self) > 0
+
+    def __missing__(self, param: Any) -> Any:
+        self._refuse("state was looked up in")
+        return super().__missing__(param)
+
+    def clear(self) -> None:
+        self._refuse("something cleared")
+        super().clear()
+
+    def update(self, *state: Any, **more: Any) -> None:
+        self._refuse("something was put into")
+        super().update(*state, **more)
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        self._refuse("something was put into")
+        super().__setitem__(param, state)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    def _refuse(self, what: str) -> None:
+        if self._kept_at() is not None:
+            raise _elsewhere(f"{what} an optimizer's state, which is on the servers")
+
+
+def _elsewhere(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        what,
+        todo="Save the whole job with fleet.save_persistables(dirname), which has it; to begin without, begin a new job.",
+    )
+
+
 class StateDicts:
     """Says in the wrapped optimizers' own ``state_dict()`` where their state is, and refuses to load what would lose
     it. What is loaded goes into the groups that are there: the job knows these."""
@@ -127,6 +171,13 @@ class StateDicts:
             optimizer.register_state_dict_post_hook(self._mark)
             optimizer.register_load_state_dict_pre_hook(self._begin)
             optimizer.register_load_state_dict_post_hook(self._end)
+            optimizer.state = OptimizerState(kept_at, optimizer.state)
+
+    def check_place(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse another state in the place of one that is on the servers."""
+        for optimizer in optimizers:
+            if not isinstance(optimizer.state, OptimizerState):
+                raise _elsewhere(f"{type(optimizer).__name__} was given another state, and its own is on the servers")
 
     def _mark(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         at = self._kept_at()
@@ -143,8 +194,7 @@ class StateDicts:
             group.clear()
             group.update(loaded)
         optimizer.param_groups = groups
-        if self._kept_at() is not None:
-            optimizer.state = former
+        optimizer.state = OptimizerState(self._kept_at, optimizer.state) if self._kept_at() is None else former
 
     def check(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Refuse a state that is not the one there is, or is not there."""
@@ -206,6 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
         self._constructed = True
+        self._kept_at = kept_at
         self._states = StateDicts(self._wrapped, kept_at)
         self._guard = Guard(self._wrapped, "Call step() on what fleet.distributed_optimizer() returned.")
 
@@ -217,6 +268,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:  # noqa: ARG002 - refused, or torch's constructor
         if self._constructed:
             raise UnsupportedError("param_groups cannot be replaced", todo="Change the groups, or add_param_group().")
+
+    @property
+    def state(self) -> Any:
+        """Theirs; in jobs with servers it is mostly there."""
+        if len(self._wrapped) == 1:
+            return self._wrapped[0].state
+        return OptimizerState(
+            self._kept_at, {param: kept for optimizer in self._wrapped for param, kept in optimizer.state.items()}
+        )
+
+    @state.setter
+    def state(self, state: Any) -> None:  # noqa: ARG002 - refused, or torch's constructor
+        if self._constructed:
+            raise _elsewhere("an optimizer's state cannot be replaced: it is on the servers, or the wrapped one's")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, on the last of the wrapped optimizers. In a running job every worker does so after the same
@@ -254,6 +319,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if stepper.trains_here:
             stepper.step_here(self._update)
             return loss
+        self._states.check_place(self._wrapped)
         for optimizer in self._wrapped:
             _run_hooks(optimizer, chain(_global_optimizer_pre_hooks.values(), _pre_hooks(optimizer)))
         cast(RemoteStepper, stepper).step()

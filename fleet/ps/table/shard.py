@@ -18,7 +18,7 @@ import torch
 from fleet.checkpoint.entries import VALUE, cut, names, split
 from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import ProtocolError
-from fleet.kernels import RULES
+from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge
 from fleet.plan.plan import Plan
@@ -174,7 +174,7 @@ class Shard:
         """Options may change from step to step, but a number stays a number."""
         for ours, theirs in zip(self._options, options, strict=True):
             for name, value in theirs.items():
-                if _kind(value) != _kind(ours[name]):
+                if _kind(value) != _kind(ours[name]) and not (name in HINTS and isinstance(value, bool | None)):
                     raise ProtocolError(
                         "an option has become something else", where=name, expected=ours[name], got=repr(value)[:80]
                     )

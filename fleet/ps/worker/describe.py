@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,19 +34,28 @@ class Description:
     def has_newcomers(self) -> bool:
         """Whether a parameter joined an optimizer after this was made; one that left it is an error."""
         present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        groups, things = self._known
+        groups, known = self._known
         if not groups <= {id(group) for group in present}:
             raise UnsupportedError(
                 "a param group was taken away from a running job",
                 todo="Leave it, with lr=0 or requires_grad=False for its parameters.",
             )
-        return not all(things.issuperset(map(id, group["params"])) for group in present)
+        here = {id(param) for group in present for param in group["params"]}
+        if not known.keys() <= here:
+            name = next(name for thing, name in known.items() if thing not in here)
+            raise UnsupportedError(
+                f"{name!r} was taken out of its param group in a running job",
+                todo="Leave it there, with requires_grad_(False).",
+            )
+        return len(here) > len(known)
 
     @cached_property
-    def _known(self) -> tuple[set[int], set[int]]:
-        """The identities of all groups and of all parameters: looked at in every step, so made once."""
-        weights = (handle.weight for handle in self.handles)
-        return {id(group) for group in self.groups}, {id(param) for param in (*self.params, *weights)}
+    def _known(self) -> tuple[set[int], dict[int, str]]:
+        """The identities of all groups, and of all parameters with their names: looked at in every step, so made
+        once."""
+        params = {id(param): spec.name for param, spec in zip(self.params, self.spec.params, strict=True)}
+        tables = {id(handle.weight): handle.name for handle in self.handles}
+        return {id(group) for group in self.groups}, {**params, **tables}
 
     def check_types(self) -> None:
         """Refuse parameters that were converted since this was made."""
@@ -68,13 +77,14 @@ class Description:
                 specs.append(group_spec)
         moved = [places[id(group)] for group in fresh.groups]
         known = {id(thing) for thing in (*self.params, *self.handles)}
+        names = {spec.name for spec in (*self.spec.params, *self.spec.tables)}
         params = [
-            (replace(spec, group=moved[spec.group]), param)
+            (replace(spec, name=_free(spec.name, names), group=moved[spec.group]), param)
             for spec, param in zip(fresh.spec.params, fresh.params, strict=True)
             if id(param) not in known
         ]
         tables = [
-            (replace(spec, group=moved[spec.group]), handle)
+            (replace(spec, name=_free(spec.name, names), group=moved[spec.group]), handle)
             for spec, handle in zip(fresh.spec.tables, fresh.handles, strict=True)
             if id(handle) not in known
         ]
@@ -84,6 +94,8 @@ class Description:
             tuple(specs),
             self.spec.settings,
         )
+        for described, handle in zip(spec.tables, (*self.handles, *(handle for _, handle in tables)), strict=True):
+            handle.name = described.name  # whatever its module's place in the model is by now
         return Description(
             spec,
             (*self.params, *(param for _, param in params)),
@@ -100,7 +112,17 @@ class Description:
         """The options of one group as they are now, in plain values."""
         spec, group = self.spec.groups[index], self.groups[index]
         defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
+        _refuse_options(RULES[spec.rule], group)
         return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
+
+
+def _free(name: str, names: set[str]) -> str:
+    """The name of a parameter that joins a job, or one like it: a module put in another's place has that one's name."""
+    chosen, number = name, 2
+    while chosen in names:
+        chosen, number = f"{name}.{number}", number + 1
+    names.add(chosen)
+    return chosen
 
 
 def describe(
@@ -176,10 +198,14 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
+    _refuse_options(rule, group)
+    return GroupSpec(rule.name, position, tuple(sorted(optimizer.defaults)), rule.sliceable)
+
+
+def _refuse_options(rule: Rule, group: Mapping[str, Any]) -> None:
     for option, reason in rule.refused.items():
         if group.get(option):
             raise UnsupportedError(f"{option}={group[option]!r} of {rule.name} cannot be honoured: {reason}")
-    return GroupSpec(rule.name, position, tuple(sorted(optimizer.defaults)), rule.sliceable)
 
 
 def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) -> ParamSpec:

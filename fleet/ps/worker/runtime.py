@@ -344,6 +344,7 @@ class WorkerRuntime:
             return self._forked_reader().whole(handle, self.replica, at_once)
         with self.turns:
             self.finish_interrupted("a look at all rows")
+            self._training.wait_until_sent()  # what is changed in them begins with all that this worker has done
             self._send_edits_of([handle])
             with self.figures.pull:
                 return self.rows.whole(handle, self.progress.completed, self.replica, at_once)

@@ -219,10 +219,14 @@ class RemoteTraining:
 
         self._pusher.deliver(Push(gradients.steps, frames, take))
 
-    def flush(self) -> None:
-        """Have everything applied that this worker has computed."""
+    def wait_until_sent(self) -> None:
+        """Wait until the servers have what left this worker behind the user's back."""
         if self._communicator is not None:
             self._communicator.flush()
+
+    def flush(self) -> None:
+        """Have everything applied that this worker has computed."""
+        self.wait_until_sent()
         rest = self._merge.rest()
         if rest is not None:
             self._push(rest)

@@ -1,0 +1,81 @@
+"""What a script does with a model and an optimizer that Fleet has taken over gets what docs/torch.md says it gets: each
+row of its tables is a case here, run in plain torch and in a job."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from habits import gradients, graphs, modules, optimizers, values
+from habits.habit import (
+    AS_IN_TORCH,
+    DIFFERS,
+    MODES,
+    REFUSED,
+    Habit,
+    Outcome,
+    difference,
+    in_a_job,
+    in_a_job_of_two,
+    in_torch,
+    judge,
+)
+
+SECTIONS = [each.SECTION for each in (gradients, values, modules, graphs, optimizers)]
+HABITS = [habit for section in SECTIONS for habit in section.habits]
+PAGE = Path(__file__).parent.parent / "docs" / "torch.md"
+
+
+def check(habit: Habit, ours: Outcome, theirs: Outcome) -> None:
+    if habit.raises is not None or habit.gets != REFUSED:  # what is refused may be wrong in torch too
+        assert type(theirs.error) is (habit.raises or type(None)), theirs.error
+    got, why = judge(habit, theirs, ours)
+    assert got == habit.gets, why
+    if habit.gets == REFUSED:
+        assert re.search(habit.says, str(ours.error)), ours.error
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=str)
+def test_a_script_gets_what_the_page_says(habit: Habit) -> None:
+    check(habit, in_a_job(habit), in_torch(habit))
+
+
+EVERYWHERE = [habit for habit in HABITS if habit.everywhere]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "sync"])
+@pytest.mark.parametrize("habit", EVERYWHERE, ids=str)
+def test_it_gets_the_same_in_every_mode(habit: Habit, mode: str) -> None:
+    if mode not in habit.not_in:
+        check(habit, in_a_job(habit, mode), in_torch(habit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("habit", EVERYWHERE, ids=str)
+def test_it_gets_the_same_where_two_workers_do_it(habit: Habit) -> None:
+    """On the same batches, so that one process is what both compare with. What a script changes by itself reaches the
+    other worker with the next step or later, and is told; then both have the same."""
+    first, second = in_a_job_of_two(habit)
+    if not habit.edits:
+        check(habit, first, in_torch(habit))
+        assert difference(first.value["after"], second.value["after"]) is None
+        return
+    assert first.error is None
+    assert second.error is None
+    assert any("what worker 0's script gives them counts for all" in said for said in first.said), first.said
+    for name, value in first.value["after"].items():
+        if not name.startswith("norm.running"):  # buffers are each worker's own
+            assert difference(value, second.value["after"][name], name) is None
+
+
+def rows(text: str) -> list[tuple[str, str]]:
+    """What a script does and what it gets, from each row of the page's tables of three columns."""
+    cells = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in text.splitlines() if line.startswith("|")]
+    found = [(each[0].strip().replace(r"\|", "|"), each[1].strip()) for each in cells if len(each) == 3]
+    return [each for each in found if each[1] in (AS_IN_TORCH, DIFFERS, REFUSED)]
+
+
+def test_every_row_of_the_page_has_its_case_and_every_case_its_row() -> None:
+    assert rows(PAGE.read_text()) == [(habit.does, habit.gets) for habit in HABITS]
