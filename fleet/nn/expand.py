@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._compile import _disable_dynamo
 
+from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import accumulate, accumulate_apart, accumulate_bags
 
 #: What compiled loops can add.
@@ -53,7 +53,7 @@ class Bags(NamedTuple):
         return bags, scales
 
 
-@_disable_dynamo
+@uncompiled
 def expand(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """``rows[inverse]``."""
     if not _is_ours(rows):
@@ -62,7 +62,7 @@ def expand(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return expanded
 
 
-@_disable_dynamo
+@uncompiled
 def pool(rows: torch.Tensor, inverse: torch.Tensor, bags: Bags) -> torch.Tensor:
     """The sum or mean of each bag's rows."""
     weights = bags.per_sample_weights

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
 from fleet.base import checks
 from fleet.errors import (
@@ -26,6 +25,7 @@ from fleet.errors import (
 )
 from fleet.nn.gradient import Entry, RowGradient
 from fleet.nn.trainables import check_type
+from fleet.numeric.compiler import uncompiled
 from fleet.numeric.jit import Ids
 from fleet.plan.specs import Initializer
 
@@ -198,7 +198,7 @@ class TableHandle:
         return self.weight.grad.entries if isinstance(self.weight.grad, RowGradient) else []
 
 
-@_disable_dynamo
+@uncompiled
 def look_up(asking: Sequence[Asking]) -> list[Found]:
     """The rows that several tables of one job are asked for, with as few requests as for one."""
     if not asking:
