@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from figures import draw_lines
 from in_process import run_job
-from sklearn.datasets import load_digits
 
 from fleet import Fleet, StrategyFactory
 from fleet.strategy.parameter_server import Strategy
@@ -127,6 +126,8 @@ class Digits:
     """The task: pixels, digits, and a network of one hidden layer."""
 
     def __init__(self) -> None:
+        from sklearn.datasets import load_digits
+
         pixels, digits = load_digits(return_X_y=True)
         shuffled = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
         self.pixels = torch.from_numpy(pixels).float()[shuffled] / 16

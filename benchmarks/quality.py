@@ -29,7 +29,6 @@ import torch
 from figures import Point, draw_lines
 from in_process import run_job
 from meter import MeteredNetwork
-from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import fleet
@@ -157,6 +156,8 @@ def train(task: Task, length: Length, strategy: Strategy, workers: int, rate: fl
 
 @torch.no_grad()
 def auc(model: ClickModel, examples: Examples) -> float:
+    from sklearn.metrics import roc_auc_score
+
     scores = torch.cat([model(ids) for ids in examples.ids.split(4096)])
     return float(roc_auc_score(examples.labels, scores))
 

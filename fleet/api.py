@@ -108,10 +108,11 @@ class Fleet:
             _log.warning("%s", doubt)
         if assignment.collective:
             self._backend("init")  # where CUDA is, the model goes to this worker's device from here on
-        elif assignment.is_server and self._network is None:
+        elif self._network is None:
+            from fleet.numeric.compiler import put_off_compiler
             from fleet.ps.server.lean import be_lean
 
-            be_lean()
+            be_lean() if assignment.is_server else put_off_compiler()
 
     def is_worker(self) -> bool:
         """Whether this process trains. One that runs alone does; its server is a part of it.

@@ -115,9 +115,9 @@ def test_a_script_that_just_ends(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_long_step_is_no_silence(start: Start) -> None:
-    for code, out, err in ends(start("slow", 1)).values():
+    for rank, (code, out, err) in ends(start("slow", 1)).items():
         assert code == 0, err
-        assert out == "trained\n"
+        assert out == f"trained as {rank} of {WORKERS}\n"
 
 
 @pytest.mark.slow

@@ -44,10 +44,16 @@ def launch(cwd: Path, *command: str) -> str:
     return out
 
 
+def test_fleetrun_makes_one_job_of_its_workers(tmp_path: Path) -> None:
+    script = str(ROOT / "tests" / "scripts" / "collective_failures.py")
+    out = launch(tmp_path, *FLEETRUN, "--worker_num", "2", script, "none", "0")
+    assert sorted(out.splitlines()) == ["[worker 0] trained as 0 of 2", "[worker 1] trained as 1 of 2"]
+
+
 @pytest.mark.parametrize(
     ("launcher", "arguments"),
     [
-        ((*FLEETRUN, "--worker_num", "2"), ()),
+        pytest.param((*FLEETRUN, "--worker_num", "2"), (), marks=pytest.mark.slow),
         pytest.param(TORCHRUN, ("--local_sgd", "4"), marks=pytest.mark.slow),
         pytest.param(TORCHRUN, (), marks=pytest.mark.slow),
     ],

@@ -109,12 +109,17 @@ def gathers(made: Fleet, index: int, step: int) -> None:
 # ---------------------------------------------------------------- synchronous jobs, to the bit
 
 
+@cache
+def trained(optimizer: str) -> list[Any]:
+    """Where a job with this optimizer ends, and no misfortune."""
+    return run_job(trains(optimizer, between=gathers), 2, 2)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("offset", range(3))
 def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) -> None:
-    body = trains(optimizer, between=gathers)
-    job = DyingJob(body, tmp_path, plan=every(3, offset))
-    same(job.run(), run_job(body, 2, 2))
+    job = DyingJob(trains(optimizer, between=gathers), tmp_path, plan=every(3, offset))
+    same(job.run(), trained(optimizer))
     assert job.kills > 10
     assert not list(tmp_path.iterdir())
 
@@ -122,7 +127,7 @@ def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) ->
 def test_snapshots_in_the_midst_of_rounds_and_gatherings(tmp_path: Path) -> None:
     """One with every request: whatever is not finished has to come along."""
     job = DyingJob(trains("adam", between=gathers), tmp_path, plan=every(4, 1), journal_bytes=1)
-    same(job.run(), run_job(trains("adam", between=gathers), 2, 2))
+    same(job.run(), trained("adam"))
     assert job.kills > 8
 
 
@@ -139,7 +144,7 @@ def test_alone_nothing_is_kept_and_that_is_said(tmp_path: Path, caplog: pytest.L
 
 def test_a_journal_alone(tmp_path: Path) -> None:
     job = DyingJob(trains("adagrad", between=gathers), tmp_path, plan=every(4, 2), journal_bytes=1 << 30)
-    same(job.run(), run_job(trains("adagrad", between=gathers), 2, 2))
+    same(job.run(), trained("adagrad"))
     assert job.kills > 8
 
 
@@ -167,10 +172,15 @@ def grows(made: Fleet, index: int) -> Any:
     return state(made, model)
 
 
+@cache
+def grown() -> list[Any]:
+    return run_job(grows, 2, 2)
+
+
 @pytest.mark.parametrize("journal_bytes", [1 << 30, 2000, 1], ids=["a journal alone", "snapshots", "all the time"])
 def test_parameters_that_come_later(tmp_path: Path, journal_bytes: int) -> None:
     job = DyingJob(grows, tmp_path, plan=every(3, 1), journal_bytes=journal_bytes)
-    same(job.run(), run_job(grows, 2, 2))
+    same(job.run(), grown())
     assert job.kills > 8
 
 
@@ -179,7 +189,7 @@ def test_parameters_come_while_a_worker_asks_again_for_its_last_step(worker: int
     """It does not know of them yet, and is answered as if they were not there."""
     lost = Fault(Action.DROP_REPLY, kind="push", worker=worker, step=2, times=2)
     network = FaultyNetwork(LoopbackNetwork(), lost)
-    same(run_job(grows, 2, 2, network=network), run_job(grows, 2, 2))
+    same(run_job(grows, 2, 2, network=network), grown())
     assert len(network.struck) == 2
 
 
@@ -309,9 +319,15 @@ def test_a_worker_comes_back_to_a_job_that_parameters_have_joined(
     same(job.run(), undisturbed())
 
 
-@pytest.mark.parametrize("kind", ["extend", "upload", "ready", "pull", "push"])
-@pytest.mark.parametrize("server", [0, 1])
-@pytest.mark.parametrize("who", [0, 1])
+#: Each kind of request of either worker and to either server, and either worker's to each.
+STRUCK = [
+    (kind, (place + who) % 2, who)
+    for place, kind in enumerate(["extend", "upload", "ready", "pull", "push"])
+    for who in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("kind", "server", "who"), STRUCK)
 def test_a_worker_that_ended_while_parameters_joined_comes_back(who: int, server: int, kind: str) -> None:
     """At whatever request: one server has heard of them then, perhaps, and the other one not."""
 
@@ -498,9 +514,7 @@ def test_no_room_for_what_a_worker_is_given(tmp_path: Path, monkeypatch: pytest.
 # ---------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("kind", ["claim", "load", "ready", "release", "save", "settle"])
-def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str) -> None:
+def saves_and_loads(folder: Path) -> Callable[[Fleet, int], Any]:
     """Saved, changed, loaded again, trained on, by both workers."""
 
     def body(made: Fleet, index: int) -> Any:
@@ -513,19 +527,29 @@ def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str) -> No
             wrapped.minimize((model(ids) - 1).square().mean())
 
         step(index)
-        made.save_persistables(dirname=folder)
+        made.save_persistables(dirname=str(folder))
         step(2 + index)
-        made.load_persistables(dirname=folder)
+        made.load_persistables(dirname=str(folder))
         step(4 + index)
-        made.save_persistables(dirname=folder, mode="delta")
+        made.save_persistables(dirname=str(folder), mode="delta")
         made.barrier_worker()
         return state(made, model)
 
-    folder = str(tmp_path / "undisturbed")
-    expected = run_job(body, 2, 2)
-    folder = str(tmp_path / "killed")
-    job = DyingJob(body, tmp_path / "durable", plan=at(kind, moment, times=3), journal_bytes=20_000)
-    same(job.run(), expected)
+    return body
+
+
+@pytest.fixture(scope="module")
+def saved_and_loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_job(saves_and_loads(tmp_path_factory.mktemp("undisturbed")), 2, 2)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["claim", "load", "ready", "release", "save", "settle"])
+def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str, saved_and_loaded: list[Any]) -> None:
+    folder = tmp_path / "killed"
+    plan = at(kind, moment, times=3)
+    job = DyingJob(saves_and_loads(folder), tmp_path / "durable", plan=plan, journal_bytes=20_000)
+    same(job.run(), saved_and_loaded)
     assert job.kills
 
     def again(made: Fleet, index: int) -> Any:
@@ -534,21 +558,29 @@ def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str) -> No
         made.init_worker()
         return state(made, model)
 
-    same(run_job(again, 1, 2, model_dir=folder), expected[:1])
+    same(run_job(again, 1, 2, model_dir=str(folder)), saved_and_loaded[:1])
+
+
+@pytest.fixture(scope="module")
+def began_with(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]]:
+    """A checkpoint, and where a job ends that begins with it."""
+    folder = str(tmp_path_factory.mktemp("checkpoint") / "first")
+
+    def first(made: Fleet, index: int) -> None:
+        trains("adam")(made, index)
+        made.save_persistables(dirname=folder)
+
+    run_job(first, 2, 2)
+    return folder, run_job(trains("adam"), 2, 2, model_dir=folder)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["hello", "push", "bye"])
-def test_a_job_that_began_with_a_checkpoint(tmp_path: Path, kind: str, moment: str) -> None:
-    def first(made: Fleet, index: int) -> Any:
-        result = trains("adam")(made, index)
-        made.save_persistables(dirname=str(tmp_path / "first"))
-        return result
-
-    run_job(first, 2, 2)
-    body = trains("adam")
-    expected = run_job(body, 2, 2, model_dir=str(tmp_path / "first"))
-    job = DyingJob(body, tmp_path / "durable", plan=at(kind, moment, times=2), model_dir=str(tmp_path / "first"))
+def test_a_job_that_began_with_a_checkpoint(
+    tmp_path: Path, kind: str, moment: str, began_with: tuple[str, list[Any]]
+) -> None:
+    folder, expected = began_with
+    job = DyingJob(trains("adam"), tmp_path / "durable", plan=at(kind, moment, times=2), model_dir=folder)
     same(job.run(), expected)
     assert job.kills
 
@@ -1080,10 +1112,18 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("struck", [(0,), (1,), (0, 1)], ids=["the first", "the second", "both"])
-@pytest.mark.parametrize("lost", [5, 8, 11])
-@pytest.mark.parametrize("mode", STRICT)
-def test_a_server_that_has_kept_less_ends_the_job(tmp_path: Path, mode: str, lost: int, struck: tuple[int]) -> None:
+#: Every mode with each number of records, and either of these with each set of servers.
+LESS = [
+    (mode, lost, [(0,), (1,), (0, 1)][(place + at) % 3])
+    for place, mode in enumerate(STRICT)
+    for at, lost in enumerate([5, 8, 11])
+]
+
+
+@pytest.mark.parametrize(("mode", "lost", "struck"), LESS)
+def test_a_server_that_has_kept_less_ends_the_job(
+    tmp_path: Path, mode: str, lost: int, struck: tuple[int, ...]
+) -> None:
     meet = together()
 
     def disturb(made: Fleet, index: int, step: int) -> None:

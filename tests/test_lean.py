@@ -1,4 +1,4 @@
-"""What a process that only serves does without."""
+"""What servers and workers do without."""
 
 from __future__ import annotations
 
@@ -41,3 +41,27 @@ def test_threads_of_a_server_share_an_area_of_memory() -> None:
 
     assert areas() > 1
     assert areas("lean") == 1
+
+
+_PUT_OFF = """
+import sys, torch
+from fleet.numeric.compiler import put_off_compiler, uncompiled
+compiles = torch.compiler.is_compiling
+left_alone = uncompiled(lambda: compiles())
+put_off_compiler()
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+print(left_alone(), "torch._dynamo" in sys.modules)
+def step(x):
+    optimizer.zero_grad()
+    x = x + compiles()
+    return x + 2 * left_alone()
+print(torch.compile(step, backend="eager")(torch.zeros(())).item(), "torch._dynamo" in sys.modules)
+zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+print(vars(zero_grad)["__dynamo_disable"] is zero_grad)
+"""
+
+
+def test_the_compiler_comes_with_what_is_compiled() -> None:
+    """It takes longer than torch to import. Once it is there it looks into no function that it is to leave alone."""
+    told = subprocess.run([sys.executable, "-c", _PUT_OFF], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert told.stdout.splitlines() == ["False False", "1.0 True", "False"], told.stderr

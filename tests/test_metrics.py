@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics
 import torch
 from harness import run_job
 
@@ -28,6 +27,13 @@ def in_job(body: Callable[[Metrics, int], Any], workers: int, servers: int = 1) 
         return body(fleet.metrics, worker)
 
     return run_job(joined_body, workers, servers)
+
+
+def sklearn_metrics() -> Any:
+    """Imported when it is asked, as it takes seconds."""
+    import sklearn.metrics
+
+    return sklearn.metrics
 
 
 def local() -> Metrics:
@@ -61,8 +67,8 @@ def test_regression_is_that_of_the_pooled_data(shares: tuple[int, ...]) -> None:
 
     want = [math.nan] * 3
     if sum(shares):
-        mse = sklearn.metrics.mean_squared_error(labels, predictions)
-        want = [sklearn.metrics.mean_absolute_error(labels, predictions), mse, math.sqrt(mse)]
+        mse = sklearn_metrics().mean_squared_error(labels, predictions)
+        want = [sklearn_metrics().mean_absolute_error(labels, predictions), mse, math.sqrt(mse)]
     for got in in_job(body, len(shares)):
         assert [type(each) for each in got] == [float] * 3
         np.testing.assert_allclose(got, want, rtol=1e-12)
@@ -83,8 +89,8 @@ def test_accuracy_is_that_of_the_pooled_data(shares: tuple[int, ...]) -> None:
 
     want = [math.nan] * 3
     if size:
-        one = sklearn.metrics.accuracy_score(binary, probabilities > 0.5)
-        want = [one, one, sklearn.metrics.accuracy_score(classes, scores.argmax(1))]
+        one = sklearn_metrics().accuracy_score(binary, probabilities > 0.5)
+        want = [one, one, sklearn_metrics().accuracy_score(classes, scores.argmax(1))]
     for got in in_job(body, len(shares)):
         np.testing.assert_allclose(got, want, rtol=1e-12)
 
@@ -106,7 +112,7 @@ def test_the_auc_is_that_of_the_pooled_data(digits: int | None, shares: tuple[in
             running.update(x[start : start + 7], y[start : start + 7])
         return [metrics.auc(x, y), running.compute(), running.compute()]
 
-    want = sklearn.metrics.roc_auc_score(labels, predictions)
+    want = sklearn_metrics().roc_auc_score(labels, predictions)
     for got in in_job(body, len(shares)):
         assert [type(each) for each in got] == [float] * 3
         np.testing.assert_allclose(got, [want] * 3, rtol=1e-12)
@@ -118,7 +124,7 @@ def test_the_auc_of_many_predictions(dtype: str) -> None:
     labels = rng.integers(0, 2, 200_000)
     logits = torch.from_numpy(rng.normal(0.5 * labels, 1.0))
     predictions = torch.sigmoid(logits).to(getattr(torch, dtype))
-    want = sklearn.metrics.roc_auc_score(labels, predictions.double().numpy())
+    want = sklearn_metrics().roc_auc_score(labels, predictions.double().numpy())
     buckets = np.bincount((predictions.double() * BUCKETS).long().numpy(), minlength=BUCKETS + 1)
     # Two predictions of one bucket count as tied: each such pair of a negative and a positive is wrong by a half.
     bound = 0.5 * float((buckets.astype(float) ** 2).sum()) / (float(labels.sum()) * float((1 - labels).sum()))
@@ -254,14 +260,14 @@ def test_states_that_are_merged_are_that_of_the_pooled_data(metric: str) -> None
         from_kept = getattr(metrics, metric)().merge(kept).merge(late).compute()
         return from_kept, getattr(metrics, metric.lower())(predictions[mine], labels[mine])
 
-    of_sklearn = {
-        "Mae": sklearn.metrics.mean_absolute_error,
-        "Mse": sklearn.metrics.mean_squared_error,
-        "Rmse": lambda actual, predicted: math.sqrt(sklearn.metrics.mean_squared_error(actual, predicted)),
-        "Acc": lambda actual, predicted: sklearn.metrics.accuracy_score(actual, predicted > 0.5),
-        "Auc": sklearn.metrics.roc_auc_score,
+    expected = {
+        "Mae": sklearn_metrics().mean_absolute_error,
+        "Mse": sklearn_metrics().mean_squared_error,
+        "Rmse": lambda actual, predicted: math.sqrt(sklearn_metrics().mean_squared_error(actual, predicted)),
+        "Acc": lambda actual, predicted: sklearn_metrics().accuracy_score(actual, predicted > 0.5),
+        "Auc": sklearn_metrics().roc_auc_score,
     }
-    want = of_sklearn[metric](labels, predictions)
+    want = expected[metric](labels, predictions)
     for merged, at_once in in_job(body, 2):
         assert merged == pytest.approx(want, abs=2e-5)
         assert merged == pytest.approx(at_once, rel=1e-12)

@@ -175,12 +175,18 @@ class StoreMonitor:
         self._conclude(report)
 
     def part(self) -> None:
-        """Say goodbye, and return when all others have: nobody needs anybody any more."""
+        """Say goodbye, and return when all others have: nobody needs anybody any more.
+
+        The store's host stays until each of them has seen so.
+        """
         self._watching = False
-        byes = [f"bye/{other}" for other in range(self.size)]
+        byes, parted = ([f"{word}/{other}" for other in range(self.size)] for word in ("bye", "parted"))
         self.ask(lambda store: store.set(byes[self.rank], "1"))
         self.until(lambda store: store.check(byes) or None, self.deadline_s)
         self.ask(lambda store: store.set(_OVER, "1"))
+        self.ask(lambda store: store.set(parted[self.rank], "1"))
+        if self._hosts_store:
+            self.until(lambda store: store.check(parted) or None, self.deadline_s)
 
     def linger(self) -> None:
         """After a failure the store's host stays for a few beats, until all others have read what it was."""

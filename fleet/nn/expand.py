@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch._compile import _disable_dynamo
 
 from fleet.nn.handle import Found
+from fleet.numeric.compiler import uncompiled
 from fleet.numeric.ids import accumulate, accumulate_apart, accumulate_bags
 
 #: What compiled loops can add.
@@ -54,7 +54,7 @@ class Bags(NamedTuple):
         return bags, scales
 
 
-@_disable_dynamo
+@uncompiled
 def expand(found: Found) -> torch.Tensor:
     """``rows[inverse]``, with a gradient of rows for the weight."""
     rows, inverse = found.rows, found.inverse
@@ -65,7 +65,7 @@ def expand(found: Found) -> torch.Tensor:
     return expanded
 
 
-@_disable_dynamo
+@uncompiled
 def pool(found: Found, bags: Bags) -> torch.Tensor:
     """The sum or mean of each bag's rows."""
     weights = bags.per_sample_weights

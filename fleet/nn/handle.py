@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
 from fleet.base import checks
 from fleet.errors import (
@@ -27,6 +26,7 @@ from fleet.nn.trainables import check_type
 from fleet.nn.whole_values import WholeValues
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
+from fleet.numeric.compiler import uncompiled
 from fleet.plan.specs import Initializer
 
 _log = logging.getLogger("fleet.worker")
@@ -300,7 +300,7 @@ class TableHandle:
         return (ids.numpy(), rows.numpy()) if once else merge([(ids.numpy(), rows.numpy())], 1)
 
 
-@_disable_dynamo
+@uncompiled
 def look_up(asking: Sequence[Asking]) -> list[Found]:
     """The rows that several tables of one job are asked for, with as few requests as for one."""
     if not asking:

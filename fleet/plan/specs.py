@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fleet.errors import ConfigurationError, ProtocolError
@@ -160,10 +160,15 @@ class JobSpec:
 
     def to_json(self) -> str:
         """Canonical text: equal specs give equal text."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str) -> JobSpec:
+    @staticmethod
+    @lru_cache(maxsize=1)  # every worker of a job sends the same
+    def from_json(text: str) -> JobSpec:
         """Read what a peer sent; anything that is not exactly a spec is a ``ProtocolError``."""
         # Every value is followed by one of these, but the last: what they would take is known before they are read.
         if sum(text.count(mark) for mark in ",[{") > _MOST_VALUES:
@@ -171,7 +176,7 @@ class JobSpec:
         try:
             raw = json.loads(text)
             spec: JobSpec = _build(
-                cls,
+                JobSpec,
                 raw,
                 params=tuple(_build(ParamSpec, item, shape=_tuple(item["shape"])) for item in _tuple(raw["params"])),
                 tables=tuple(

@@ -29,7 +29,7 @@ def main(variant: str) -> None:
         print("served", "with" if "torch._dynamo" in sys.modules else "without", "a compiler")
         return
     train(fleet, variant)
-    assert "torch._dynamo" in sys.modules  # whoever trains may compile
+    assert "torch._dynamo" not in sys.modules  # it comes with what is compiled
     if variant != "forget":
         fleet.stop_worker()
 

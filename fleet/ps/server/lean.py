@@ -1,11 +1,5 @@
-"""A process that only serves does without what only takes its time: torch's compiler, a last search for garbage, and
-memory for every thread.
-
-The compiler's import takes nearly as long as torch's own. torch imports it with the first optimizer, the user's or
-the server's, only to have it leave some methods alone: what it is handed instead of such a method it remembers with
-the method, and here that is the method itself. Nothing else about them changes, and code that is compiled all the
-same finds methods that it may look into. The name is torch's own affair: a release that does without it goes on as if
-this were not here, and starts later.
+"""A process that only serves does without what only takes its time: a last search for garbage, and memory for every
+thread.
 
 Python looks through all of torch's objects once more when it ends, which takes half a second, for what the system frees
 at once.
@@ -21,24 +15,16 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import sys
 
-import torch
-
-_LEFT_ALONE = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+from fleet.numeric.compiler import put_off_compiler
 
 #: What glibc calls the number of areas (malloc.h).
 _M_ARENA_MAX = -8
 
 
 def be_lean() -> None:
-    """Once for a process, before its first optimizer. For none that trains: it may compile, or be asked to later."""
+    """Once for a process, before its first optimizer. For none that trains."""
     atexit.register(gc.freeze)
     with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems have no such areas
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    if "torch._dynamo" in sys.modules:
-        return
-    for name in _LEFT_ALONE:
-        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
-        if method is not None:
-            method.__dict__.setdefault("__dynamo_disable", method)
+    put_off_compiler()

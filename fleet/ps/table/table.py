@@ -30,6 +30,9 @@ _CHANGED = "changed"
 #: Rows are looked through for changed ones by so many at a time.
 _LOOKED_THROUGH = 1 << 20
 
+#: The kinds of tables for which this process has everything compiled.
+_warm: set[tuple[TableSpec, RowKernel, str]] = set()
+
 
 class Table:
     """``step`` is how many of the job's rounds used the table; whoever drives the rounds counts them."""
@@ -194,6 +197,10 @@ class Table:
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
         """Compile, or load, all that a table of this kind runs, on a table of a few rows that is thrown away."""
+        options = self._kernel.options if options is None else options
+        kind = replace(self.spec, name="", num_embeddings=None), self._kernel, repr(options)
+        if kind in _warm:
+            return
         trial = Table(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
         trial.begin_epoch(1)
         trial.expect(1)
@@ -205,8 +212,9 @@ class Table:
             part = slice(start, start + 64)
             trial.load(ids[part], {WEIGHT: rows[part]})
             trial.read(ids, training=True)
-        trial.apply(*merge([(ids, rows)], 1), self._kernel.options if options is None else options, step=1)
+        trial.apply(*merge([(ids, rows)], 1), options, step=1)
         trial.add(ids + ids.size, rows)  # new ones, whose rows have to be made up
+        _warm.add(kind)
 
     def _insert(self, ids: Ids) -> Ids:
         before = len(self._store)

@@ -16,7 +16,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from fleet.base.turns import PerThread, Turns
@@ -24,6 +23,7 @@ from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
 from fleet.nn.handle import TableHandle, Wanted
+from fleet.numeric.compiler import uncompiled
 from fleet.ps.worker.lookups import Prefetched
 
 #: So many guesses may be wrong, and one more for each ``1 / RECOVERY`` that are right.
@@ -162,7 +162,7 @@ class LookupPrediction:
         self._running.clear()
         self._forget(None)
 
-    @_disable_dynamo
+    @uncompiled
     def _begin(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not self._turns.is_fork:  # such a child asks for each table by itself
             with self._turns:
@@ -190,7 +190,7 @@ class LookupPrediction:
         if forward.expected:
             forward.fetched = self._fetch(forward.expected)
 
-    @_disable_dynamo
+    @uncompiled
     def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if not self._turns.is_fork:
             with self._turns:
