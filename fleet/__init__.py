@@ -35,6 +35,7 @@ worker_endpoints = _default.worker_endpoints
 server_endpoints = _default.server_endpoints
 split_files = _default.split_files
 distributed_optimizer = _default.distributed_optimizer
+join = _default.join
 resume_from = _default.resume_from
 init_server = _default.init_server
 run_server = _default.run_server
@@ -71,6 +72,7 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "join",
     "keep_state",
     "load_inference_model",
     "load_persistables",
