@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fleet.api import Fleet
+from fleet.api import default as _default
 from fleet.checkpoints import Checkpoints
 from fleet.strategy.parameter_server import StrategyFactory
 from fleet.transpiler.program import Program
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_default = Checkpoints.default = Fleet()
+Checkpoints.default = _default
 
 init = _default.init
 is_worker = _default.is_worker

@@ -639,6 +639,10 @@ class Fleet:
         return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
 
 
+#: The one whose bound methods are the functions of ``import fleet``.
+default = Fleet()
+
+
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
     """One optimizer or several, as a list."""
     import torch
