@@ -18,7 +18,7 @@ from fleet.base.cluster import Assignment
 from fleet.base.pointers import directory_first, missing
 from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
 from fleet.base.unknown_variables import remark
-from fleet.errors import ArgumentTypeError, NotInitializedError, StateError
+from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.metrics import Metrics
 from fleet.role_maker.base import RoleMakerBase
 from fleet.role_maker.doubts import doubts
@@ -232,8 +232,13 @@ class Fleet:
         strategy: object = None,
         *,
         model: torch.nn.Module | None = None,
+        remote: str | Callable[[str, torch.nn.Module], bool] = "sparse",
     ) -> DistributedOptimizer:
         """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous.
+
+        ``model`` gives parameters their names. ``remote`` says which of its ``torch.nn.Embedding`` and ``EmbeddingBag``
+        that the optimizers have go to the servers, in place: those made with ``sparse=True``; with ``"all"`` every one
+        that is not frozen; or those for which a function of (name, module) returns True. It is asked once about each.
 
         Examples:
             >>> fleet.stop_worker()
@@ -244,6 +249,14 @@ class Fleet:
             >>> optimizer = fleet.distributed_optimizer(adam, strategy, model=model)
             >>> fleet.init_worker()
             >>> optimizer.minimize(model(torch.ones(4, 2)).mean())
+
+            >>> fleet.stop_worker()
+            >>> fleet.init()
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(1000, 4), torch.nn.Linear(4, 1))  # of some library's
+            >>> adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            >>> optimizer = fleet.distributed_optimizer(adagrad, model=model, remote="all")
+            >>> fleet.init_worker()
+            >>> optimizer.minimize(model(torch.tensor([3, 17])).mean())
         """
         backend = self._backend("distributed_optimizer")
         import torch
@@ -251,7 +264,8 @@ class Fleet:
         given = optimizer_list(optimizer)
         if model is not None and not isinstance(model, torch.nn.Module):
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
-        return backend.distributed_optimizer(given, strategy, model)
+        _check_remote(remote, model)
+        return backend.distributed_optimizer(given, strategy, model, remote)
 
     def join(
         self,
@@ -259,6 +273,7 @@ class Fleet:
         strategy: object = None,
         *,
         model: torch.nn.Module | None = None,
+        remote: str | Callable[[str, torch.nn.Module], bool] = "sparse",
     ) -> DistributedOptimizer:
         """Make every call that a script makes around its training: for scripts whose training is a library's.
 
@@ -273,7 +288,7 @@ class Fleet:
         """
         if self._assignment is None:
             self.init()
-        joined = self.distributed_optimizer(optimizer, strategy, model=model)
+        joined = self.distributed_optimizer(optimizer, strategy, model=model, remote=remote)
         if self.is_server():
             self.init_server()
             self.run_server()
@@ -639,8 +654,18 @@ class Fleet:
         return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
 
 
-#: The one whose bound methods are the functions of ``import fleet``.
-default = Fleet()
+def _check_remote(remote: object, model: object) -> None:
+    expected = "'sparse', 'all', or a function of (name, module) that returns True or False"
+    if isinstance(remote, type) or not (isinstance(remote, str) or callable(remote)):
+        raise ArgumentTypeError("remote is of the wrong type", expected=expected, got=repr(remote))
+    if isinstance(remote, str) and remote not in ("sparse", "all"):
+        raise ConfigurationError("remote is unknown", expected=expected, got=repr(remote))
+    if remote != "sparse" and model is None:
+        raise ConfigurationError(
+            "remote chooses among the embeddings of a model, and distributed_optimizer was given none",
+            got=f"remote={remote!r}",
+            todo="Hand it over: fleet.distributed_optimizer(optimizer, model=model, remote=…).",
+        )
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
@@ -663,3 +688,7 @@ def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
 def _listed(endpoints: Sequence[object], to_string: bool) -> list[str] | str:
     texts = [str(endpoint) for endpoint in endpoints]
     return ",".join(texts) if to_string else texts
+
+
+#: The one whose bound methods are the functions of ``import fleet``.
+default = Fleet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import signal
@@ -235,6 +236,48 @@ def test_rows_follow_torch_with_sparse_gradients(rule: str, sparse: str, options
         optimizer.step()
         ours.step(touched, grads, lr, step)
     assert_close(ours.weights, embedding.weight.detach().numpy())
+
+
+#: What may decide whether a dense formula changes rows that have no gradient, and what certainly does not.
+IDLE: dict[str, list[Any]] = {
+    **{name: [0.0, 0.9] for name in ("momentum", "initial_accumulator_value")},
+    **{name: [0.0, 0.1] for name in ("weight_decay", "lr_decay")},
+    **{name: [0.0, 0.7, 1.0] for name in ("alpha", "rho", "decay")},
+    "betas": [(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.0, 0.9), (0.9, 0.999)],
+    **{name: [False, True] for name in ("amsgrad", "decoupled_weight_decay")},
+}
+
+
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.rows and rule.dense])
+def test_rules_know_what_changes_rows_without_a_gradient(rule: str) -> None:
+    """The dense class itself says so: where a row without one ends elsewhere than a lazy row, something is named."""
+    kernel, make = RULES[rule].rows, RULES[rule].optimizer
+    assert kernel is not None
+    accepted = inspect.signature(make).parameters
+    start, random = np.random.default_rng(3).normal(size=(3, DIM)), np.random.default_rng(5)
+    grads = random.normal(size=(9, 3, DIM))
+    changed = []
+    for options in combinations(**{name: IDLE[name] for name in kernel.options if name in IDLE and name in accepted}):
+        ours, weight = Trial(rule, options, start), torch.nn.Parameter(torch.from_numpy(start.copy()))
+        optimizer = make([weight], lr=0.05, **options)  # type: ignore[call-arg]
+        for step, grad in enumerate(grads, start=1):
+            touched = [0, 1] if step in (1, 2, 6, 9) else [0]  # the third row never
+            weight.grad = torch.zeros_like(weight)
+            weight.grad[touched] = torch.from_numpy(grad[touched])
+            optimizer.step()
+            ours.step(touched, grad[touched], 0.05, step)
+        differs = not np.allclose(ours.weights, weight.detach().numpy(), rtol=1e-5, atol=1e-6)
+        assert bool(kernel.idle_changes(options)) == differs, options
+        changed.append(differs)
+    assert any(changed)
+
+
+def test_what_changes_rows_without_a_gradient_is_named_as_the_user_wrote_it() -> None:
+    told = {rule: RULES[rule].rows.idle_changes({}) for rule in RULES if RULES[rule].rows}  # type: ignore[union-attr]
+    assert told["SGD"] == told["Adagrad"] == told["SparseAdam"] == ()
+    assert told["AdamW"] == ("betas=(0.9, 0.999)", "weight_decay=0.01")
+    momentum = RULES["RMSprop"].rows.idle_changes({"momentum": 0.5})  # type: ignore[union-attr]
+    assert momentum == ("alpha=0.99", "momentum=0.5")
 
 
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.rows])

@@ -7,8 +7,8 @@ from torch_model import ClickModel, DenseModel, OneTable, TableEach, batches
 from work import ROW_RANGE, Meter, Work, my_work
 
 
-def make_rows(work: Work) -> torch.nn.Module:
-    tables = [torch.nn.Embedding(work.vocabulary, work.dim, sparse=True) for _ in range(work.tables)]
+def make_rows(work: Work, *, sparse: bool = True) -> torch.nn.Module:
+    tables = [torch.nn.Embedding(work.vocabulary, work.dim, sparse=sparse) for _ in range(work.tables)]
     for table in tables:
         torch.nn.init.uniform_(table.weight, -ROW_RANGE, ROW_RANGE)
     return OneTable(*tables) if work.tables == 1 else TableEach(tables)

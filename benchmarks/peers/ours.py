@@ -1,11 +1,13 @@
 """Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group", a
-``wire_dtype``, and "apart" for calling ``backward`` and ``step`` where ``minimize`` does both."""
+``wire_dtype``, "dense" or "all" for ``torch.nn.Embedding`` that stay on the workers or go remote, and "apart" for
+calling ``backward`` and ``step`` where ``minimize`` does both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import local_torch
 import torch
 from torch_model import ClickModel, DenseModel, OneTable, TableEach, batches
 from work import ROW_RANGE, Meter, Work, my_work
@@ -45,6 +47,8 @@ class Group(torch.nn.Module):
 def make_rows(work: Work, extras: Sequence[str]) -> torch.nn.Module:
     if "group" in extras:
         return Group(work)
+    if {"dense", "all"} & {*extras}:
+        return local_torch.make_rows(work, sparse=False)
     tables = [fleet.nn.Embedding(work.vocabulary, work.dim, initializer=INITIALIZER) for _ in range(work.tables)]
     return OneTable(*tables) if work.tables == 1 else TableEach(tables)
 
@@ -68,7 +72,8 @@ def main() -> None:
     optimizer = kind(model.parameters(), lr=work.rate)
     (wire_dtype,) = {*WIRE_DTYPES} & {*extras} or {None}
     strategy = STRATEGIES[mode](wire_dtype=wire_dtype)
-    optimizer = fleet.distributed_optimizer(optimizer, strategy, model=model)
+    remote = "all" if "all" in extras else "sparse"
+    optimizer = fleet.distributed_optimizer(optimizer, strategy, model=model, remote=remote)
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

@@ -20,7 +20,7 @@ from fleet.collective.batch_norm import StatisticsGroup, synchronize
 from fleet.collective.process_group import Group
 from fleet.collective.resumption import Resumption, resume
 from fleet.collective.synchronized_optimizer import SynchronizedOptimizer
-from fleet.collective.trainable import refuse_untrainable
+from fleet.collective.trainable import refuse_remote, refuse_untrainable
 from fleet.collective.worker import CollectiveWorker
 from fleet.errors import ConfigurationError, StateError, UnsupportedError
 from fleet.nn.trainables import members
@@ -44,10 +44,11 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
-        self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
+        self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None, remote: object
     ) -> SynchronizedOptimizer:
         self._refuse_second_optimizer()
         strategy = as_collective(given)
+        refuse_remote(remote)
         refuse_untrainable(optimizers, model)
         members(optimizers, model)  # refuses what has no name of its own, while the user's line is on the stack
         scaler = self._change_forward(model, strategy)

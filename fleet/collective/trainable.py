@@ -23,3 +23,11 @@ def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch
                 f"{name!r} is a sparse table, and a collective job has no servers to hold it",
                 todo="Use torch.nn.Embedding(sparse=False), or a parameter-server job.",
             )
+
+
+def refuse_remote(remote: object) -> None:
+    if remote != "sparse":
+        raise UnsupportedError(
+            f"remote={remote!r} cannot be honoured: a collective job has no servers to hold rows",
+            todo="Leave it out, or start a parameter-server job.",
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, scalars
+from fleet.kernels.rule import Column, Rule, named, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
@@ -17,6 +17,11 @@ class AdadeltaRows:
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
         return {"square_avg": Column(dim), "acc_delta": Column(dim)}
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        o = {**self.options, **options}
+        forgets = () if o["rho"] == 1 else (f"rho={o['rho']}",)
+        return forgets + named(o, "weight_decay")
 
     def step(
         self,

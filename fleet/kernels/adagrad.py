@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, scalars
+from fleet.kernels.rule import Column, Rule, named, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
@@ -24,6 +24,9 @@ class AdagradRows:
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
         return {"sum": Column(dim, options.get("initial_accumulator_value", 0.0))}
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return named({**self.options, **options}, "weight_decay")
 
     def step(
         self,

@@ -17,8 +17,8 @@ from fleet.kernels.rule import Rule, column, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
-class SparseAdamRows(MomentRows):
-    options = OPTIONS["SparseAdam"]
+class AdamRows(MomentRows):
+    options = OPTIONS["Adam"]
 
     def step(
         self,
@@ -29,7 +29,7 @@ class SparseAdamRows(MomentRows):
         options: Mapping[str, Any],
         step: int,
     ) -> None:
-        o = {**OPTIONS["Adam"], **self.options, **options}
+        o = {**AdamRows.options, **options}
         beta1, beta2 = o["betas"]
         rate = o["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         numbers = scalars(weights.dtype, rate, 1 - beta1, 1 - beta2, o["eps"], *decay_and_shrink(o))
@@ -38,8 +38,11 @@ class SparseAdamRows(MomentRows):
         _step(weights, state["exp_avg"], state["exp_avg_sq"], maxima, slots, grads, *flags, *numbers)
 
 
-class AdamRows(SparseAdamRows):
-    options = OPTIONS["Adam"]
+class SparseAdamRows(AdamRows):
+    options = OPTIONS["SparseAdam"]
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
+        return ()  # torch's class is lazy itself
 
 
 @compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fleet.kernels.rule import Column
+from fleet.kernels.rule import Column, named
 
 _COMMON: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False}
 _DECAYING: Mapping[str, Any] = {**_COMMON, "weight_decay": 0.0, "decoupled_weight_decay": False}
@@ -25,12 +25,23 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def fading(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name what moves the moments of rows without a gradient, and by them the rows; and weight decay."""
+    moments = (f"betas={tuple(options['betas'])}",) if any(options["betas"]) else ()
+    return moments + named(options, "weight_decay")
+
+
 class MomentRows:
     """Rows with a first and a second moment, and with ``amsgrad`` the largest second one."""
+
+    options: Mapping[str, Any]
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
         moments = {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
         return {**moments, "max_exp_avg_sq": Column(dim)} if options.get("amsgrad") else moments
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return fading({**self.options, **options})
 
 
 def decay_and_shrink(options: Mapping[str, Any]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.adam_family import OPTIONS
+from fleet.kernels.adam_family import OPTIONS, fading
 from fleet.kernels.rule import Column, Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
@@ -18,6 +18,9 @@ class AdamaxRows:
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
         return {"exp_avg": Column(dim), "exp_inf": Column(dim)}
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return fading({**self.options, **options})
 
     def step(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from fleet.kernels.one_by_one import OneByOne, refuse_negative
-from fleet.kernels.rule import Column, Rule, scalars
+from fleet.kernels.rule import Column, Rule, named, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
@@ -59,6 +59,11 @@ class DecayedAdagradRows:
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:  # noqa: ARG002
         return {"moment": Column(dim)}
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        o = {**self.options, **options}
+        # Of an average that keeps nothing, or all, nothing fades.
+        return named(o, *(() if o["decay"] == 1 else ("decay",)))
 
     def step(
         self,

@@ -96,6 +96,9 @@ class FtrlRows:
         fill = options.get("initial_accumulator_value", 0.0)
         return {"squared_accum": Column(dim, fill), "linear_accum": Column(dim)}
 
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
+        return ("weights made anew of gradients alone",)
+
     def step(
         self,
         weights: Rows,

@@ -13,9 +13,18 @@ from fleet.kernels.adam_family import OPTIONS, MomentRows, decay_and_shrink
 from fleet.kernels.rule import Rule, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
+#: Averages that are no longer than this have no variance that could be computed.
+TRACTABLE = 5
+
 
 class RAdamRows(MomentRows):
     options = OPTIONS["RAdam"]
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        beta1, beta2 = {**self.options, **options}["betas"]
+        if beta1 == 0 and _longest(beta2) <= TRACTABLE:  # the second moment has no say
+            options = {**options, "betas": (0, 0)}
+        return super().idle_changes(options)
 
     def step(
         self,
@@ -39,11 +48,16 @@ class RAdamRows(MomentRows):
         _step(weights, state["exp_avg"], state["exp_avg_sq"], slots, grads, *flags, *numbers)
 
 
+def _longest(beta2: float) -> float:
+    """What the length of the average comes to, as if it were a simple one."""
+    return float(2 / (1 - beta2) - 1)
+
+
 def _rectification(beta2: float, step: int) -> float:
     """What the adaptive rate is multiplied by; 0 where its variance is not tractable and torch does without it."""
-    longest = 2 / (1 - beta2) - 1
+    longest = _longest(beta2)
     length = longest - 2 * step * beta2**step / (1 - beta2**step)  # of the average, as if it were a simple one
-    if length <= 5:
+    if length <= TRACTABLE:
         return 0.0
     return math.sqrt((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length))
 

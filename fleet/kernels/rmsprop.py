@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, column, scalars
+from fleet.kernels.rule import Column, Rule, column, named, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
@@ -30,6 +30,11 @@ class RMSpropRows:
             "momentum_buffer": options.get("momentum", 0) > 0,
         }
         return {name: Column(dim) for name, used in needed.items() if used}
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        o = {**self.options, **options}
+        # Of an average that keeps nothing, or all, nothing fades.
+        return named(o, *(() if o["alpha"] == 1 else ("alpha",)), "momentum", "weight_decay")
 
     def step(
         self,

@@ -44,6 +44,10 @@ class RowKernel(Protocol):
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
         """The state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
 
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name what in the dense formula changes rows without a gradient too, or their state, under these options.
+        None of it: lazy rows end where dense ones do."""
+
     def step(
         self,
         weights: Rows,
@@ -82,6 +86,11 @@ def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
     """A state column. Where the options need none, the weights stand for it, which the update must then leave alone: an
     argument of the same type lets all options share one compilation."""
     return state.get(name, weights)
+
+
+def named(options: Mapping[str, Any], *names: str) -> tuple[str, ...]:
+    """Options with their values, as they stand in a call: those among these names that are not zero."""
+    return tuple(f"{name}={options[name]}" for name in names if options[name] != 0)
 
 
 def scalars(dtype: npt.DTypeLike, *numbers: float) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.kernels.rule import Column, Rule, column, scalars
+from fleet.kernels.rule import Column, Rule, column, named, scalars
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
@@ -28,6 +28,9 @@ class SGDRows:
         # The first step sets the buffer to the gradient, undamped. A row may exist before its first step
         # (uploaded values), so that it had one is state too.
         return {"momentum_buffer": Column(dim), "started": Column(1)}
+
+    def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return named({**self.options, **options}, "momentum", "weight_decay")
 
     def step(
         self,

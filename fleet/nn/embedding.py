@@ -189,14 +189,18 @@ def is_remote(module: object) -> bool:
     return isinstance(module, Embedding | EmbeddingBag | _RemoteEmbedding | _RemoteEmbeddingBag)
 
 
+#: How an embedding is kept on the workers.
+_STAYS = "let it stay: sparse=False without remote=, or a function as remote= that says False for it"
+
+
 def check_remote(module: torch.nn.Module, name: str) -> None:
     """Refuse a ``torch.nn`` embedding that a remote table could not stand in for."""
     kind = type(module)
     if kind not in _REMOTE:
         raise UnsupportedError(
-            f"{name!r} is a {kind.__name__} with sparse=True and cannot go remote",
+            f"{name!r} is a {kind.__name__}, which may do more than look up, and cannot go remote",
             expected="torch.nn.Embedding or torch.nn.EmbeddingBag themselves",
-            todo="Use those, or fleet.nn.Embedding, or sparse=False.",
+            todo=f"Use those or fleet.nn.Embedding, or {_STAYS}.",
         )
     source: Any = module
     refused = {
@@ -207,12 +211,12 @@ def check_remote(module: torch.nn.Module, name: str) -> None:
     for option, on in refused.items():
         if on:
             raise UnsupportedError(
-                f"{option} of {name!r} cannot be honoured by a remote table", todo="Unset it, or use sparse=False."
+                f"{option} of {name!r} cannot be honoured by a remote table", todo=f"Unset it, or {_STAYS}."
             )
 
 
 def make_remote(module: torch.nn.Module) -> None:
-    """Turn a ``torch.nn`` embedding with ``sparse=True`` into a remote one, in place: the module and its ``weight``
+    """Turn a ``torch.nn`` embedding into a remote one, in place: the module and its ``weight``
     keep their identity, and the class stays a subclass of what it was."""
     source: Any = module
     module.__class__ = _REMOTE[type(module)]

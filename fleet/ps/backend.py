@@ -29,8 +29,10 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker import checkpoint_save, model_export, replacement
 from fleet.ps.worker.checkpoint_save import CheckpointStates, Rest
-from fleet.ps.worker.describe import Description, describe, go_remote
+from fleet.ps.worker.describe import Description, describe
+from fleet.ps.worker.embedding_remarks import EmbeddingRemarks
 from fleet.ps.worker.prefetch import Batch, prefetch
+from fleet.ps.worker.remote_choice import Remote, RemoteChoice
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy.parameter_server import Strategy, as_strategy
 
@@ -65,11 +67,13 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._listening: ServerRuntime | None = None
         self._resumed: Resumed | None = None
         self._embedded: threading.Thread | None = None
+        self._remote_choice = RemoteChoice("sparse")
+        self._embedding_remarks = EmbeddingRemarks()
 
     # ---------------------------------------------------------------- the optimizer
 
     def distributed_optimizer(
-        self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None
+        self, optimizers: Sequence[torch.optim.Optimizer], given: object, model: torch.nn.Module | None, remote: Remote
     ) -> DistributedOptimizer:
         self._refuse_second_optimizer()
         strategy = as_strategy(given)
@@ -82,6 +86,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             )
         network = self._network if knobs is self._knobs else self._given_network or real_network(knobs)
         self._parts = (optimizers, model, strategy)
+        self._remote_choice = RemoteChoice(remote)
         try:
             described = self._describe()
         except BaseException:
@@ -196,9 +201,12 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         """The user's optimizers and model as they are now."""
         assert self._parts is not None
         optimizers, model, strategy = self._parts
-        go_remote(optimizers, model)
+        self._remote_choice.go_remote(optimizers, model)
         a = self._assignment
-        return describe(optimizers, model, strategy, a.server_num, a.worker_num)
+        described = describe(optimizers, model, strategy, a.server_num, a.worker_num)
+        if model is not None and a.is_worker and a.index == 0:  # the job is told once
+            self._embedding_remarks.tell(model, described)
+        return described
 
     def _after_worker(self) -> None:
         if self._embedded is not None:

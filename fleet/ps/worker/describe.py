@@ -12,9 +12,8 @@ import torch
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
-from fleet.nn.embedding import check_remote, make_remote
 from fleet.nn.handle import TableHandle, handle_of
-from fleet.nn.trainables import ElementTypes, groups, members, refuse_overlap
+from fleet.nn.trainables import ElementTypes, Member, groups, members, refuse_overlap
 from fleet.plan.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.strategy.parameter_server import Strategy
 
@@ -103,36 +102,6 @@ class Description:
         return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
 
 
-def go_remote(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
-    """Turn the model's ``sparse=True`` embeddings that are trained into remote ones, in place."""
-    if model is None:
-        return
-    found: list[torch.nn.Module] = []
-    trained = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if _is_sparse(module) and id(weight) in trained and "_handle" not in module.__dict__:
-            _refuse_shared(model, name, weight)
-            check_remote(module, name or type(model).__name__)
-            found.append(module)
-    for module in found:  # all or none: a refusal leaves the model as it was
-        make_remote(module)
-
-
-def _is_sparse(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-
-
-def _refuse_shared(model: torch.nn.Module, name: str, weight: object) -> None:
-    """A layer that multiplies with an embedding's weight needs all of it, and no worker will have that."""
-    for other, module in model.named_modules():
-        if not _is_sparse(module) and any(param is weight for param in module.parameters(recurse=False)):
-            raise UnsupportedError(
-                f"{other!r} uses the weight of the embedding {name!r}, whose rows live on the servers",
-                todo="Untie the two, or use sparse=False for the embedding.",
-            )
-
-
 def describe(
     optimizers: Sequence[torch.optim.Optimizer],
     model: torch.nn.Module | None,
@@ -160,8 +129,8 @@ def describe(
             objects.append(member.param)
         else:
             handle.name = member.name
-            options = {option: member.options[option] for option in member.optimizer.defaults}
-            tables.append(_table_spec(member.name, handle, member.group, rule, options))
+            check_table(member)
+            tables.append(_table_spec(member.name, handle, member.group))
             handles.append(handle)
     settings = PlanSettings(
         server_num=server_num,
@@ -232,7 +201,9 @@ def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) ->
     return ParamSpec(name, tuple(param.shape), _DTYPE_NAMES[param.dtype], group)
 
 
-def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule, options: dict[str, Any]) -> TableSpec:
+def check_table(member: Member) -> None:
+    """Refuse a table whose rows its optimizer could not update on a server, be it one already or about to be."""
+    rule, name, param = _rule(member.optimizer), member.name, member.param
     if rule.rows is None:
         usable = ", ".join(sorted(each.name for each in RULES.values() if each.rows is not None))
         raise UnsupportedError(
@@ -240,15 +211,19 @@ def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule, options:
             expected=f"one of {usable}",
             todo="Give the table's weight to another optimizer; distributed_optimizer takes a list.",
         )
-    unknown = set(options) - set(rule.rows.options) - set(rule.refused) - HINTS
+    unknown = set(member.optimizer.defaults) - set(rule.rows.options) - set(rule.refused) - HINTS
     for option in sorted(unknown):
-        if options[option]:
+        if member.options[option]:
             raise UnsupportedError(
-                f"{option}={options[option]!r} of {rule.name} cannot be honoured for rows of the table {name!r}"
+                f"{option}={member.options[option]!r} of {rule.name} cannot be honoured for rows of the table {name!r}"
             )
-    dtype = _DTYPE_NAMES.get(handle.weight.dtype, str(handle.weight.dtype))
+    dtype = _DTYPE_NAMES.get(param.dtype, str(param.dtype))
     if dtype not in TABLE_DTYPES:
         raise UnsupportedError(f"the table {name!r} is {dtype}", expected="one of " + ", ".join(TABLE_DTYPES))
+
+
+def _table_spec(name: str, handle: TableHandle, group: int) -> TableSpec:
+    dtype = _DTYPE_NAMES[handle.weight.dtype]
     return TableSpec(name, handle.dim, dtype, group, handle.num_embeddings, handle.initializer, handle.uploaded)
 
 
