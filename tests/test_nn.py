@@ -323,8 +323,9 @@ def test_torchs_embeddings_go_remote_in_place_and_worker_0s_values_win() -> None
         assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
         assert isinstance(model.deep["list"][0], torch.nn.Embedding)
         assert isinstance(model.bag, torch.nn.EmbeddingBag)
-        assert tuple(model.deep["list"][0].weight.shape) == tuple(model.bag.weight.shape) == (0, DIM)
-        assert tuple(model.dense.weight.shape) == tuple(model.untrained.weight.shape) == (ROWS, DIM)
+        for module in (model.deep["list"][0], model.bag, model.dense, model.untrained):
+            assert tuple(module.weight.shape) == (ROWS, DIM)
+        assert model.bag.weight.untyped_storage().nbytes() == 4, "no worker keeps the rows"
         assert type(model.dense) is type(model.untrained) is torch.nn.Embedding
         optimizer.minimize(weighted(model(ids)))
         assert torch.equal(model.untrained.weight, untrained)
@@ -665,23 +666,40 @@ def test_a_table_in_two_param_groups_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------- copies and neighbours
 
 
-def test_a_copy_of_a_model_in_a_job_looks_at_the_same_tables() -> None:
+def test_a_copy_of_a_model_in_a_job_has_the_values_for_itself() -> None:
+    ids = torch.tensor([1, 2, 3])
+
     def body(fleet_: Fleet) -> None:
-        model = torch.nn.ModuleDict({"ours": fleet.nn.Embedding(None, DIM), "torchs": torch_embedding(sparse=True)})
+        model = torch.nn.ModuleDict({"ours": fleet.nn.Embedding(ROWS, DIM), "torchs": torch_embedding(sparse=True)})
         optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
-        early = copy.deepcopy(model)  # a target network, an average of weights
+        early = copy.deepcopy(model)
         fleet_.init_worker()
-        late = copy.deepcopy(model)
+        late = copy.deepcopy(model)  # a target network, an average of weights
+        assert torch.equal(early["torchs"](ids), model["torchs"](ids)), "it had its values by then"
+        with pytest.raises(NotInitializedError, match="an embedding was asked for rows"):
+            early["ours"](ids)
         for name, module in model.items():
-            optimizer.minimize(module(torch.tensor([1, 2])).sum())
-            for twin in (early, late):
-                assert twin[name] is not module
-                assert twin[name].weight is not module.weight
-                assert torch.equal(twin[name](torch.tensor([1, 2, 3])), module(torch.tensor([1, 2, 3])))
-        before = model["ours"](torch.tensor([1])).detach()
-        optimizer.minimize(late["ours"](torch.tensor([1])).sum())
-        after = model["ours"](torch.tensor([1])).detach()
-        assert torch.equal(after, before), "a copy's backward does not train the original, as in torch"
+            twin, before = late[name], module(ids).detach()
+            assert twin.weight.untyped_storage().nbytes() == ROWS * DIM * 4
+            assert torch.equal(twin(ids), before)
+            optimizer.minimize(module(ids).sum())
+            assert torch.equal(twin(ids), before), "and keeps them"
+            twin(ids).sum().backward()
+            after = module(ids).detach()
+            optimizer.step()
+            assert torch.equal(module(ids), after - 1), "its backward trains nothing but itself"
+            assert twin.weight.grad is not None
+
+    alone(body)
+
+
+def test_a_table_without_an_end_cannot_be_copied() -> None:
+    def body(fleet_: Fleet) -> None:
+        model = torch.nn.ModuleDict({"user": fleet.nn.Embedding(None, DIM)})
+        fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet_.init_worker()
+        with pytest.raises(UnsupportedError, match=r"'user.weight' has no num_embeddings"):
+            copy.deepcopy(model)
 
     alone(body)
 
@@ -735,21 +753,6 @@ def test_two_jobs_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> No
     assert stored_ids(fleet_, tmp_path / "ckpt") == {"optimizer0.group0.param0": [1, 10, 11, 12]}
     assert jobs[0][3].tolist() == [-3.0] * 2
     fleet_.stop_worker()
-
-
-def test_a_dense_layer_cannot_share_a_remote_weight() -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = torch.nn.Embedding(5, 3, sparse=True)
-            self.scores = torch.nn.Linear(3, 5, bias=False)
-            self.scores.weight = self.words.weight
-
-    tied = Tied()
-    alone = Fleet(environ={})
-    alone.init()
-    with pytest.raises(UnsupportedError, match="'scores' uses the weight of the embedding 'words'"):
-        alone.distributed_optimizer(torch.optim.SGD(tied.parameters(), lr=0.1), model=tied)
 
 
 def test_a_model_whose_rows_an_earlier_job_took_cannot_start_a_fresh_one() -> None:

@@ -305,6 +305,11 @@ class Knobs:
         "when that is written to the disk itself: `always`, before anything is acknowledged; `interval`, once a "
         "second; `os`, when the system pleases",
     )
+    whole_table_bytes: int = setting(
+        *("FLEET_WHOLE_TABLE_MB", MEBIBYTES, 256 << 20, _WORKERS),
+        "the largest table of which a worker holds all rows, where a script uses its `weight` as a whole "
+        "([when](embeddings.md#weight-as-a-whole))",
+    )
     job_id: str = setting(
         *("FLEET_JOB_ID", TEXT, "", _ALL),
         "a name for the job: a server refuses a worker with a different one",

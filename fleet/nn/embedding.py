@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from fleet.base import checks
 from fleet.errors import ConfigurationError, UnsupportedError
 from fleet.nn.expand import Bags, expand, pool
-from fleet.nn.handle import Asking, Found, TableHandle, handle_of, look_up, padding_index
+from fleet.nn.handle import Asking, Found, TableHandle, handle_in, handle_of, look_up, padding_index
+from fleet.nn.table_weight import TableWeight
 from fleet.plan.specs import Initializer
 
 
@@ -24,28 +25,23 @@ def _remote_weight(
         optional = name == "num_embeddings" and value is None
         if not optional and checks.integer(name, value) < 1:
             raise ConfigurationError(f"{name} must be positive", got=value)
-    weight = torch.nn.Parameter(torch.empty(0, embedding_dim))
     padding = padding_index(padding_idx, num_embeddings)
+    weight = torch.nn.Parameter(torch.empty(0, embedding_dim))
     TableHandle(weight, num_embeddings, embedding_dim, Initializer.parse(initializer), padding_idx=padding)
     return weight
 
 
-def _handle(module: Any) -> TableHandle:
-    # The weight's comes first: two modules that were given one weight share its table.
-    handle = handle_of(module.weight) or module.__dict__.get("_handle")
-    if not isinstance(handle, TableHandle):
-        raise UnsupportedError(f"{type(module).__name__} has no table", todo="Construct it anew.")
-    return handle
+def asking(module: Any, ids: torch.Tensor) -> Asking | None:
+    """What the forward of a remote embedding asks for; None if its weight is a plain one, by which torch's is meant."""
+    weight = module.weight
+    if not isinstance(weight, TableWeight):
+        return None
+    return Asking(handle_in(weight), ids, module.training, module.padding_idx)
 
 
-def asking(module: Any, ids: torch.Tensor) -> Asking:
-    """What the forward of a remote embedding asks for."""
-    return Asking(_handle(module), ids, module.training, module.padding_idx, module.weight)
-
-
-def _rows(module: Any, ids: torch.Tensor) -> Found:
-    (found,) = look_up([asking(module, ids)])
-    return found
+def _rows(module: Any, ids: torch.Tensor) -> Found | None:
+    asked = asking(module, ids)
+    return None if asked is None else look_up([asked])[0]
 
 
 def _sizes(module: Any) -> str:
@@ -54,8 +50,29 @@ def _sizes(module: Any) -> str:
     return f"{size}, {module.embedding_dim}{padding}"
 
 
-class Embedding(torch.nn.Module):
-    """Rows for ids, as ``torch.nn.Embedding``; ``weight`` has shape ``(0, embedding_dim)``.
+class _Remote(torch.nn.Module):
+    """What all embeddings have in common whose ``weight`` may stand for a table. Where it is an ordinary parameter (a
+    copy of the model has one, and so has ``functional_call``), they do what torch's do with it."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Follow the model to another device: the weight does, of which there is nothing to be moved."""
+        weight = self._parameters["weight"]
+        if not isinstance(weight, TableWeight):
+            return super()._apply(fn, recurse)
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = weight
+        handle_in(weight).convert(fn)
+        return self
+
+
+class Embedding(_Remote):
+    """Rows for ids, as ``torch.nn.Embedding``.
+
+    ``weight`` has its shape, or ``(0, embedding_dim)`` where there is no end of rows, and holds none of them: what
+    needs all of them fetches them.
 
     ``num_embeddings=None`` takes any int64 id. ``initializer`` is ``"zeros"``, ``"constant(1.0)"``,
     ``"uniform(-0.01, 0.01)"``, ``"normal(0, 0.01)"``, or None for torch's own, ``normal(0, 1)``.
@@ -80,18 +97,17 @@ class Embedding(torch.nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx)
-        self._handle = handle_of(self.weight)
-        self.padding_idx = _handle(self).padding_idx
+        self.padding_idx = padding_index(padding_idx, num_embeddings)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found = _rows(self, ids)
-        return expand(found.rows, found.inverse)
+        return F.embedding(ids, self.weight, self.padding_idx) if found is None else expand(found)
 
     def extra_repr(self) -> str:
         return _sizes(self)
 
 
-class EmbeddingBag(torch.nn.Module):
+class EmbeddingBag(_Remote):
     """Sums or means of rows, as ``torch.nn.EmbeddingBag``: 2-D input, or 1-D input with ``offsets``.
 
     Examples:
@@ -122,8 +138,7 @@ class EmbeddingBag(torch.nn.Module):
         self.mode = mode
         self.include_last_offset = include_last_offset
         self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx)
-        self._handle = handle_of(self.weight)
-        self.padding_idx = _handle(self).padding_idx
+        self.padding_idx = padding_index(padding_idx, num_embeddings)
 
     def forward(
         self,
@@ -131,36 +146,45 @@ class EmbeddingBag(torch.nn.Module):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _bag(self, ids, offsets, per_sample_weights)
+        found = _rows(self, ids)
+        if found is None:
+            options = {"mode": self.mode, "include_last_offset": self.include_last_offset}
+            return F.embedding_bag(
+                ids,
+                self.weight,
+                offsets,
+                per_sample_weights=per_sample_weights,
+                padding_idx=self.padding_idx,
+                **options,  # type: ignore[arg-type]
+            )
+        return _bag(self, found, offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
         return f"{_sizes(self)}, mode={self.mode!r}"
 
 
 def _bag(
-    module: Any, ids: torch.Tensor, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
+    module: Any, found: Found, offsets: torch.Tensor | None, per_sample_weights: torch.Tensor | None
 ) -> torch.Tensor:
-    rows, inverse, padding = _rows(module, ids)
-    if not len(rows):
-        rows = F.pad(rows, (0, 0, 0, 1))  # torch wants a row even where no bag has one
+    padding = found.padding
+    if not len(found.rows):
+        found = found._replace(rows=F.pad(found.rows, (0, 0, 0, 1)))  # torch wants a row even where no bag has one
     elif padding is None and module.padding_idx is not None and per_sample_weights is not None:
         # Weighted sums are rounded otherwise by torch where there is a padding index, be it in a bag or not.
-        rows, padding = F.pad(rows, (0, 0, 0, 1)), len(rows)
-    bags = Bags(offsets, module.mode, per_sample_weights, module.include_last_offset, padding)
-    return pool(rows, inverse, bags)
+        padding = len(found.rows)
+        found = found._replace(rows=F.pad(found.rows, (0, 0, 0, 1)))
+    return pool(found, Bags(offsets, module.mode, per_sample_weights, module.include_last_offset, padding))
 
 
-class _RemoteEmbedding(torch.nn.Embedding):
+class _RemoteEmbedding(_Remote, torch.nn.Embedding):
     """A ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if _handle(self).source is None:
-            return super().forward(ids)
         found = _rows(self, ids)
-        return expand(found.rows, found.inverse)
+        return super().forward(ids) if found is None else expand(found)
 
 
-class _RemoteEmbeddingBag(torch.nn.EmbeddingBag):
+class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
     """A ``torch.nn.EmbeddingBag`` that went remote."""
 
     def forward(
@@ -169,9 +193,10 @@ class _RemoteEmbeddingBag(torch.nn.EmbeddingBag):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if _handle(self).source is None:
+        found = _rows(self, ids)
+        if found is None:
             return super().forward(ids, offsets, per_sample_weights)
-        return _bag(self, ids, offsets, per_sample_weights)
+        return _bag(self, found, offsets, per_sample_weights)
 
 
 _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -196,7 +221,9 @@ _STAYS = "let it stay: sparse=False without remote=, or a function as remote= th
 def check_remote(module: torch.nn.Module, name: str) -> None:
     """Refuse a ``torch.nn`` embedding that a remote table could not stand in for."""
     kind = type(module)
-    if kind not in _REMOTE:
+    if issubclass(kind, Embedding | EmbeddingBag):
+        return
+    if kind not in (*_REMOTE, *_REMOTE.values()):
         raise UnsupportedError(
             f"{name!r} is a {kind.__name__}, which may do more than look up, and cannot go remote",
             expected="torch.nn.Embedding or torch.nn.EmbeddingBag themselves",
@@ -219,14 +246,15 @@ def make_remote(module: torch.nn.Module) -> None:
     """Turn a ``torch.nn`` embedding into a remote one, in place: the module and its ``weight``
     keep their identity, and the class stays a subclass of what it was."""
     source: Any = module
-    module.__class__ = _REMOTE[type(module)]
+    module.__class__ = _REMOTE.get(type(module), type(module))
     # Two modules that share a weight share its table.
-    source._handle = handle_of(source.weight) or TableHandle(
-        source.weight,
-        source.num_embeddings,
-        source.embedding_dim,
-        Initializer("normal", 0.0, 1.0),
-        padding_idx=source.padding_idx,
-        zero_padding=False,
-        uploaded=True,
-    )
+    if handle_of(source.weight) is None:
+        TableHandle(
+            source.weight,
+            source.num_embeddings,
+            source.embedding_dim,
+            Initializer("normal", 0.0, 1.0),
+            padding_idx=source.padding_idx,
+            zero_padding=isinstance(module, Embedding | EmbeddingBag),
+            uploaded=True,
+        )

@@ -55,8 +55,8 @@ class EmbeddingGroup(torch.nn.ModuleDict):
 
     def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         asked = self.asking(ids)
-        found = look_up(list(asked.values()))
-        return {name: expand(each.rows, each.inverse) for name, each in zip(asked, found, strict=True)}
+        found = dict(zip(asked, look_up(list(asked.values())), strict=True))
+        return {name: expand(found[name]) if name in found else self[name](values) for name, values in ids.items()}
 
     def asking(self, ids: Mapping[str, torch.Tensor]) -> dict[str, Asking]:
         if not isinstance(ids, Mapping):
@@ -68,4 +68,5 @@ class EmbeddingGroup(torch.nn.ModuleDict):
                 expected=", ".join(self),
                 got=", ".join(map(repr, unknown)),
             )
-        return {name: asking(self[name], values) for name, values in ids.items()}
+        asked = {name: asking(self[name], values) for name, values in ids.items()}
+        return {name: each for name, each in asked.items() if each is not None}

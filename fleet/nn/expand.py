@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._compile import _disable_dynamo
 
+from fleet.nn.handle import Found
 from fleet.numeric.ids import accumulate, accumulate_apart, accumulate_bags
 
 #: What compiled loops can add.
@@ -54,49 +55,113 @@ class Bags(NamedTuple):
 
 
 @_disable_dynamo
-def expand(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """``rows[inverse]``."""
-    if not _is_ours(rows):
-        return F.embedding(inverse, rows)
-    expanded: torch.Tensor = _Expand.apply(rows, inverse)  # type: ignore[no-untyped-call]
+def expand(found: Found) -> torch.Tensor:
+    """``rows[inverse]``, with a gradient of rows for the weight."""
+    rows, inverse = found.rows, found.inverse
+    if not _is_ours(found):
+        return F.embedding(inverse, _differentiable(found))
+    with torch._C.DisableTorchFunctionSubclass():
+        expanded: torch.Tensor = _Expand.apply(found.weight, rows, inverse, found)  # type: ignore[no-untyped-call]
     return expanded
 
 
 @_disable_dynamo
-def pool(rows: torch.Tensor, inverse: torch.Tensor, bags: Bags) -> torch.Tensor:
+def pool(found: Found, bags: Bags) -> torch.Tensor:
     """The sum or mean of each bag's rows."""
     weights = bags.per_sample_weights
-    if not _is_ours(rows) or (weights is not None and weights.requires_grad):
-        return bags.pooled(rows, inverse)
-    pooled: torch.Tensor = _Pool.apply(rows, inverse, bags)  # type: ignore[no-untyped-call]
+    if not _is_ours(found) or (weights is not None and weights.requires_grad):
+        return bags.pooled(_differentiable(found), found.inverse)
+    with torch._C.DisableTorchFunctionSubclass():
+        pooled: torch.Tensor = _Pool.apply(found.weight, found.rows, found, bags)  # type: ignore[no-untyped-call]
     return pooled
 
 
-def _is_ours(rows: torch.Tensor) -> bool:
-    return rows.requires_grad and rows.is_cpu and rows.dtype in _ADDED
+def _is_ours(found: Found) -> bool:
+    return found.weight is not None and found.rows.is_cpu and found.rows.dtype in _ADDED
+
+
+def _differentiable(found: Found) -> torch.Tensor:
+    """The rows, through which torch's own functions have a gradient."""
+    if found.weight is None:
+        return found.rows
+    with torch._C.DisableTorchFunctionSubclass():
+        rows: torch.Tensor = _Rows.apply(found.weight, found.rows, found)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor, found: Found) -> torch.Tensor:
+        ctx.found, ctx.like = found, (weight.shape, weight.device)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _of_weight(ctx, grad), None, None
+
+
+class _Sparse(torch.autograd.Function):
+    """The gradient of a weight, made of gradients of rows: what a gradient of it is for these is its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ids: torch.Tensor, like: tuple[torch.Size, torch.device]) -> torch.Tensor:
+        ctx.ids = ids
+        return _sparse(rows, ids, like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if grad.layout is torch.strided:
+            return grad[ctx.ids.to(grad.device)], None, None
+        if not grad._nnz():
+            return grad.new_zeros(len(ctx.ids), grad.shape[1], layout=torch.strided), None, None
+        held, rows = grad._indices()[0], grad._values()
+        distinct, places = torch.unique(torch.cat([ctx.ids, held]), return_inverse=True)
+        total = rows.new_zeros(len(distinct), rows.shape[1]).index_add(0, places[len(ctx.ids) :], rows)
+        return total[places[: len(ctx.ids)]], None, None
+
+
+def _of_weight(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weight, of which the padding row has none."""
+    ids, padding = ctx.found.ids, ctx.found.padding
+    rows = rows[: len(ids)]  # a bag may have had one more
+    if padding is not None:
+        ids = torch.cat([ids[:padding], ids[padding + 1 :]])
+        rows = torch.cat([rows[:padding], rows[padding + 1 :]])
+    if torch.is_grad_enabled():  # somebody differentiates the gradient
+        made: torch.Tensor = _Sparse.apply(rows, ids, ctx.like)  # type: ignore[no-untyped-call]
+        return made
+    return _sparse(rows, ids, ctx.like)
+
+
+def _sparse(rows: torch.Tensor, ids: torch.Tensor, like: tuple[torch.Size, torch.device]) -> torch.Tensor:
+    shape, device = like
+    # That every id is there once is not said: torch would take it for granted of sums of these, too.
+    return torch.sparse_coo_tensor(ids[None].to(device), rows.to(device), shape, check_invariants=False)
 
 
 class _Expand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.count = len(rows)
+    def forward(
+        ctx: Any, weight: torch.Tensor, rows: torch.Tensor, inverse: torch.Tensor, found: Found
+    ) -> torch.Tensor:
+        ctx.found, ctx.like = found, (weight.shape, weight.device)
         return F.embedding(inverse, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (inverse,) = ctx.saved_tensors
-        places, dim = inverse.reshape(-1), grad.shape[-1]
-        if torch.is_grad_enabled():  # somebody differentiates the gradient
-            return grad.new_zeros(ctx.count, dim).index_add(0, places, grad.reshape(-1, dim)), None
-        total = grad.new_zeros(ctx.count, dim)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        found = ctx.found
+        places, dim = found.inverse.reshape(-1), grad.shape[-1]
+        if torch.is_grad_enabled():
+            total = grad.new_zeros(len(found.ids), dim).index_add(0, places, grad.reshape(-1, dim))
+            return _of_weight(ctx, total), None, None, None
+        total = grad.new_zeros(len(found.ids), dim)
         if _lies_in_blocks(grad):
             size, apart = grad[0].numel(), grad.stride(0)
             memory = grad.as_strided(((len(grad) - 1) * apart + size,), (1,))
             accumulate_apart(places.numpy(), memory.numpy(), size // dim, apart, total.numpy())
         else:
             accumulate(places.numpy(), grad.reshape(-1, dim).contiguous().numpy(), total.numpy())
-        return total, None
+        return _of_weight(ctx, total), None, None, None
 
 
 def _lies_in_blocks(grad: torch.Tensor) -> bool:
@@ -111,18 +176,19 @@ def _lies_in_blocks(grad: torch.Tensor) -> bool:
 
 class _Pool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, inverse: torch.Tensor, bags: Bags) -> torch.Tensor:
-        pooled = bags.pooled(rows, inverse)
-        ctx.save_for_backward(inverse.reshape(-1), *bags.members(rows, inverse))
-        ctx.count = len(rows)
-        return pooled
+    def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor, found: Found, bags: Bags) -> torch.Tensor:
+        ctx.found, ctx.like = found, (weight.shape, weight.device)
+        ctx.save_for_backward(*bags.members(rows, found.inverse))
+        return bags.pooled(rows, found.inverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        places, bags, scales = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        bags, scales = ctx.saved_tensors
+        places, count = ctx.found.inverse.reshape(-1), len(ctx.found.ids)
         if torch.is_grad_enabled():
             parts = grad[bags] * scales[:, None]
-            return grad.new_zeros(ctx.count, grad.shape[1]).index_add(0, places, parts), None, None
-        total = grad.new_zeros(ctx.count, grad.shape[1])
+            total = grad.new_zeros(count, grad.shape[1]).index_add(0, places, parts)
+            return _of_weight(ctx, total), None, None, None
+        total = grad.new_zeros(count, grad.shape[1])
         accumulate_bags(places.numpy(), bags.numpy(), scales.numpy(), grad.contiguous().numpy(), total.numpy())
-        return total, None, None
+        return _of_weight(ctx, total), None, None, None

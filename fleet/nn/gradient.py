@@ -1,34 +1,80 @@
-"""Holds the gradient of a table's rows in an object that torch's own tools treat like any gradient.
+"""Lets the gradient of a table be read and changed as if it were dense, though it holds the rows that were touched.
 
-It stands in ``weight.grad``, shaped ``(0, dim)`` like ``weight``, and carries what was collected. So it shares the fate
-of ``.grad`` whoever decides it: ``zero_grad`` of an optimizer or a module, with or without ``set_to_none``.
+Autograd leaves a sparse tensor in ``weight.grad``: ids and a row of gradient for each, an id once for every look-up
+that had it. What a script asks of it has the answer that a dense gradient has, zeros in all other rows: duplicates are
+added up first, and what depends on the zeros counts them. What cannot be answered from the rows alone is answered from
+the dense gradient, where the table is small enough for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fleet.errors import UnsupportedError
 
-Entry = tuple[torch.Tensor, torch.Tensor]
 
-_ZEROING = {"zero_", "_foreach_zero_"}
-_UNSCALING = {"_amp_foreach_non_finite_check_and_unscale_"}
+class Table(Protocol):
+    """What a gradient has to know of its table."""
+
+    name: str
+    num_embeddings: int | None
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what needs a value for every row, where a worker cannot hold so many."""
+        ...
+
+
+#: What torch answers by itself: metadata, autograd's own bookkeeping, and what a sparse tensor is asked.
+_NATIVE = {
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "__hash__", "dtype", "device"),
+    *("layout", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xla", "is_sparse_csr", "is_quantized"),
+    *("is_nested", "is_mkldnn", "itemsize", "element_size", "get_device", "is_floating_point", "is_complex"),
+    *("is_signed", "is_conj", "is_neg", "is_inference", "is_leaf", "requires_grad", "requires_grad_", "grad_fn"),
+    *("retains_grad", "grad", "_version", "_values", "_indices", "_nnz", "values", "indices", "is_coalesced"),
+    *("sparse_dim", "dense_dim", "_dimI", "_dimV", "register_hook", "zero_", "detach_", "is_same_size", "name"),
+    *("_backward_hooks", "_is_view", "_base", "output_nr", "is_shared", "is_pinned", "is_distributed"),
+}
+#: The same, with a gradient of rows for an answer.
+_ROWS = {
+    *("clone", "coalesce", "neg", "negative", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"),
+    *("positive", "__neg__", "__pos__", "contiguous", "detach", "data"),
+}
+_ITSELF = {"detach", "data", "contiguous"}
+#: They do the same to a sum as to all its parts, so duplicates may stay.
+_LINEAR = {
+    *("mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "neg", "negative"),
+    *("__imul__", "__itruediv__", "__idiv__", "__div__"),
+}
+#: They do the same to every number: an answer for each row, and one for the zeros.
+_ELEMENTWISE = _LINEAR | {
+    *("abs", "absolute", "__abs__", "square", "sqrt", "sign", "sgn", "pow", "__pow__", "__ipow__", "clamp", "clip"),
+    *("clamp_min", "clamp_max", "nan_to_num", "isnan", "isinf", "isfinite", "isposinf", "isneginf", "add", "sub"),
+    *("subtract", "__add__", "__radd__", "__sub__", "__rsub__", "__iadd__", "__isub__", "round", "floor", "ceil"),
+    *("trunc", "frac", "tanh", "sin", "sinh", "asinh", "atan", "erf", "expm1", "log1p", "relu", "hardshrink"),
+    *("softshrink", "threshold", "maximum", "minimum", "gt", "lt", "ge", "le", "eq", "ne", "__gt__", "__lt__"),
+    *("__ge__", "__le__", "__eq__", "__ne__", "greater", "less", "greater_equal", "less_equal", "not_equal"),
+    *("fill", "exp", "cos", "sigmoid", "log", "reciprocal", "rsqrt", "logical_not"),
+}
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
+#: They ask for the extreme number, or for one or all of them, and the zeros count once.
+_EXTREMES = {"max", "min", "amax", "amin", "any", "all", "count_nonzero", "sum", "nansum", "aminmax"}
+_LISTS = "_foreach_"
 
 
 class RowGradient(torch.Tensor):
-    """``entries`` holds one pair for each backward: ids, distinct in themselves, and a row of gradient for each."""
+    """The gradient of a table: torch's own sparse tensor, which answers as a dense one does."""
 
-    entries: list[Entry]
+    _table: Table
 
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> RowGradient:
-        made = weight.new_empty(0, weight.shape[-1]).detach().as_subclass(cls)
-        made.entries = []
-        return made
+    @staticmethod
+    def of(gradient: torch.Tensor, table: Table) -> RowGradient:
+        """Make this sparse tensor one, in place."""
+        gradient.__class__ = RowGradient
+        gradient._table = table  # type: ignore[attr-defined]
+        return gradient  # type: ignore[return-value]
 
     @classmethod
     def __torch_function__(
@@ -38,22 +84,278 @@ class RowGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _ZEROING:
-            for gradient in _found_in(args):
-                gradient.entries.clear()
-        elif name in _UNSCALING:
-            raise UnsupportedError(
-                "a GradScaler cannot unscale the gradients of rows of a remote table",
-                todo="Train without one (bfloat16 needs none), or keep tables out of the scaled loss.",
-            )
-        # Nothing else looks into it: what torch computes with it is computed with an empty tensor.
+        if any(issubclass(each, torch.nn.Parameter) for each in types):
+            return NotImplemented  # a table's weight puts its values in its place first
+        kwargs = kwargs or {}
+        name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if name in _NATIVE:
+                return func(*args, **kwargs)
+            if name.startswith(_LISTS):
+                return _each(func, name, args, kwargs)
+            return _answer(func, name, args, kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"RowGradient({self._table.name!r}, size={tuple(self.shape)}, rows={self._nnz()})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowGradient:
+        memo[id(self)] = copied = self.clone()
+        return copied  # type: ignore[return-value]
 
 
-def _found_in(args: tuple[Any, ...]) -> Iterator[RowGradient]:
-    for arg in args:
-        for item in arg if isinstance(arg, list | tuple) else (arg,):
-            if isinstance(item, RowGradient):
-                yield item
+class RowMarks:
+    """Which numbers of a gradient have some property: one mark for every number of its rows, and one for all zeros."""
+
+    def __init__(self, gradient: RowGradient, marks: torch.Tensor, of_zero: torch.Tensor) -> None:
+        self._gradient = gradient
+        self._marks = marks
+        self._of_zero = of_zero
+
+    def all(self) -> torch.Tensor:
+        return self._counted().all()
+
+    def any(self) -> torch.Tensor:
+        return self._counted().any()
+
+    def logical_not(self) -> RowMarks:
+        return RowMarks(self._gradient, ~self._marks, ~self._of_zero)
+
+    __invert__ = logical_not
+
+    def _counted(self) -> torch.Tensor:
+        if not _has_zeros(self._gradient):
+            return self._marks
+        return torch.cat([self._marks.flatten(), self._of_zero.flatten()])
+
+    def to_dense(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            dense = _dense(self._gradient, "its numbers one by one").to(torch.bool)
+            dense.copy_(self._of_zero.expand_as(dense))
+            dense[self._gradient._indices()[0]] = self._marks
+            return dense
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.to_dense(), name)
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return self.to_dense()[place]
+
+    def __bool__(self) -> bool:
+        return bool(self.to_dense())
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = name_of(func)
+        if name in ("all", "any", "logical_not", "bitwise_not") and len(args) == 1 and not kwargs:
+            return getattr(args[0], name.replace("bitwise", "logical"))()
+        change = lambda value: value.to_dense() if isinstance(value, RowMarks) else value  # noqa: E731
+        return func(*changed(args, change), **changed(kwargs or {}, change))
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """What torch calls it; a property by its own name, and one that is set with ``=`` behind it."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        owner: Any = func.__self__  # type: ignore[attr-defined]
+        return str(owner.__name__) + ("" if name == "__get__" else "=")
+    return name
+
+
+def is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _AUGMENTED)
+    return name.endswith("_") and not name.endswith("__")
+
+
+_AUGMENTED = {
+    *("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+}
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments or results with each of their parts changed, in lists, tuples and dicts too."""
+    if type(value) is dict:
+        return {key: changed(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(changed(each, change) for each in value)
+    return change(value)
+
+
+def coalesce(gradient: torch.Tensor) -> torch.Tensor:
+    """Add up what belongs to one row, in place."""
+    if not gradient.is_coalesced():
+        gradient.data = gradient.coalesce()
+    return gradient
+
+
+def _has_zeros(gradient: RowGradient) -> bool:
+    """Whether there is a row that it does not hold. It has been coalesced."""
+    count = gradient._table.num_embeddings
+    return count is None or gradient._nnz() < count
+
+
+def _dense(gradient: RowGradient, what: str) -> torch.Tensor:
+    gradient._table.check_whole(f"its gradient was asked for {what}")
+    return gradient.to_dense()
+
+
+def _rows(source: RowGradient, values: torch.Tensor) -> RowGradient:
+    """The same rows with other numbers."""
+    made = torch.sparse_coo_tensor(
+        source._indices(), values, source.shape, check_invariants=False, is_coalesced=source.is_coalesced()
+    )
+    return RowGradient.of(made, source._table)
+
+
+def _each(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Does to every tensor of a list what a function for lists does to all of them."""
+    tensors, *rest = args
+    if not any(isinstance(each, RowGradient) for each in tensors):
+        dense = lambda value: _dense(value, name) if isinstance(value, RowGradient) else value  # noqa: E731
+        return func(tensors, *changed(tuple(rest), dense), **changed(kwargs, dense))
+    results = []
+    for place, tensor in enumerate(tensors):
+        own = tuple(each[place] if isinstance(each, list | tuple) else each for each in rest)
+        if not isinstance(tensor, RowGradient):
+            found = func(
+                [tensor], *([each] if isinstance(each, torch.Tensor) and each.dim() else each for each in own), **kwargs
+            )
+            results.append(found[0] if found is not None else None)
+            continue
+        single = name.removeprefix(_LISTS)
+        results.append(
+            _answer(getattr(torch, single, None) or getattr(torch.Tensor, single), single, (tensor, *own), kwargs)
+        )
+    return None if is_in_place(name) else results
+
+
+def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, rest = args[0] if args else None, args[1:]
+    if isinstance(first, RowGradient) and "out" not in kwargs:
+        in_place = is_in_place(name)
+        plain = _plain_name(name)
+        if name in _ITSELF and not first.requires_grad:
+            return first
+        if name in _ROWS:
+            return RowGradient.of(func(first, *rest, **kwargs), first._table)
+        if name == "to_dense":
+            return _dense(first, "all its rows")
+        if plain in _ELEMENTWISE and not any(_has_dimensions(each) for each in (*rest, *kwargs.values())):
+            return _elementwise(func, plain, in_place, first, rest, kwargs)
+        if name in _NORMS and "dim" not in kwargs and not _dims(rest[1:]):
+            return func(_counted(first), *rest, **kwargs)
+        if name in _EXTREMES and not rest and not kwargs:
+            return func(_counted(first))
+        if name == "mean" and not rest and not set(kwargs) - {"dtype"} and first.numel():
+            return func(first._values().sum() / first.numel(), **kwargs)
+        if plain in ("add", "sub", "__add__", "__sub__", "__iadd__", "__isub__") and rest and _fits(first, rest[0]):
+            summed = func(first, *rest, **kwargs)
+            return first if in_place else RowGradient.of(summed, first._table)
+        if in_place:
+            return _in_place(func, name, first, rest, kwargs)
+    if name in ("numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__"):
+        raise UnsupportedError(
+            f"{name}() was called on the gradient of the table {_first(args)._table.name!r}, whose rows lie apart",
+            todo="Call it on weight.grad.to_dense(), or on its values: weight.grad.coalesce().values().",
+        )
+    return _on_dense(func, name, args, kwargs)
+
+
+def _on_dense(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made: list[torch.Tensor] = []
+
+    def dense(value: Any) -> Any:
+        if not isinstance(value, RowGradient):
+            return value
+        made.append(_dense(value, f"{name}()"))
+        return made[-1]
+
+    given, named = changed(args, dense), changed(kwargs, dense)
+    result = func(*given, **named)
+    memory = {each.untyped_storage().data_ptr() for each in made}
+    if not is_in_place(name) and any(each.untyped_storage().data_ptr() in memory for each in _tensors(result)):
+        # A part of the gradient: what is written into it would not reach the gradient, and torch refuses to.
+        with torch.inference_mode():
+            return changed(result, lambda each: each.clone() if isinstance(each, torch.Tensor) else each)
+    return result
+
+
+def _elementwise(
+    func: Callable[..., Any],
+    plain: str,
+    in_place: bool,
+    gradient: RowGradient,
+    rest: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    of_zero = func(gradient._values().new_zeros(1), *rest, **kwargs)
+    if bool(of_zero != 0) and of_zero.dtype is not torch.bool:  # NaN is not zero either
+        return (
+            _in_place(func, plain, gradient, rest, kwargs)
+            if in_place
+            else _on_dense(func, plain, (gradient, *rest), kwargs)
+        )
+    if plain not in _LINEAR:
+        gradient = coalesce(gradient)  # type: ignore[assignment]
+    found = func(gradient._values(), *rest, **kwargs)
+    if in_place:
+        return gradient
+    return RowMarks(gradient, found, of_zero) if of_zero.dtype is torch.bool else _rows(gradient, found)
+
+
+def _in_place(
+    func: Callable[..., Any], name: str, gradient: RowGradient, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RowGradient:
+    """Do it to the dense gradient; it keeps the rows that it has then."""
+    dense = _dense(gradient, f"{name}()")
+    others = lambda value: _dense(value, f"{name}()") if isinstance(value, RowGradient) else value  # noqa: E731
+    func(dense, *changed(rest, others), **changed(kwargs, others))
+    held = (dense != 0).any(1)
+    held[gradient._indices()[0]] = True
+    ids = held.nonzero().view(1, -1)
+    gradient.data = torch.sparse_coo_tensor(ids, dense[ids[0]], dense.shape, check_invariants=False, is_coalesced=True)
+    return gradient
+
+
+def _counted(gradient: RowGradient) -> torch.Tensor:
+    """All its numbers, and one zero for those that are not there."""
+    values = coalesce(gradient)._values()
+    return torch.cat([values.flatten(), values.new_zeros(1)]) if _has_zeros(gradient) else values
+
+
+def _plain_name(name: str) -> str:
+    return name[:-1] if is_in_place(name) and not name.startswith("__") else name
+
+
+def _has_dimensions(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _dims(given: tuple[Any, ...]) -> bool:
+    return any(each is not None for each in given)
+
+
+def _fits(gradient: RowGradient, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and other.is_sparse and other.shape == gradient.shape
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _first(args: tuple[Any, ...]) -> RowGradient:
+    return next(each for each in args if isinstance(each, RowGradient))

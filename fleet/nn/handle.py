@@ -1,17 +1,14 @@
-"""Connects an embedding module to the servers: ids go out, rows come in, gradients of rows are collected.
+"""Connects an embedding module to the servers: ids go out, and rows come in.
 
-A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. Gradients of rows
-are collected in ``weight.grad`` (see gradient.py).
+A handle hangs on the module's ``weight`` (``handle_of``) and stands for the table on the servers. Gradients of rows are
+autograd's, in ``weight.grad`` (see gradient.py).
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
@@ -24,15 +21,19 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from fleet.nn.gradient import Entry, RowGradient
+from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
-from fleet.numeric.jit import Ids
+from fleet.nn.whole_values import WholeValues
+from fleet.numeric.jit import Array, Ids
+from fleet.numeric.merge import merge
 from fleet.plan.specs import Initializer
 
 _ATTRIBUTE = "_fleet_handle"
 
-#: Backwards of several threads may come to one table, as torch lets them come to one parameter.
-_collecting = threading.Lock()
+_INSTEAD = (
+    "Look rows up by their ids; for all of them use fleet.state_dict(model), fleet.save_persistables(dirname) or "
+    "fleet.save_inference_model(dirname, model), or raise FLEET_WHOLE_TABLE_MB."
+)
 
 #: What a table is called until a job gives it its name.
 _UNNAMED = "an embedding"
@@ -62,22 +63,32 @@ class Asking(NamedTuple):
     ids: torch.Tensor
     training: bool
     padding_idx: int | None
-    weight: torch.Tensor
 
 
 class RowSource(Protocol):
     """What a running job offers to its embeddings."""
 
+    @property
+    def most_whole_bytes(self) -> int:
+        """How large a table may be for a worker to hold all of it."""
+        ...
+
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]: ...
+
+    def whole(self, handle: TableHandle) -> torch.Tensor:
+        """All rows of a table as a look-up of training sees them."""
+        ...
 
 
 class Found(NamedTuple):
-    """What an embedding goes on with: rows, the place of every id among them in the shape of the ids, and the padding
-    row's place."""
+    """What an embedding goes on with: rows of distinct ids, the place of every id among them in the shape of the ids,
+    the padding row's place, and the weight to which gradients of the rows go; None if there will be none."""
 
     rows: torch.Tensor
     inverse: torch.Tensor
     padding: int | None
+    ids: torch.Tensor
+    weight: torch.Tensor | None
 
 
 class TableHandle:
@@ -102,30 +113,104 @@ class TableHandle:
         self.uploaded = uploaded
         self.source: RowSource | None = None
         self.name = _UNNAMED
+        self._whole: WholeValues | None = None
+        #: of the last look-up that was to be trained
+        self._distinct = torch.empty(0, dtype=torch.int64)
         setattr(weight, _ATTRIBUTE, self)
+        if not uploaded:
+            self.release()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableHandle:
-        """A copy of a model that stands in a job (an average of weights, say) looks at the same table; before that
-        it is a model of its own, as any other copy."""
-        weight = copy.deepcopy(self.weight, memo)
-        if self.name == _UNNAMED:
-            return TableHandle(
-                weight,
-                self.num_embeddings,
-                self.dim,
-                self.initializer,
-                padding_idx=self.padding_idx,
-                zero_padding=self.zero_padding,
-                uploaded=self.uploaded,
-            )
-        setattr(weight, _ATTRIBUTE, self)
-        return self
+    def attach(self, source: RowSource) -> None:
+        """Have the rows from ``source`` from now on; no worker keeps a whole table."""
+        self.source = source
+        self._whole = None
+        self.release()
+
+    def release(self) -> None:
+        """Let the weight hold nothing but a table's shape."""
+        self.convert(lambda values: values)
+
+    def convert(self, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do to the weight what a module does to all of its parameters, which changes their device or element type."""
+        with torch._C.DisableTorchFunctionSubclass():
+            like, grad = how(self.weight.new_empty(1, 1)), self.weight.grad
+            hollow(self.weight, self.num_embeddings, like.dtype, like.device)
+            if grad is not None:
+                self.weight.grad = how(grad)
+
+    def unattached_twin(self) -> torch.nn.Parameter:
+        """The weight of a table of its own, made like this one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = torch.empty(0, self.dim, dtype=self.weight.dtype, device=self.weight.device)
+            weight = torch.nn.Parameter(empty, self.weight.requires_grad)
+        TableHandle(
+            weight,
+            self.num_embeddings,
+            self.dim,
+            self.initializer,
+            padding_idx=self.padding_idx,
+            zero_padding=self.zero_padding,
+        )
+        return weight
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
             f"{self.name} cannot be pickled: its rows live on the servers",
-            todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
+            todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict().",
         )
+
+    # ---------------------------------------------------------------- all rows
+
+    @property
+    def is_running(self) -> bool:
+        return self.source is not None
+
+    def whole(self) -> WholeValues:
+        """The values of all rows, as they are until the next step."""
+        if self._whole is None:
+            source = self.running()
+            self.check_whole("its weight was used as a whole")
+            self._whole = WholeValues(self._fetch(source))
+        return self._whole
+
+    def _fetch(self, source: RowSource) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            rows = source.whole(self)
+            check_type(self.name, self.weight, rows.dtype)
+            if self.zero_padding and self.padding_idx is not None:
+                rows[self.padding_idx] = 0
+            return rows.to(self.weight.device)
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what needs a value for every row, where a worker cannot hold so many."""
+        if self.num_embeddings is None:
+            raise UnsupportedError(
+                f"{what}, and {self.name!r} has no num_embeddings, so there is no end of its rows",
+                todo=_INSTEAD,
+            )
+        size = self.num_embeddings * self.dim * self.weight.element_size()
+        if size > self.running().most_whole_bytes:
+            raise UnsupportedError(
+                f"{what}, and all rows of {self.name!r} are too much for one worker",
+                expected=f"at most {self.running().most_whole_bytes >> 20} MiB (FLEET_WHOLE_TABLE_MB)",
+                got=f"{size / (1 << 20):.0f} MiB",
+                todo=_INSTEAD,
+            )
+
+    def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
+        """Return ids and new values of the rows that the script has changed through ``weight``, once."""
+        return None if self._whole is None else self._whole.take_edit()
+
+    def forget_values(self) -> None:
+        """The rows on the servers have changed."""
+        if self._whole is not None and not self._whole.renew(lambda: self._fetch(self.running())):
+            self._whole = None
+
+    def end(self) -> None:
+        """The job is over: there are no rows any more."""
+        self._whole = None
+
+    # ---------------------------------------------------------------- some rows
 
     def running(self) -> RowSource:
         """The job that this table belongs to."""
@@ -143,13 +228,13 @@ class TableHandle:
             raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
         return Wanted(self, ids, training)
 
-    def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None, weight: torch.Tensor) -> Found:
-        """A lookup as the asking module needs it, with its gradient collected here.
-
-        ``weight`` is the asking module's: a copy of a model reads the same rows, and its backward trains nothing.
-        """
-        if weight is self.weight:
-            check_type(self.name, weight, lookup.rows.dtype)
+    def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None) -> Found:
+        """A lookup as the asking module needs it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            check_type(self.name, self.weight, lookup.rows.dtype)
+            trained = torch.is_grad_enabled() and self.weight.requires_grad
+        if trained:
+            self._distinct = lookup.ids
         rows = lookup.rows.to(ids.device)
         padding: int | None = None
         if padding_idx is not None:
@@ -158,12 +243,8 @@ class TableHandle:
                 padding = int(found[0])
                 if self.zero_padding:
                     rows[padding].zero_()
-        if torch.is_grad_enabled() and weight.requires_grad:
-            rows.requires_grad_()
-            if weight is self.weight:
-                collect = partial(self._collect, lookup.ids, padding)
-                rows.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
-        return Found(rows, lookup.inverse.to(ids.device).view(ids.shape), padding)
+        inverse = lookup.inverse.to(ids.device).view(ids.shape)
+        return Found(rows, inverse, padding, lookup.ids, self.weight if trained else None)
 
     def has(self, ids: Ids) -> bool:
         """Whether they are in range."""
@@ -178,24 +259,22 @@ class TableHandle:
                 got=low if low < 0 else high,
             )
 
-    def _collect(self, ids: torch.Tensor, padding: int | None, leaf: torch.Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        if padding is not None:
-            keep = torch.arange(len(ids)) != padding
-            ids, grad = ids[keep], grad[keep.to(grad.device)]
-        entry = ids, grad.detach().cpu()
-        with _collecting:
-            if not isinstance(self.weight.grad, RowGradient):
-                self.weight.grad = RowGradient.of(self.weight)
-            self.weight.grad.entries.append(entry)
+    def gradients(self) -> tuple[Ids, Array] | None:
+        """Return distinct ids and the gradients of their rows, as they stand in ``weight.grad``; None if nothing does.
 
-    def collected(self) -> list[Entry]:
-        """The gradients since they were last dropped.
-
-        Empty: no backward came through here. An entry without ids: one did, and touched no row.
+        No ids: a backward came to this table, and touched no row.
         """
-        return self.weight.grad.entries if isinstance(self.weight.grad, RowGradient) else []
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = self.weight.grad
+            if grad is None:
+                return None
+            grad = grad.detach()
+            if grad.layout is torch.strided:
+                ids = (grad != 0).any(1).nonzero().flatten()
+                return ids.cpu().numpy(), grad[ids].cpu().numpy()
+            ids, rows = grad._indices()[0].cpu(), grad._values().cpu()
+            once = grad.is_coalesced() or ids.data_ptr() == self._distinct.data_ptr()
+        return (ids.numpy(), rows.numpy()) if once else merge([(ids.numpy(), rows.numpy())], 1)
 
 
 @_disable_dynamo
@@ -208,15 +287,17 @@ def look_up(asking: Sequence[Asking]) -> list[Found]:
         if each.handle.running() is not source:
             raise ConfigurationError(f"{each.handle.name} and {asking[0].handle.name} belong to different jobs")
     lookups = source.lookup([each.handle.wanted(each.ids, each.training) for each in asking])
-    return [
-        each.handle.found(lookup, each.ids, each.padding_idx, each.weight)
-        for each, lookup in zip(asking, lookups, strict=True)
-    ]
+    return [each.handle.found(lookup, each.ids, each.padding_idx) for each, lookup in zip(asking, lookups, strict=True)]
 
 
 def handle_of(parameter: torch.Tensor) -> TableHandle | None:
     """The handle of a remote table's ``weight``; None for an ordinary parameter."""
     return getattr(parameter, _ATTRIBUTE, None)
+
+
+def handle_in(weight: TableWeight) -> TableHandle:
+    found: TableHandle = getattr(weight, _ATTRIBUTE)
+    return found
 
 
 def padding_index(padding_idx: int | None, num_embeddings: int | None) -> int | None:

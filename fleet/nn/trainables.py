@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fleet.errors import ConfigurationError, UnsupportedError
+from fleet.nn.table_weight import TableWeight
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def check_type(name: str, param: torch.Tensor, known: torch.dtype) -> None:
 def refuse_overlap(members: Sequence[Member]) -> None:
     """Refuse parameters that share elements in memory: each is updated by itself, from its own gradient, and the last
     one written would win. Parts of one storage that are disjoint are parameters like any others."""
-    placed = sorted((member for member in members if member.param.numel()), key=lambda member: _extent(member.param))
+    held = [each for each in members if each.param.numel() and not isinstance(each.param, TableWeight)]
+    placed = sorted(held, key=lambda member: _extent(member.param))
     for place, member in enumerate(placed):
         *_, stop = _extent(member.param)
         for other in placed[place + 1 :]:

@@ -96,7 +96,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         if self._assignment.is_server:
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
-                handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
+                handle.release()
         return DistributedOptimizer(optimizers, lambda: self._running_worker("step()"), lambda: self.running)
 
     # ---------------------------------------------------------------- going on

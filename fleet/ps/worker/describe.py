@@ -164,7 +164,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
         raise UnsupportedError(
             f"the optimizer {type(optimizer).__module__}.{name} is not known to the servers",
             expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
-            todo="A new one is a file in fleet/ps/kernels; CONTRIBUTING.md has the recipe.",
+            todo="A new one is a file in fleet/kernels; CONTRIBUTING.md has the recipe.",
         )
     if _has_stepped(optimizer):
         raise UnsupportedError(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fleet.base.turns import Turns
 from fleet.errors import DeadlineError, UnsupportedError
-from fleet.nn.handle import Lookup, Wanted
+from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Call, TransportError
@@ -36,14 +38,22 @@ class ForkedReader:
         self._rows.adopt(trained.plan.spec.tables, trained.description.handles)
 
     def lookup(self, wanted: Sequence[Wanted], held: HeldRows | None) -> list[Lookup]:
-        if self._policy.remembers_reads and any(each.training for each in wanted):
+        self._check(any(each.training for each in wanted))
+        with self.turns:
+            return self._rows.lookup(wanted, self._progress.completed, held)
+
+    def whole(self, handle: TableHandle, held: HeldRows | None, most_bytes: int) -> torch.Tensor:
+        self._check(True)
+        with self.turns:
+            return self._rows.whole(handle, self._progress.completed, held, most_bytes)
+
+    def _check(self, training: bool) -> None:
+        if self._policy.remembers_reads and training:
             raise UnsupportedError(
                 "a look-up of rows to be trained was made in a forked child of a worker, which trains nothing",
                 where=f"the mode {self._mode!r}, in which servers remember what each worker has looked up",
                 todo="Call model.eval() in the child, or look the rows up in the process that called init_worker().",
             )
-        with self.turns:
-            return self._rows.lookup(wanted, self._progress.completed, held)
 
 
 class _Link:

@@ -223,6 +223,27 @@ class RowReader:
         rows = self._prefetched(ahead, ids, training, completed)
         return self.fetch(index, ids, completed, training=training) if rows is None else rows
 
+    def whole(self, handle: TableHandle, completed: int, held: HeldRows | None, most_bytes: int) -> torch.Tensor:
+        """All rows of a table as a look-up of training would see them, asked for in parts. None of them is held."""
+        index = self._tables[id(handle)]
+        spec = self._specs[index]
+        assert spec.num_embeddings is not None, "the handle checks this"
+        rows = np.empty((spec.num_embeddings, spec.dim), spec.dtype)
+        step = max(1, most_bytes // max(8, rows.itemsize * spec.dim))
+        for start in range(0, len(rows), step):
+            ids = np.arange(start, min(start + step, len(rows)))
+            if held is None:
+                rows[ids] = self.fetch(index, ids, completed, training=True)
+                continue
+            missing = held.missing(index, ids)
+            there = ~np.isin(ids, missing, assume_unique=True)
+            rows[ids[there]] = held.lookup(
+                index, ids[there], False, partial(self._missing, index, None, False, completed)
+            )
+            if len(missing):
+                rows[missing] = self.fetch(index, missing, completed, training=True)
+        return torch.from_numpy(rows)
+
     def fetch(self, index: int, ids: Ids, completed: int, *, training: bool) -> Array:
         """Rows of one table."""
         return self._now([Query(index, ids, training)], completed)[0]

@@ -48,7 +48,8 @@ def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
         if isinstance(module, EmbeddingGroup):
             asking += module.asking(ids).values()
         elif is_remote(module):
-            asking.append(embedding.asking(module, ids))
+            asked_of = embedding.asking(module, ids)
+            asking += [] if asked_of is None else [asked_of]  # a copy of a model has its rows
         else:
             raise ArgumentTypeError(
                 "lookup(batch) names something that is no remote embedding",

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
-from fleet.nn.embedding import check_remote, make_remote
+from fleet.nn.embedding import check_remote, is_remote, make_remote
+from fleet.nn.table_weight import TableWeight
 from fleet.nn.trainables import members
 from fleet.ps.worker.describe import check_table
 
@@ -38,7 +39,7 @@ class RemoteChoice:
         trained = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, Torchs) and "_handle" not in module.__dict__ and id(module.weight) in given
+            if isinstance(module, Torchs) and not isinstance(module.weight, TableWeight) and id(module.weight) in given
         }
         chosen = {name: module for name, module in trained.items() if self._takes(name, module)}
         for name, module in chosen.items():
@@ -76,7 +77,7 @@ class RemoteChoice:
     def _refuse_shared(self, model: torch.nn.Module, name: str, module: Torchs) -> None:
         """A layer that multiplies with an embedding's weight needs all of it, and no worker will have that."""
         for other_name, other in model.named_modules():
-            goes_too = isinstance(other, Torchs) and ("_handle" in other.__dict__ or self._decided.get(other, False))
+            goes_too = isinstance(other, Torchs) and (is_remote(other) or self._decided.get(other, False))
             if not goes_too and any(param is module.weight for param in other.parameters(recurse=False)):
                 raise UnsupportedError(
                     f"{other_name!r} uses the weight of the embedding {name!r}, whose rows live on the servers",

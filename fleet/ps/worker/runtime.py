@@ -22,7 +22,7 @@ from fleet.base.settings import Knobs
 from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
-from fleet.nn.handle import Lookup, Wanted
+from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
@@ -52,6 +52,9 @@ from fleet.strategy.parameter_server import Strategy
 from fleet.telemetry.cause import claim
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.worker_figures import WorkerFigures
+
+#: All rows of a table are fetched in requests of about this size.
+WHOLE_BYTES = 8 << 20
 
 
 class WorkerRuntime:
@@ -174,6 +177,7 @@ class WorkerRuntime:
         self._pusher.drop_residues()
         self.own_states.forget_given()
         self._begin_from(replies)
+        self.trained.forget_whole_tables()
 
     def reload_in_turn(self) -> None:
         """Other values are there by this worker's own call. A thread that trains beside it has them after its next
@@ -231,6 +235,7 @@ class WorkerRuntime:
             try:
                 self._prepare_step()
                 self._training.step()
+                self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
                 raise
@@ -242,6 +247,7 @@ class WorkerRuntime:
             try:
                 self._prepare_step()
                 self._geo.step(update)
+                self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
                 raise
@@ -306,6 +312,20 @@ class WorkerRuntime:
                 self._prediction.observe(wanted)
             self._training.looked_up()
             return found
+
+    @property
+    def most_whole_bytes(self) -> int:
+        return self._knobs.whole_table_bytes
+
+    def whole(self, handle: TableHandle) -> torch.Tensor:
+        """Fetch all rows of a table, in requests of a limited size."""
+        at_once = min(WHOLE_BYTES, self._knobs.security.max_message_bytes // 2)
+        if self.turns.is_fork:
+            return self._forked_reader().whole(handle, self.replica, at_once)
+        with self.turns:
+            self.finish_interrupted("a look at all rows")
+            with self.figures.pull:
+                return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
 
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
@@ -428,6 +448,8 @@ class WorkerRuntime:
 
     def close(self) -> None:
         self.stopped = True
+        for handle in self.trained.description.handles:
+            handle.end()
         if self._prediction is not None:
             self._prediction.remove()
         self._training.end()

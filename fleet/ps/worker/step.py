@@ -17,7 +17,6 @@ import torch
 from fleet.base.settings import CommunicatorKnobs
 from fleet.errors import NonFiniteGradientError, UnsupportedError
 from fleet.numeric.jit import Array
-from fleet.numeric.merge import merge
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.communicator import Communicator
@@ -32,7 +31,7 @@ from fleet.telemetry.worker_figures import WorkerFigures
 
 
 class UserGradients:
-    """Reads the gradients that the user's backwards have left on the parameters and in the tables' handles."""
+    """Reads the gradients that the user's backwards have left on the parameters and on the tables' weights."""
 
     def __init__(
         self,
@@ -101,10 +100,10 @@ class UserGradients:
         """Return, for every table that was used, distinct ids and the gradients of their rows."""
         rows: dict[int, Rows] = {}
         for index, handle in enumerate(self._trained.description.handles):
-            collected = [(ids.numpy(), grads.numpy()) for ids, grads in handle.collected()]
-            if not collected:
+            found = handle.gradients()
+            if found is None:
                 continue
-            ids, grads = collected[0] if len(collected) == 1 else merge(collected, 1)
+            ids, grads = found
             if self.check_finite and not np.isfinite(grads).all():
                 got = f"id {ids[~np.isfinite(grads).all(axis=1)][0]}"
                 raise self._not_finite(f"the gradient of a row of {handle.name!r}", got)

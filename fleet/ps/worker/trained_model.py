@@ -43,10 +43,12 @@ class TrainedModel:
     def attach(self, source: RowSource, first_table: int = 0) -> None:
         """Let tables, from the given one on, have their rows from ``source``."""
         for handle in self.description.handles[first_table:]:
-            handle.source = source
-            if handle.uploaded:
-                # The servers have the rows; no worker keeps a whole table.
-                handle.weight.data = handle.weight.data.new_empty(0, handle.dim)
+            handle.attach(source)
+
+    def forget_whole_tables(self) -> None:
+        """What was fetched of whole tables is no longer what the servers have."""
+        for handle in self.description.handles:
+            handle.forget_values()
 
     @property
     def most_values_bytes(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fleet.errors import UnsupportedError
+from fleet.nn.table_weight import TableWeight
 from fleet.numeric.ids import partition
 from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
@@ -67,14 +68,14 @@ def _initial_values(
     yield from _blocks_of(slots, dict(enumerate(described.params)))
     for index, handle in enumerate(described.handles):
         if index >= first_table and handle.uploaded:
-            weight = handle.weight.detach()
-            if len(weight) != handle.num_embeddings:
+            if isinstance(handle.weight, TableWeight):
                 raise UnsupportedError(
                     f"the rows of {handle.name!r} went to an earlier job's servers and are gone from this model",
                     expected=f"{handle.num_embeddings} rows to start from",
-                    got=len(weight),
+                    got=0,
                     todo="Build the model anew, or load a checkpoint with fleet.init_server(model_dir).",
                 )
+            weight = handle.weight.detach()
             yield from _rows_of(server, servers, index, np.arange(len(weight)), weight)
 
 

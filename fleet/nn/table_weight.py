@@ -1,0 +1,277 @@
+"""Stands for a table in a script's hands: a parameter of the table's shape, and a leaf of autograd, without memory.
+
+What it holds is one NaN, spread over the shape: whatever computes with its memory behind our back shows it. What goes
+through torch's functions gets the values of all rows, fetched together, where the table is small enough for a worker
+(``FLEET_WHOLE_TABLE_MB``); metadata, gradients and hooks are the leaf's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fleet.errors import UnsupportedError
+from fleet.nn.gradient import RowGradient, Table, changed, is_in_place, name_of
+from fleet.nn.whole_values import WholeValues
+
+_ATTRIBUTE = "_fleet_handle"
+
+#: What the leaf itself answers.
+_OF_LEAF = {
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "__hash__", "dtype", "device"),
+    *("layout", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xla", "is_xpu", "is_mtia", "is_hpu"),
+    *("is_maia", "is_ipu", "is_vulkan", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "itemsize"),
+    *("nbytes", "element_size", "get_device", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg"),
+    *("is_inference", "is_leaf", "requires_grad", "requires_grad=", "requires_grad_", "grad_fn", "_grad_fn"),
+    *("retains_grad", "retain_grad", "grad=", "_grad=", "_version", "_base", "_is_view", "output_nr", "name", "names"),
+    *("has_names", "is_shared", "share_memory_", "is_pinned", "register_post_accumulate_grad_hook", "grad_dtype"),
+    *("grad_dtype=", "_backward_hooks", "_backward_hooks=", "_post_accumulate_grad_hooks", "is_same_size"),
+    *("_post_accumulate_grad_hooks=", "detach_", "is_distributed", "volatile", "new_empty", "new_zeros", "new_ones"),
+    *("new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like", "result_type", "can_cast", "untyped_storage", "data_ptr"),
+    *("backward", "_clear_non_serializable_cached_data", "requires_grad_for_backward", "is_tensor"),
+}
+#: What makes another parameter of it, or the same if it is so already.
+_CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"}
+_LIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
+
+
+class WholeTable(Table, Protocol):
+    """What the weight has to know of its table."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def whole(self) -> WholeValues:
+        """The values of all rows; an error where they cannot be had."""
+        ...
+
+    def unattached_twin(self) -> torch.nn.Parameter:
+        """Another weight, for a table of its own, made like this one."""
+        ...
+
+
+class TableWeight(torch.nn.Parameter):
+    """The ``weight`` of an embedding whose rows live on the servers."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name in _OF_LEAF:
+            return _of_leaf(func, name, args, kwargs)
+        if func is torch.autograd.grad:
+            return _grad(func, *args, **kwargs)
+        if name in ("grad", "_grad"):
+            return gradient_of(args[0])
+        special = _SPECIAL.get(name)
+        if special is not None:
+            return special(func, *args, **kwargs)
+        return _of_values(func, name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Before the job the table has no values: a copy is for a job of its own. In it, a copy holds the values."""
+        if id(self) not in memo:
+            table = table_of(self)
+            if table.is_running:
+                memo[id(self)] = torch.nn.Parameter(table.whole().tensor.clone(), self.requires_grad)
+            else:
+                memo[id(self)] = table.unattached_twin()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(table_of(self).whole().tensor.clone(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Parameter of the table {table_of(self).name!r}, whose rows are on the servers: {tuple(self.shape)}"
+
+
+def hollow(weight: torch.nn.Parameter, rows: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Turn a parameter into one that holds nothing, in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        dim = weight.shape[-1]
+        nothing = torch.full((1, 1), math.nan, dtype=dtype, device=device)
+        weight.data = nothing.new_empty(0, dim) if rows is None else nothing.expand(rows, dim)
+        hooks = weight._backward_hooks
+        if type(weight) is not TableWeight and hooks:  # type: ignore[truthy-bool]
+            for key, hook in list(hooks.items()):
+                hooks[key] = _seeing_rows(weight, hook)
+    weight.__class__ = TableWeight
+
+
+def table_of(weight: torch.Tensor) -> WholeTable:
+    found: WholeTable = getattr(weight, _ATTRIBUTE)
+    return found
+
+
+def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
+    """``weight.grad``, which answers as a dense gradient does where it is one of rows."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = weight.grad
+        if gradient is not None and gradient.layout is torch.sparse_coo and type(gradient) is not RowGradient:
+            RowGradient.of(gradient, table_of(weight))
+        return gradient
+
+
+class _Values(torch.autograd.Function):
+    """All values of a table, with a gradient for its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
+        return grad, None
+
+
+def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if name in _LIKE and args and isinstance(args[0], TableWeight) and not table_of(args[0]).is_running:
+            # Optimizers make such state when they are constructed, of which the rows' part is the servers'.
+            return func(args[0][:1, :1], *args[1:], **kwargs).expand(args[0].shape)
+        return func(*args, **kwargs)
+
+
+def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch makes of the values; what is written into them is an edit of the table."""
+    written = _written(name, args, kwargs)
+    given: list[tuple[TableWeight, WholeValues, torch.Tensor]] = []
+
+    def value(each: Any) -> Any:
+        if not isinstance(each, TableWeight):
+            return each
+        whole = table_of(each).whole()
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(each is other for other in written):
+                whole.expose()
+                shown = whole.tensor.detach().requires_grad_(each.requires_grad)  # which torch refuses to change
+            elif torch.is_grad_enabled() and each.requires_grad:
+                shown = _Values.apply(each, whole.tensor)  # type: ignore[no-untyped-call]
+            else:
+                shown = whole.tensor.detach()
+        given.append((each, whole, shown))
+        return shown
+
+    def back(each: Any) -> Any:
+        return next((weight for weight, _, shown in given if shown is each), each)
+
+    result = func(*changed(args, value), **changed(kwargs, value))
+    for weight, whole, shown in given:
+        if shown.shape != whole.tensor.shape or not whole.shares_memory(shown):
+            raise _refused(table_of(weight), f"{name}() would give it another shape or memory")
+    result = changed(result, back)
+    for _, whole, _ in given:
+        if whole.shares_memory(result):
+            whole.expose()
+    return result
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The weights that a function writes into."""
+    found: list[Any] = []
+    out = kwargs.get("out")
+    found += out if isinstance(out, list | tuple) else [out]
+    if is_in_place(name):
+        target = args[0] if args else next(iter(kwargs.values()))
+        found += target if isinstance(target, list | tuple) else [target]
+    return [each for each in found if isinstance(each, TableWeight)]
+
+
+def _refused(table: WholeTable, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the weight of the table {table.name!r} stays as it is for its job: {what}",
+        todo="Change its values in place, or work on a copy: weight.detach().clone().",
+    )
+
+
+# ---------------------------------------------------------------- what is neither
+
+
+def _shown(_func: Callable[..., Any], weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The values, which whoever has them may change."""
+    whole = table_of(weight).whole()
+    whole.expose()
+    return whole.tensor.detach()
+
+
+def _laid_out(func: Callable[..., Any], weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """How the values lie in memory, when they are there."""
+    return func(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), *args, **kwargs)
+
+
+def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> None:
+    if values is weight:
+        return
+    table = table_of(weight)
+    if isinstance(values, TableWeight):
+        values = table_of(values).whole().tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        if values.shape != weight.shape or values.dtype is not weight.dtype or values.layout is not torch.strided:
+            raise _refused(table, f"it was given {values.dtype} {tuple(values.shape)} for its data")
+        if values.device != weight.device:
+            hollow(weight, table.num_embeddings, values.dtype, values.device)  # type: ignore[arg-type]
+    table.whole().assign(values.detach())
+
+
+def _converted(func: Callable[..., Any], weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(weight, TableWeight):  # x.to(weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(weight, *args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = weight.new_empty(1, 1)
+        is_so = func(probe, *args, **kwargs)
+    if is_so is probe:
+        return weight
+    return is_so if isinstance(is_so, str) else _of_values(func, func.__name__, (weight, *args), kwargs)
+
+
+def _register_hook(func: Callable[..., Any], weight: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(weight, _seeing_rows(weight, hook))
+
+
+def _seeing_rows(weight: torch.Tensor, hook: Callable[..., Any]) -> Callable[..., Any]:
+    table = table_of(weight)
+
+    def seeing(gradient: torch.Tensor) -> Any:
+        return hook(RowGradient.of(gradient, table) if gradient.layout is torch.sparse_coo else gradient)
+
+    return seeing
+
+
+def _grad(func: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.grad``."""
+    if any(isinstance(each, TableWeight) for each in _listed(outputs)):
+        return _of_values(func, "grad", (outputs, inputs, *args), kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(outputs, inputs, *args, **kwargs)
+    return tuple(
+        RowGradient.of(each, table_of(of))
+        if isinstance(of, TableWeight) and each is not None and each.layout is torch.sparse_coo
+        else each
+        for of, each in zip(_listed(inputs), found, strict=True)
+    )
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "data": _shown,
+    "data=": _assign,
+    "detach": _shown,
+    "register_hook": _register_hook,
+    **dict.fromkeys(("stride", "storage_offset", "is_contiguous", "is_non_overlapping_and_dense"), _laid_out),
+    **dict.fromkeys(_CONVERSIONS, _converted),
+}

@@ -1,0 +1,80 @@
+"""Holds all rows of a table for as long as they are what the servers have, and finds what a script changed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fleet.numeric.jit import Ids
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WholeValues:
+    """The values of a table's ``weight``.
+
+    ``tensor`` may be changed by whoever has it or a part of it. It is compared with a copy of what was fetched, which
+    is made before the first of them has it: most only compute with the values, and cannot change them.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._fetched: torch.Tensor | None = None
+        self._take(values)
+
+    def _take(self, values: torch.Tensor) -> None:
+        self.tensor = values
+        self._holders = self._count_holders()
+
+    def expose(self) -> None:
+        """Note that from now on somebody may change them."""
+        if self._fetched is None:
+            self._fetched = self.tensor.clone()
+
+    def shares_memory(self, result: Any) -> bool:
+        """Whether what torch made of the values may be a way to change them."""
+        if isinstance(result, torch.Tensor):
+            if result.layout is not torch.strided:
+                return False
+            return result.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
+        if isinstance(result, list | tuple):
+            return any(self.shares_memory(each) for each in result)
+        return not isinstance(result, int | float | complex | str | torch.dtype | torch.device | type(None))
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Let this memory hold them from now on."""
+        self.expose()
+        self._holders = 0  # whoever gave it has it
+        self.tensor = values
+
+    @torch.no_grad()
+    def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
+        """Return ids and values of the rows that were changed since they were fetched or last returned here."""
+        if self._fetched is None:
+            return None
+        kind = _BITS[self.tensor.element_size()]
+        differ = self.tensor.contiguous().view(kind) != self._fetched.contiguous().view(kind)
+        ids = differ.any(1).nonzero().flatten()
+        if not len(ids):
+            return None
+        rows = self.tensor[ids]
+        self._fetched[ids] = rows
+        return ids.cpu().numpy(), rows.cpu()
+
+    def renew(self, fetch: Callable[[], torch.Tensor]) -> bool:
+        """The servers' values are others now. Whoever still has these gets the new ones; otherwise return False.
+
+        A graph that was made with the old ones ends with torch's error, as it does after a step of torch's.
+        """
+        if self._fetched is None or self._count_holders() <= self._holders:
+            torch.autograd.graph.increment_version(self.tensor)
+            return False
+        with torch.no_grad():
+            self.tensor.copy_(fetch())
+            self._fetched.copy_(self.tensor)
+        return True
+
+    def _count_holders(self) -> int:
+        memory = self.tensor.untyped_storage()
+        return int(torch._C._storage_Use_Count(memory._cdata))  # type: ignore[attr-defined]
