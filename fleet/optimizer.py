@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NoReturn, Protocol, cast
@@ -11,7 +11,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fleet.errors import StateError, UnsupportedError
+from fleet.errors import ConfigurationError, StateError, UnsupportedError
 from fleet.telemetry.worker_figures import WorkerFigures
 
 
@@ -87,6 +87,95 @@ def _run_hooks(
             )
 
 
+#: The key under which a state says that it is not in it: where it is, and after how many of this worker's steps.
+ELSEWHERE = "fleet"
+
+#: After how many steps of this worker the servers have the optimizers' state; None where it is in this process.
+KeptAt = Callable[[], "int | None"]
+
+
+def has_stepped(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether there is state that came from steps; Adagrad's constructor makes some that did not."""
+    for state in states:
+        steps = state.get("step")
+        if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
+            return True
+    return False
+
+
+def _keeps_none(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+class StateDicts:
+    """Says in the wrapped optimizers' own ``state_dict()`` where their state is, and refuses to load what would lose
+    it. What is loaded goes into the groups that are there: the job knows these."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], kept_at: KeptAt) -> None:
+        """Replaces those that they have already."""
+        self._kept_at = kept_at
+        #: what an optimizer has that loads
+        self._before: tuple[list[dict[str, Any]], Any] | None = None
+        for optimizer in optimizers:
+            for hooks in (
+                optimizer._optimizer_state_dict_post_hooks,
+                optimizer._optimizer_load_state_dict_pre_hooks,
+                optimizer._optimizer_load_state_dict_post_hooks,
+            ):
+                for number in [n for n, hook in hooks.items() if isinstance(getattr(hook, "__self__", 0), StateDicts)]:
+                    del hooks[number]
+            optimizer.register_state_dict_post_hook(self._mark)
+            optimizer.register_load_state_dict_pre_hook(self._begin)
+            optimizer.register_load_state_dict_post_hook(self._end)
+
+    def _mark(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        at = self._kept_at()
+        return state if at is None else {**state, "state": {}, ELSEWHERE: {"state": "on the servers", "step": at}}
+
+    def _begin(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        self.check(optimizer, state)
+        self._before = optimizer.param_groups, optimizer.state
+
+    def _end(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._before is not None
+        (groups, former), self._before = self._before, None
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        optimizer.param_groups = groups
+        if self._kept_at() is not None:
+            optimizer.state = former
+
+    def check(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is not the one there is, or is not there."""
+        at, told = self._kept_at(), state.get(ELSEWHERE)
+        step = 0 if told is None else told["step"]
+        if at is None and not step:
+            return
+        todo = (
+            "Save the whole job with fleet.save_persistables(dirname) or fleet.Checkpoints, and go on from it with "
+            "fleet.resume_from(dirname); what is loaded here are the options of param groups, at the same step."
+        )
+        if at is None:
+            raise UnsupportedError(
+                f"a state_dict() of {type(optimizer).__name__} has no state: it lay on the servers of its job",
+                got=f"what stands beside it after step {step}",
+                todo=todo,
+            )
+        if has_stepped(state["state"].values()):
+            raise UnsupportedError(
+                f"the state of {type(optimizer).__name__} is on the servers, and no worker can load another",
+                todo=todo,
+            )
+        if step != at and not _keeps_none(optimizer):
+            raise UnsupportedError(
+                f"the state of {type(optimizer).__name__} is on the servers, and cannot become that of another step",
+                expected=f"a state_dict() of step {at}",
+                got=f"one of step {step}",
+                todo=todo,
+            )
+
+
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps one optimizer or several. ``param_groups`` are theirs, so schedulers work on either side.
 
@@ -106,9 +195,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizers: Sequence[torch.optim.Optimizer],
         stepper: Callable[[], Stepper],
         running: Callable[[], bool],
+        kept_at: KeptAt = lambda: None,
     ) -> None:
         """``stepper`` is asked for at every step: it says who carries it out, or why there is nobody to. ``running``
-        says whether the servers already have a plan."""
+        says whether the servers already have a plan, ``kept_at`` whether they have the state."""
         self._wrapped = tuple(optimizers)
         self._stepper = stepper
         self._running = running
@@ -116,6 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._constructed = False
         super().__init__([{"params": []}], dict(self._wrapped[0].defaults))
         self._constructed = True
+        self._states = StateDicts(self._wrapped, kept_at)
         self._guard = Guard(self._wrapped, "Call step() on what fleet.distributed_optimizer() returned.")
 
     @property
@@ -219,16 +310,55 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            "the optimizer's state is a part of the job's, and not whole on any worker",
-            todo="Save the whole job with fleet.save_persistables(dirname).",
-        )
+        """As in torch, with the groups of all wrapped optimizers. ``state`` is empty where it is on the servers, and
+        ``"fleet"`` says so, and after which step."""
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            hook(self)
+        parts = [optimizer.state_dict() for optimizer in self._wrapped]
+        whole: dict[str, Any] = {**parts[0], "state": {}, "param_groups": []}
+        start = 0
+        for part in parts:
+            for group in part["param_groups"]:
+                whole["param_groups"].append({**group, "params": [start + place for place in group["params"]]})
+            whole["state"].update(
+                {start + key if isinstance(key, int) else key: value for key, value in part["state"].items()}
+            )
+            start += sum(len(group["params"]) for group in part["param_groups"])
+        for change in list(self._optimizer_state_dict_post_hooks.values()):
+            whole = change(self, whole) or whole
+        return whole
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
-        raise UnsupportedError(
-            "the optimizer's state is a part of the job's, and not whole on any worker",
-            todo="Load a saved job with fleet.init_server(model_dir).",
-        )
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, where the state is in this process; else the options of the groups are loaded, and a state that
+        is not the one on the servers is refused. Every worker loads the same."""
+        given = state_dict.copy()
+        for change in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            given = change(self, given) or given
+        parts = self._split(given)
+        for optimizer, part in parts:
+            self._states.check(optimizer, part)
+        for optimizer, part in parts:
+            optimizer.load_state_dict(part)
+        for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            hook(self)
+
+    def _split(self, given: dict[str, Any]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """The part of each wrapped optimizer, if there are parts for all."""
+        groups, state = list(given["param_groups"]), dict(given["state"])
+        sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self._wrapped]
+        if [len(group["params"]) for group in groups] != [size for each in sizes for size in each]:
+            raise ConfigurationError(
+                "a state_dict() of other param groups cannot be loaded",
+                expected=f"groups of {', '.join(str(size) for each in sizes for size in each)} parameters",
+                got=f"groups of {', '.join(str(len(group['params'])) for group in groups)}",
+            )
+        parts = []
+        for optimizer, each in zip(self._wrapped, sizes, strict=True):
+            own, groups = groups[: len(each)], groups[len(each) :]
+            places = {place for group in own for place in group["params"]}
+            mine = {key: value for key, value in state.items() if key in places}
+            parts.append((optimizer, {**given, "param_groups": own, "state": mine}))
+        return parts
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({', '.join(repr(optimizer) for optimizer in self._wrapped)})"

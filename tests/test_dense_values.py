@@ -29,6 +29,10 @@ def made() -> tuple[list[torch.nn.Parameter], list[DenseLayout]]:
     return params, [dense_layout(plan, server) for server in range(2)]
 
 
+def writer_of(params: list[torch.nn.Parameter], layouts: list[DenseLayout]) -> ParameterWriter:
+    return ParameterWriter(params, layouts, [str(index) for index in range(len(params))])
+
+
 def packed(layouts: list[DenseLayout], values: list[torch.Tensor]) -> list[Flat]:
     return [pack(layout, [value.reshape(-1) for value in values]) for layout in layouts]
 
@@ -41,7 +45,7 @@ def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("many")
 def test_values_arrive_in_place_and_count_as_a_change() -> None:
     params, layouts = made()
-    writer = ParameterWriter(params, layouts)
+    writer = writer_of(params, layouts)
     for turn in range(3):
         if turn == 2:
             params[0].data = torch.zeros_like(params[0])  # other memory, that has to be found
@@ -52,6 +56,28 @@ def test_values_arrive_in_place_and_count_as_a_change() -> None:
             assert torch.equal(param, value)
             assert param.data_ptr() == address
             assert param._version > version or not param.numel()
+
+
+@pytest.mark.usefixtures("many")
+def test_one_element_that_is_another_is_found() -> None:
+    """In memory of every kind, whether it was there or has come, and to the bit."""
+    params, layouts = made()
+    writer = writer_of(params, layouts)
+    values = packed(layouts, [torch.zeros(param.shape, dtype=param.dtype) for param in params])
+    writer.write(values)
+    assert writer.differing(values) == []
+    for index, param in enumerate(params):
+        for place in {0, param.numel() - 1} if param.numel() else ():
+            if param.is_contiguous():
+                param.data.view(-1)[place] = -0.0
+            else:
+                param.data.t().view(-1)[place] = float("nan")
+            assert writer.differing(values) == [index]
+            writer.write(values)
+    params[3].data = torch.full_like(params[3], 1)  # without elements
+    params[4].data = torch.zeros_like(params[4])
+    params[5].data = torch.ones_like(params[5])
+    assert writer.differing(values) == [5]
 
 
 @pytest.mark.parametrize("refusal", [TypeError, RuntimeError])
@@ -65,7 +91,7 @@ def test_a_torch_that_counts_changes_one_at_a_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(scatter, "increment_version", one_at_a_time)
     params, layouts = made()
     before = [param._version for param in params]
-    ParameterWriter(params, layouts).write(packed(layouts, [torch.ones_like(param) for param in params]))
+    writer_of(params, layouts).write(packed(layouts, [torch.ones_like(param) for param in params]))
     for param, version in zip(params, before, strict=True):
         assert param._version > version or not param.numel()
 
@@ -73,7 +99,7 @@ def test_a_torch_that_counts_changes_one_at_a_time(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("many")
 def test_a_graph_of_values_that_are_gone_is_an_error_as_in_torch() -> None:
     params, layouts = made()
-    writer = ParameterWriter(params, layouts)
+    writer = writer_of(params, layouts)
     values = packed(layouts, [torch.ones_like(param) for param in params])
     writer.write(values)
     loss = (params[0] ** 2).sum()
@@ -89,7 +115,7 @@ def test_values_of_another_form_are_refused(wrong) -> None:  # type: ignore[no-u
     values = packed(layouts, [torch.ones_like(param) for param in params])
     values[1] = {**values[1], "float32": wrong(values[1]["float32"])}
     with pytest.raises(ProtocolError, match="a server's dense values do not fit"):
-        ParameterWriter(params, layouts).write(values)
+        writer_of(params, layouts).write(values)
 
 
 def test_few_parameters_are_written_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +126,7 @@ def test_few_parameters_are_written_without_compiled_code(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(scatter, "_copy", loaded)
     params, layouts = made()
-    ParameterWriter(params, layouts).write(packed(layouts, [torch.ones_like(param) for param in params]))
+    writer_of(params, layouts).write(packed(layouts, [torch.ones_like(param) for param in params]))
     assert all((param == 1).all() for param in params)
 
 

@@ -82,12 +82,3 @@ class SynchronizedOptimizer(DistributedOptimizer):
             yield
         finally:
             worker.set_synchronized(before)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Those of the wrapped optimizers; the same on all workers, unless they train alone for a while (local SGD)."""
-        return {"optimizers": [optimizer.state_dict() for optimizer in self._wrapped]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Every worker loads the same."""
-        for optimizer, state in zip(self._wrapped, state_dict["optimizers"], strict=True):
-            optimizer.load_state_dict(state)

@@ -1,4 +1,5 @@
-"""One piece of memory copied to many places, for a thousand of them in less time than torch takes to look at ten."""
+"""One piece of memory copied to many places, or compared with them: a thousand in less time than torch takes to look at
+ten."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from fleet.numeric.ids import packed
-from fleet.numeric.jit import Array, Ids, Segments, compiled, copy_bytes
+from fleet.numeric.jit import Array, Ids, Segments, compiled, copy_bytes, row
 
 #: Pieces have at most so many bytes. Larger copies are worth torch's threads, and all that it does beside.
 LARGEST = 1 << 15
@@ -37,8 +38,27 @@ class Scattered:
             for target in self._targets:
                 increment_version(target)
 
+    def differing(self, flat: torch.Tensor) -> list[int]:
+        """The targets, by position, that do not hold what ``fill`` would copy there, to the bit."""
+        if not self._targets:
+            return []
+        differ = np.zeros(self._sizes.size, np.bool_)
+        _compare(self._rows, packed(flat.view(torch.uint8).numpy(), np.uint8), self._starts, self._sizes, differ)
+        return np.flatnonzero(differ).tolist()
+
 
 @compiled
 def _copy(targets: Segments, flat: Array, starts: Ids, sizes: Ids) -> None:
     for place in range(sizes.size):
         copy_bytes(targets, place, flat, starts[place], sizes[place])
+
+
+@compiled
+def _compare(targets: Segments, flat: Array, starts: Ids, sizes: Ids, differ: Array) -> None:
+    for place in range(sizes.size):
+        target, size = row(targets, place), sizes[place]
+        piece = flat[starts[place] : starts[place] + size]
+        total = np.uint8(0)
+        for byte in range(size):  # all of them: a loop that may end early is not done many at a time
+            total |= target[byte] ^ piece[byte]
+        differ[place] = total != 0

@@ -21,7 +21,9 @@ from fleet.checkpoint.resume_choice import Resumed
 from fleet.checkpoint.series import latest, root_at
 from fleet.checkpoint.state import Bytes, encoded
 from fleet.errors import FleetError, NotInitializedError, StateError
+from fleet.nn.handle import handle_of
 from fleet.optimizer import DistributedOptimizer
+from fleet.ps.consistency import policy_of
 from fleet.ps.resume_query import resume
 from fleet.ps.server.checkpoint_reader import Restore, restore_from
 from fleet.ps.server.runtime import ServerRuntime
@@ -97,7 +99,23 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
                 handle.release()
-        return DistributedOptimizer(optimizers, lambda: self._running_worker("step()"), lambda: self.running)
+        return DistributedOptimizer(
+            optimizers, lambda: self._running_worker("step()"), lambda: self.running, self._state_kept_at
+        )
+
+    def _state_kept_at(self) -> int | None:
+        """After how many of this worker's steps the servers have the optimizers' state; None where it is all here."""
+        assert self._parts is not None
+        optimizers, _, strategy = self._parts
+        if policy_of(strategy, strategy.update_frequency).trains_on_workers:
+            weights = (
+                param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+            )
+            if all(handle_of(param) is None for param in weights):  # that of rows is in no optimizer
+                return None
+        if self._worker is not None:
+            return self._worker.progress.taken
+        return 0 if self._resumed is None else self._resumed.step
 
     # ---------------------------------------------------------------- going on
 

@@ -188,8 +188,11 @@ class Initialization:
     # ---------------------------------------------------------------- what worker 0 brings
 
     def upload(self, job: Job, arrival: Arrival) -> None:
-        """Take initial values, or others that are to replace those that are there."""
+        """Take initial values, or others that are to replace those that are there, or are edits of them."""
         upload, plans = arrival.request.upload, job.plans
+        if upload.edit:
+            self._replacement.edit(job, arrival)
+            return
         if upload.anew:
             self._replacement.upload(job, arrival)
             return

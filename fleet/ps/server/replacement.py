@@ -1,5 +1,6 @@
 """Other values for a running job, a checkpoint that is read beside the training or uploads: they come first, and are
-taken over when every server has them. Until then they change nothing.
+taken over when every server has them. Until then they change nothing. What a worker's script has changed by itself,
+some elements of parameters and some rows, holds at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,23 @@ class Replacement:
         upload = arrival.request.upload
         check_upload(job.held(), upload, arrival.tensors)
         job.background.upload(arrival.worker, upload, arrival.tensors)
+        arrival.answer(pb.Reply())
+
+    def edit(self, job: Job, arrival: Arrival) -> None:
+        """Take over what worker 0's script has changed by itself."""
+        upload, tensors, shard = arrival.request.upload, arrival.tensors, job.held()
+        if arrival.worker != 0:
+            raise ProtocolError("edits come from worker 0", where=job.where, got=f"worker {arrival.worker}")
+        if not job.is_whole:
+            raise ProtocolError("an edit came before the initial values", where=job.where)
+        if upload.rows:
+            check_upload(shard, upload, tensors)
+            write_upload(shard, upload, tensors)
+        elif len(upload.blocks) != 1 or len(tensors) != 2:
+            raise ProtocolError("an edit of parameters is of one block, and has marks and values", where=job.where)
+        else:
+            shard.dense.edit(upload.blocks[0], tensors[0].numpy(), tensors[1].torch())
+        job.rounds.forget_values()
         arrival.answer(pb.Reply())
 
     def load(self, job: Job, arrival: Arrival) -> None:

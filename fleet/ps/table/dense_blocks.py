@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from fleet.checkpoint.entries import Entry, entries_of, set_state
@@ -102,10 +103,33 @@ class DenseBlocks:
         slot = self.layout.slots[position]
         self._flat[slot.dtype][slot.start : slot.stop] = values.view(-1)
 
+    def edit(self, position: int, marks: np.ndarray[Any, Any], values: torch.Tensor) -> None:
+        """Set those elements of a block that are marked by a bit each, or all of them where there are no marks."""
+        if not marks.size:
+            self.write(position, values)
+            return
+        self._check_position(position)
+        slot = self.layout.slots[position]
+        numel = slot.stop - slot.start
+        form = np.dtype(np.uint8), (-(-numel // 8),)
+        there = (
+            torch.from_numpy(np.unpackbits(marks, count=numel).view(np.bool_))
+            if (marks.dtype, marks.shape) == form
+            else None
+        )
+        flat = self._flat[slot.dtype]
+        if there is None or (values.dtype, values.shape) != (flat.dtype, (int(there.sum()),)):
+            raise ProtocolError(
+                f"an edit of {self._plan.block_name(slot.block)!r} does not fit",
+                expected=f"a bit for each of {numel} elements, and as many of {slot.dtype} as are marked",
+                got=f"{marks.size} x {marks.dtype}, and {values.numel()} x {values.dtype}",
+            )
+        self._prepare_change()
+        self._flat[slot.dtype][slot.start : slot.stop][there] = values
+
     def check_values(self, position: int, values: torch.Tensor) -> None:
         """Refuse values that do not fit a block."""
-        if not 0 <= position < len(self.layout.slots):
-            raise ProtocolError("an upload names a block this server does not have", got=position)
+        self._check_position(position)
         slot = self.layout.slots[position]
         if values.numel() != slot.stop - slot.start or values.dtype != self._flat[slot.dtype].dtype:
             raise ProtocolError(
@@ -113,6 +137,10 @@ class DenseBlocks:
                 expected=f"{slot.stop - slot.start} x {slot.dtype}",
                 got=f"{values.numel()} x {values.dtype}",
             )
+
+    def _check_position(self, position: int) -> None:
+        if not 0 <= position < len(self.layout.slots):
+            raise ProtocolError("an upload names a block this server does not have", got=position)
 
     def apply(self, gradients: Sequence[Gradient], divisor: int, options: Sequence[Mapping[str, Any]]) -> None:
         """One optimizer step on the sum of ``gradients``, in the given order, divided by ``divisor``.

@@ -381,13 +381,15 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Upload(_message.Message):
-    __slots__ = ["anew", "blocks", "rows", "table"]
+    __slots__ = ["anew", "blocks", "edit", "rows", "table"]
     ANEW_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EDIT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     anew: bool
     blocks: _containers.RepeatedScalarFieldContainer[int]
+    edit: bool
     rows: bool
     table: int
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ..., edit: bool = ...) -> None: ...

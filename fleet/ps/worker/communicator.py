@@ -59,7 +59,7 @@ class Communicator:
         self._fetch = fetch
         self._changed = threading.Condition()
         self._queue: deque[Gradients] = deque()
-        self._sending = False
+        self._sending = self._fetching = False
         self._sent_since_fetch = 0
         self._fresh: list[Frame] | None = None
         self._ending = False
@@ -108,6 +108,13 @@ class Communicator:
         with self._changed:
             self._changed.wait_for(lambda: self._over or not (self._queue or self._sending))
             self._raise_failure()
+
+    def drop_fetched(self) -> None:
+        """Drop what has been fetched, or is being: the servers have other values now."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or not self._fetching)
+            self._raise_failure()
+            self._fresh = None
 
     @property
     def queued(self) -> int:
@@ -199,10 +206,11 @@ class Communicator:
                 self._changed.wait_for(lambda: self._over or self._enough(0))
                 if self._over:
                     return
-                self._sent_since_fetch = 0
+                self._sent_since_fetch, self._fetching = 0, True
             replies = self._fetch()
             with self._changed:
-                self._fresh = replies
+                self._fetching, self._fresh = False, replies
+                self._changed.notify_all()
 
     def _enough(self, more: int) -> bool:
         return self._sent_since_fetch + more >= self._knobs.min_send_grad_num_before_recv

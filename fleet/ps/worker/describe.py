@@ -14,6 +14,7 @@ from fleet.errors import ArgumentTypeError, UnsupportedError
 from fleet.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.nn.trainables import ElementTypes, Member, groups, members, refuse_overlap
+from fleet.optimizer import has_stepped
 from fleet.plan.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.strategy.parameter_server import Strategy
 
@@ -166,21 +167,12 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
             expected="one of torch.optim's or fleet.optim's own: " + ", ".join(sorted(RULES)),
             todo="A new one is a file in fleet/kernels; CONTRIBUTING.md has the recipe.",
         )
-    if _has_stepped(optimizer):
+    if has_stepped(optimizer.state.values()):
         raise UnsupportedError(
             f"{name} already has state, which would be lost: state lives on the servers",
             todo="Wrap the optimizer before its first step; to go on from a checkpoint use init_server(model_dir).",
         )
     return rule
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there is state that came from steps; Adagrad's constructor makes some that did not."""
-    for state in optimizer.state.values():
-        steps = state.get("step")
-        if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
-            return True
-    return False
 
 
 def _group_spec(rule: Rule, position: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:

@@ -22,6 +22,7 @@ import torch
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import Entry, set_state, state_entries
 from fleet.kernels import RULES
+from fleet.numeric.bits import changed
 from fleet.numeric.ids import unique
 from fleet.numeric.jit import Array, Ids
 from fleet.plan.layout import DenseLayout
@@ -74,6 +75,12 @@ class TableReplica:
             self._touched.append(ids)
             self._mine.apply(ids, grads, options, self._mine.step)
 
+    def edit(self, ids: Ids, rows: Array, fetch: Callable[[Ids], Array]) -> None:
+        """Take over rows that the script has changed by itself: they have come so far."""
+        self.hold(ids, fetch)
+        self._mine.load(ids, {WEIGHT: rows})
+        self._touched.append(ids)
+
     def change(self, divisor: int) -> Rows | None:
         if not self._touched:
             return None
@@ -93,6 +100,11 @@ class TableReplica:
         ids, values = ids[held], values[held]
         self._mine.add(ids, values - self._agreed.read(ids, True))
         self._agreed.load(ids, {WEIGHT: values})
+
+    @property
+    def is_touched(self) -> bool:
+        """Say whether a row has changed here since this agreed with the servers."""
+        return bool(self._touched)
 
     def warm(self, options: Mapping[str, Any]) -> None:
         self._mine.warm(options)
@@ -114,7 +126,7 @@ class Replica:
         self._layouts = layouts
         self._writer = writer
         self._workers = workers
-        self._agreed = agreed
+        self._agreed = self._written = agreed
         groups = described.spec.groups
         self._tables = [TableReplica(spec, groups[spec.group].rule) for spec in described.spec.tables]
         for spec, table in zip(described.spec.tables, self._tables, strict=True):
@@ -137,6 +149,20 @@ class Replica:
         for index, (ids, grads) in rows.items():
             options = self._described.option_values(self._described.spec.tables[index].group)
             self._tables[index].train(ids, grads, options)
+
+    def edit(self, index: int, ids: Ids, rows: Array, fetch: Callable[[Ids], Array]) -> None:
+        self._tables[index].edit(ids, rows, fetch)
+
+    @property
+    def is_edited(self) -> bool:
+        """Say whether anything has changed here since this agreed with the servers: without a step since, the script
+        has done so by itself."""
+        dense = any(
+            bool(changed(value, written[dtype]).any())
+            for now, written in zip(self._values(), self._written, strict=True)
+            for dtype, value in now.items()
+        )
+        return dense or any(table.is_touched for table in self._tables)
 
     @contextmanager
     def _tables_aside(self) -> Iterator[None]:
@@ -168,7 +194,7 @@ class Replica:
         for now, agreed, mine, theirs in zip(self._values(), self._agreed, change.dense, values, strict=True):
             fresh.append({d: now[d] + (theirs[d] - (agreed[d] + mine[d])) for d in now})
         self._writer.write(fresh)
-        self._agreed = values
+        self._agreed, self._written = values, fresh
         for index, (ids, rows) in change.rows.items():
             self._tables[index].agree(ids, rows)
         for index, ids, rows in others:
@@ -251,10 +277,16 @@ class GeoTraining:
         if self._unsent >= self._steps_per_push:
             self._agree(self.replica)
 
-    def flush(self) -> None:
-        """Tell the servers of everything that this worker has trained."""
-        if self.replica is not None and self._unsent:
+    def flush(self, *, edits: bool) -> None:
+        """Tell the servers of everything that this worker has trained, and with ``edits`` of what its script alone has
+        changed since."""
+        if self.replica is not None and (self._unsent or (edits and self.replica.is_edited)):
             self._agree(self.replica)
+
+    def edit(self, index: int, ids: Ids, rows: Array) -> None:
+        """Take over rows of a table that the script has changed by itself."""
+        assert self.replica is not None
+        self.replica.edit(index, ids, rows, partial(self._fetch_rows, index))
 
     def _agree(self, replica: Replica) -> None:
         """Tell the servers how far this worker has come, and take in what the others have done."""

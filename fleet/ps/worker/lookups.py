@@ -144,7 +144,7 @@ class Prefetched:
     place: int  #: of this table among the fetch's queries
     version: int
     completed: int  #: how many steps the worker had completed when it was asked for
-    loads: int  #: how often the servers' values had been replaced by then
+    replaced: int  #: how often the servers' values had been replaced by then, as far as this worker knew
 
 
 class RowReader:
@@ -158,11 +158,11 @@ class RowReader:
         self._read_before: dict[tuple[int, int], int] = {}
         self._offered: Mapping[int, Prefetched] = {}
         self._predicted_here = PerThread[Mapping[int, Prefetched]]()
-        self._loads = 0
+        self._replaced = 0
 
-    def discard_fetched(self, loads: int) -> None:
-        """The servers' values have been replaced so often: what was fetched before is of no use."""
-        self._loads = loads
+    def discard_fetched(self) -> None:
+        """The servers' values have been replaced: what was fetched before is of no use."""
+        self._replaced += 1
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
         self._specs = specs
@@ -258,7 +258,7 @@ class RowReader:
             ahead is None
             or ahead.fetch.failed
             or ahead.training != training
-            or ahead.loads != self._loads
+            or ahead.replaced != self._replaced
             or not self._version_after(0) <= ahead.version <= completed
         ):
             return None
@@ -303,7 +303,7 @@ class RowReader:
         # Replies for which nobody waits yet must not be in the way of those that somebody does.
         fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._predicted))
         return {
-            index: Prefetched(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._loads)
+            index: Prefetched(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._replaced)
             for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
         }
 

@@ -71,11 +71,10 @@ class Progress:
         loads = [reply.message.loads for reply in replies]
         self.replaced = self.replaced or loads != self.loads[: len(loads)]
 
-    def reload(self, replies: Sequence[Frame]) -> int:
-        """Go on from the values in these replies, which have replaced all others; how often that has happened."""
+    def reload(self, replies: Sequence[Frame]) -> None:
+        """Go on from the values in these replies, which have replaced all others."""
         self.steps = self.taken = self.went_on_at = replies[0].message.steps
         self.loads, self.replaced = [reply.message.loads for reply in replies], False
-        return sum(self.loads)
 
     def name_of_call(self, call: str) -> str:
         """Name a call that is carried out once for the job: alike on every worker that makes it."""

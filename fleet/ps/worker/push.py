@@ -317,6 +317,11 @@ class Pusher:
         if self._progress.replaced:
             self._reload()
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a push was interrupted: some servers may have it."""
+        return self._in_doubt is not None
+
     def finish_interrupted(self) -> None:
         """Send the frames of a push in doubt again, which no server applies twice."""
         if self._in_doubt is not None:

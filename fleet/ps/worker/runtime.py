@@ -35,6 +35,7 @@ from fleet.ps.wire.transport import Network
 from fleet.ps.worker.barrier import Barrier
 from fleet.ps.worker.connection import Connection, Connections
 from fleet.ps.worker.describe import Description
+from fleet.ps.worker.edits import Edits
 from fleet.ps.worker.forked_lookup import ForkedReader
 from fleet.ps.worker.geo_replica import GeoTraining, Replica
 from fleet.ps.worker.handshake import check_loads, join
@@ -89,7 +90,7 @@ class WorkerRuntime:
         )
         first_server = connections.by_server[0]
         self.trained = trained = TrainedModel(describe(), assignment.server_num)
-        self._values = values = DenseValues(connections, progress, trained)
+        self._values = values = DenseValues(connections, progress, trained, remembers=not policy.trains_on_workers)
         self.rows = rows = RowReader(connections.by_server, progress.version_needed)
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         self.own_states = own = OwnStates(first_server, progress, knobs.security.max_message_bytes)
@@ -121,6 +122,7 @@ class WorkerRuntime:
                 rows,
                 self._fetch_to_train,
             )
+        self._edits = Edits(connections, trained, values, rows, self._training, self._geo, progress, worker)
         self._barrier = Barrier(first_server, progress, figures, self.turns, self.reload)
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
@@ -173,7 +175,8 @@ class WorkerRuntime:
         self.flush()
         replies = self._values.fetch("values that were loaded")
         check_loads(self.connections, self.progress.loads, replies)
-        self.rows.discard_fetched(self.progress.reload(replies))
+        self.progress.reload(replies)
+        self.rows.discard_fetched()
         self._pusher.drop_residues()
         self.own_states.forget_given()
         self._begin_from(replies)
@@ -201,6 +204,7 @@ class WorkerRuntime:
                 todo="Give all parameters to the optimizer before fleet.init_worker().",
             )
         self.finish_interrupted("add_param_group()")
+        self._send_edits()
         known = trained.description
         description = known.continued_by(self._describe())
         spec, fingerprint = description.spec.to_json(), make_plan(description.spec).fingerprint
@@ -261,11 +265,21 @@ class WorkerRuntime:
         description.check_types()
         if description.has_newcomers():
             self.extend()
+        self._send_edits()
+
+    def _send_edits(self) -> None:
+        """Have what the script has changed by itself hold for all. Another thread does not know whether the one that
+        trains is in the middle of it."""
+        if not self.turns.is_other_thread:
+            has_rows = self._edits.find_rows(self.trained.description.handles)
+            if self._edits.find() or has_rows:
+                self._edits.send()
 
     def flush(self) -> None:
-        """Have everything applied that this worker has computed."""
+        """Have everything applied that this worker has computed, and that its script has changed."""
+        self._send_edits()
         if self._geo is not None:
-            self._geo.flush()
+            self._geo.flush(edits=not self.turns.is_other_thread)
         self._training.flush()
         self.own_states.wait_until_given()
 
@@ -273,7 +287,9 @@ class WorkerRuntime:
         """Before anything else happens in a call's turn, bring what was interrupted to its end."""
         with self.turns:  # what another thread has under way is not interrupted
             self._refuse_late(call)
-            self._pusher.finish_interrupted()
+            if self._pusher.is_in_doubt:
+                self._edits.find()  # lest they are written over
+                self._pusher.finish_interrupted()
             self._barrier.finish_interrupted()
 
     def _refuse_late(self, call: str) -> None:
@@ -290,6 +306,7 @@ class WorkerRuntime:
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
             self.finish_interrupted("a look-up")
+            self._send_edits_of(wanted)
             with self.figures.pull:
                 return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
 
@@ -306,6 +323,7 @@ class WorkerRuntime:
             return self._forked_reader().lookup(wanted, self.replica)
         with self.turns:
             self.finish_interrupted("a look-up")
+            self._send_edits_of(wanted)
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
@@ -327,6 +345,12 @@ class WorkerRuntime:
             with self.figures.pull:
                 return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
 
+    def _send_edits_of(self, wanted: Sequence[Wanted]) -> None:
+        """Have the rows that the script has changed in these tables hold for all, before they are read."""
+        if not self.turns.is_other_thread and self._edits.find_rows(each.handle for each in wanted):
+            self._edits.find()
+            self._edits.send()
+
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
             self._forked = ForkedReader(self.connections, self.trained, self.progress, self._strategy.mode, self.policy)
@@ -340,6 +364,7 @@ class WorkerRuntime:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
+            self._send_edits_of(wanted)
             with self.figures.pull:
                 return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
 

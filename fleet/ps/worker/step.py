@@ -227,6 +227,11 @@ class RemoteTraining:
         if rest is not None:
             self._push(rest)
 
+    def drop_fetched(self) -> None:
+        """Drop values that were fetched behind the user's thread and not written yet: the servers have others now."""
+        if self._communicator is not None:
+            self._communicator.drop_fetched()
+
     @property
     def queued(self) -> int:
         """How many steps wait to be sent."""

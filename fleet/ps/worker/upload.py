@@ -1,4 +1,4 @@
-"""A worker gives values to the servers: the initial ones, and others by name."""
+"""A worker gives values to the servers: the initial ones, others by name, and what its script has changed by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleet.plan.layout import Slot
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import Connections
-from fleet.ps.worker.trained_model import TrainedModel
+from fleet.ps.worker.trained_model import Elements, TrainedModel
 
 #: Values travel in requests of about this size.
 UPLOAD_BYTES = 8 << 20
@@ -58,6 +58,39 @@ def replace(
             frame.message.anew = True
             request = connection.request(step, upload=frame.message)
             connection.call(Frame(request, frame.tensors), "other values")
+
+
+def send_edits(
+    connections: Connections,
+    trained: TrainedModel,
+    step: int,
+    dense: Mapping[int, Elements],
+    rows: Sequence[tuple[int, Array, torch.Tensor]],
+) -> None:
+    """Give the servers, after a step, some elements of parameters and some rows of tables, by their places in the plan.
+    They hold at once; to send them again changes nothing."""
+    servers = len(connections.by_server)
+    for server, connection in enumerate(connections.by_server):
+        blocks = _edited_blocks(trained.layouts[server].slots, dense)
+        of_tables = (frame for index, ids, values in rows for frame in _rows_of(server, servers, index, ids, values))
+        for frame in chain(blocks, of_tables):
+            frame.message.edit = True
+            request = connection.request(step, upload=frame.message)
+            connection.call(Frame(request, frame.tensors), "values that the script has changed")
+
+
+def _edited_blocks(slots: Sequence[Slot], dense: Mapping[int, Elements]) -> Iterator[Frame]:
+    """Uploads of the changed elements of these blocks."""
+    for slot in slots:
+        if slot.block.param in dense:
+            mask, values = (each[slot.part or slice(None)] for each in dense[slot.block.param])
+            if mask.all():
+                marks = np.empty(0, np.uint8)
+            elif mask.any():
+                marks, values = np.packbits(mask.numpy()), values[mask]
+            else:
+                continue
+            yield Frame(pb.Upload(blocks=[slot.position]), [WireTensor.of(marks), WireTensor.of(values)])
 
 
 def _initial_values(

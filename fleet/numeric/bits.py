@@ -1,0 +1,24 @@
+"""Tensors compared bit by bit: NaN is like itself, and -0.0 is not like 0.0."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: torch looks at elements, and takes twice as long where these lie in the caches.
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def same_bytes(one: int, other: int, nbytes: int) -> bool:
+    """Say whether memory at two addresses is alike. Nobody checks whose it is."""
+    return not _memcmp(one, other, nbytes)
+
+
+def changed(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Say of each element whether it differs, in tensors of one shape, element type and device."""
+    kind = _INTEGERS[one.itemsize]
+    return one.detach().view(kind) != other.detach().view(kind)

@@ -1,0 +1,638 @@
+"""What a script writes into parameters by itself, between two steps, has the result that it has in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dying import DyingJob, every
+from faults import Action, Fault, FaultyNetwork
+from harness import PATIENT, assert_close, run_job, values
+from inside import connections, flush
+from patience import PATIENCE_S
+from test_parity_dense import OPTIMIZERS
+
+from fleet import Fleet
+from fleet.errors import ProtocolError, UnsupportedError
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.worker import connection
+from fleet.ps.worker.trained_model import MANY
+from fleet.strategy.parameter_server import StrategyFactory
+
+STEPS = 4
+
+Edit = Callable[[torch.nn.Module, int], Any]
+
+
+class Net(torch.nn.Module):
+    """A convolution, for memory that may be laid out in other ways, and a parameter that is in no order of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 3, 3)
+        self.line = torch.nn.Linear(12, 5)
+        self.norm = torch.nn.LayerNorm(5)
+        self.turned = torch.nn.Parameter(torch.randn(4, 5).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.line(self.conv(x).flatten(1))) @ self.turned
+
+
+def _template() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return Net()
+
+
+#: Made once: the threads of a job share torch's random state.
+TEMPLATE = _template()
+OTHER = {name: value * 0.5 + 0.125 for name, value in TEMPLATE.state_dict().items()}
+
+
+def loss_of(model: torch.nn.Module, step: int, worker: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(step * 100 + worker)
+    return model(torch.randn(6, 2, 4, 4, generator=draw)).square().mean()
+
+
+def drawn(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
+
+
+@torch.no_grad()
+def weights_clamp(model: torch.nn.Module, step: int) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.2, 0.2)
+
+
+def data_clamp(model: torch.nn.Module, step: int) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.2, 0.2)
+
+
+@torch.no_grad()
+def zero_one(model: torch.nn.Module, step: int) -> None:
+    model.line.weight[step % 5].zero_()
+
+
+def init_again(model: torch.nn.Module, step: int) -> None:
+    torch.nn.init.normal_(model.line.weight, generator=drawn(step))
+    torch.nn.init.constant_(model.turned, 0.25)
+
+
+def other_memory(model: torch.nn.Module, step: int) -> None:
+    model.line.weight.data = torch.randn(5, 12, generator=drawn(step))
+    model.conv.weight.data = model.conv.weight.detach().clone()  # the same values
+
+
+def load_all(model: torch.nn.Module, step: int) -> None:
+    model.load_state_dict(OTHER)
+
+
+def load_a_part(model: torch.nn.Module, step: int) -> None:
+    model.line.load_state_dict({"weight": OTHER["line.weight"] + step, "bias": OTHER["line.bias"]})
+
+
+def load_and_assign(model: torch.nn.Module, step: int) -> None:
+    """As ``load_state_dict(…, assign=True)`` does with tensors that are to be the very parameters."""
+    for name, param in model.named_parameters():
+        param.data = OTHER[name].clone()
+
+
+def vector(model: torch.nn.Module, step: int) -> None:
+    params = [*model.line.parameters(), *model.norm.parameters()]
+    flat = torch.nn.utils.parameters_to_vector(params)
+    torch.nn.utils.vector_to_parameters(flat.detach() * 0.75, params)
+
+
+def numpy_(model: torch.nn.Module, step: int) -> None:
+    model.line.bias.detach().numpy()[2] = step
+
+
+def nothing_new(model: torch.nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2).mul_(0.5)
+
+
+def not_a_number(model: torch.nn.Module, step: int) -> None:
+    with torch.no_grad():
+        model.norm.bias[0] = float("nan")
+        model.norm.bias[1] = -0.0
+
+
+def channels_last(model: torch.nn.Module, step: int) -> None:
+    model.to(memory_format=torch.channels_last if step % 2 else torch.contiguous_format)
+    with torch.no_grad():
+        model.conv.weight[0] += 0.5
+
+
+def swap_in_and_out(model: torch.nn.Module, step: int) -> None:
+    there = copy.deepcopy(model.state_dict())
+    model.load_state_dict(OTHER)
+    model.load_state_dict(there)
+
+
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit
+    for edit in (
+        weights_clamp,
+        data_clamp,
+        zero_one,
+        init_again,
+        other_memory,
+        load_all,
+        load_a_part,
+        load_and_assign,
+        vector,
+        numpy_,
+        nothing_new,
+        not_a_number,
+        channels_last,
+        swap_in_and_out,
+    )
+}
+
+#: Where a job of one worker computes what one process does.
+EXACT = {
+    "sync": StrategyFactory.create_sync_strategy,
+    "ssp": StrategyFactory.create_ssp_strategy,
+    "half-async": StrategyFactory.create_half_async_strategy,
+    "geo": lambda: StrategyFactory.create_geo_strategy(2),
+}
+
+
+def alike(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def trained_alone(make: Any, edit: Edit, when: str) -> list[list[torch.Tensor]]:
+    model = copy.deepcopy(TEMPLATE)
+    optimizer = make(list(model.parameters()))
+    return [train(model, optimizer, edit, when, step) for step in range(STEPS)]
+
+
+def train(model: torch.nn.Module, optimizer: Any, edit: Edit, when: str, step: int) -> list[torch.Tensor]:
+    """One step; what is there after it."""
+    if when == "before":
+        edit(model, step)
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    if when == "after backward":
+        edit(model, step)
+    optimizer.step()
+    return values(model)
+
+
+def trained_in_a_job(make: Any, strategy: Any, edit: Edit, when: str, servers: int = 2) -> list[list[torch.Tensor]]:
+    def body(fleet: Fleet, _: int) -> list[list[torch.Tensor]]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet.distributed_optimizer(make(list(model.parameters())), strategy(), model=model)
+        fleet.init_worker()
+        return [train(model, optimizer, edit, when, step) for step in range(STEPS)]
+
+    return run_job(body, 1, servers)[0]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("mode", EXACT)
+def test_an_edit_has_the_result_of_plain_torch(mode: str, edit: str) -> None:
+    make, when = OPTIMIZERS["adam"], "before" if edit != "vector" else "after backward"
+    expected = trained_alone(make, EDITS[edit], when)
+    got = trained_in_a_job(make, EXACT[mode], EDITS[edit], when)
+    assert all(alike(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_s_state_stays(name: str) -> None:
+    make = OPTIMIZERS[name]
+    expected = trained_alone(make, data_clamp, "after backward")
+    got = trained_in_a_job(make, StrategyFactory.create_sync_strategy, data_clamp, "after backward")
+    assert all(alike(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+
+
+def test_many_small_parameters_and_one_that_is_cut() -> None:
+    """Small ones are compared by compiled code, in blocks of two servers."""
+    numbers = range(MANY + 50)
+
+    def params() -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.full((3 + n % 3,), float(n))) for n in numbers] + [
+            torch.nn.Parameter(torch.ones(300, 100, dtype=torch.float64)),
+            torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16)),
+        ]
+
+    def train_all(params: list[torch.nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            sum((param * (1 + step)).double().sum() for param in params).backward()
+            for param in params[step::40]:
+                param.data[-1] = step
+            params[-2].data[299] += 1
+            optimizer.step()
+        return [param.detach().clone() for param in params]
+
+    def body(fleet: Fleet, _: int) -> list[torch.Tensor]:
+        there = params()
+        optimizer = fleet.distributed_optimizer(torch.optim.Adam(there, lr=0.1))
+        fleet.init_worker()
+        return train_all(there, optimizer)
+
+    alone = params()
+    expected = train_all(alone, torch.optim.Adam(alone, lr=0.1))
+    assert alike(run_job(body, 1, 2)[0], expected)
+
+
+# ---------------------------------------------------------------- where the servers are ahead
+
+
+#: Gradients that are the same wherever they are computed, so that late ones give the same sums.
+SLOPE = torch.arange(12.0).reshape(3, 4)
+
+AHEAD = {
+    **EXACT,
+    "async": StrategyFactory.create_async_strategy,
+    "dc-asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
+    "half-async, merged": lambda: StrategyFactory.create_half_async_strategy(),
+}
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_every_step_before_an_edit_is_before_it_and_every_later_one_after(mode: str) -> None:
+    environ = {**PATIENT, "FLAGS_communicator_max_merge_var_num": "3" if "merged" in mode else "1"}
+
+    def body(fleet: Fleet, _: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3, 4))
+        model = torch.nn.ParameterList([weight])
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), AHEAD[mode](), model=model)
+        fleet.init_worker()
+        for step in range(10):
+            optimizer.minimize((weight * SLOPE).sum())
+            if step in (3, 7):
+                weight.data[1] = 100.0
+        weight.data[2, 2] = 7.0
+        (state,) = fleet.state_dict(model).values()
+        return state
+
+    expected = -10 * SLOPE
+    expected[1] = 100 - 2 * SLOPE[1]
+    expected[2, 2] = 7
+    (got,) = run_job(body, 1, 1, environ=environ)
+    assert_close([got], [expected])
+
+
+@pytest.mark.parametrize("mode", ["async", "half-async", "ssp", "dc-asgd"])
+def test_what_others_have_trained_meanwhile_stays(mode: str) -> None:
+    """Worker 0 changes a row of a matrix whose other rows worker 1 has trained since worker 0 looked at them."""
+    trained, edited = threading.Event(), threading.Event()
+
+    def body(fleet: Fleet, index: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3, 4))
+        model = torch.nn.ParameterList([weight])
+        strategy = StrategyFactory.create_ssp_strategy(staleness=50) if mode == "ssp" else AHEAD[mode]()
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy, model=model)
+        fleet.init_worker()
+        fleet.barrier_worker()
+        if index == 1:
+            for _ in range(5):
+                optimizer.minimize((weight * SLOPE).sum())
+            flush(fleet)
+            trained.set()
+            assert edited.wait(PATIENCE_S)
+            optimizer.minimize((weight * SLOPE).sum())
+        else:
+            assert trained.wait(PATIENCE_S)
+            weight.data[1] = 100.0
+            flush(fleet)
+            torch.testing.assert_close(weight[1], torch.full((4,), 100.0))
+            edited.set()
+        fleet.barrier_worker()
+        (state,) = fleet.state_dict(model).values()
+        return state
+
+    expected = -6 * SLOPE
+    expected[1] = 100 - SLOPE[1]
+    for got in run_job(body, 2, 1):
+        if mode == "dc-asgd":  # worker 1 has not seen the edit when it computes its last gradient
+            got[1] = expected[1]
+        assert_close([got], [expected])
+
+
+def test_an_edit_is_what_delay_compensation_takes_a_worker_to_have() -> None:
+    """Else it would take what the script has changed for what others have trained."""
+
+    def body(fleet: Fleet, _: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(3, 4))
+        strategy = StrategyFactory.create_half_async_strategy(dc_asgd_lambda=0.5)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy)
+        fleet.init_worker()
+        for _ in range(3):
+            weight.data += 1
+            optimizer.minimize((weight * SLOPE).sum())
+        return weight.detach().clone()
+
+    assert_close(run_job(body), [3 - 3 * SLOPE])
+
+
+# ---------------------------------------------------------------- several workers
+
+
+@pytest.mark.parametrize("mode", ["sync", "ssp", "half-async"])
+def test_the_first_worker_s_edits_count_for_all(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """From the next step on; others are told once that theirs do not."""
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        weight = torch.nn.Parameter(torch.zeros(3, 4))
+        model = torch.nn.ParameterDict({"w": weight})
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), AHEAD[mode](), model=model)
+        fleet.init_worker()
+        seen = []
+        for _ in range(3):
+            weight.data[index] = 10.0 * (index + 1)
+            fleet.barrier_worker()
+            optimizer.minimize((weight * SLOPE).sum())
+            fleet.barrier_worker()
+            (state,) = fleet.state_dict(model).values()
+            seen.append(state)
+            fleet.barrier_worker()
+        return seen
+
+    together = 1 if mode == "sync" else 2
+    for got in run_job(body, 2, 2):
+        for step, state in enumerate(got, 1):
+            expected = -step * together * SLOPE
+            expected[0] = 10 - together * SLOPE[0]
+            assert_close([state], [expected])
+    told = [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()]
+    assert len(told) == 1
+    assert "worker 1: the script has changed 'w' by itself" in told[0]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_when_all_workers_clamp_the_job_is_that_of_one_that_clamps(workers: int) -> None:
+    make = OPTIMIZERS["sgd-momentum"]
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet.distributed_optimizer(make(list(model.parameters())), model=model)
+        fleet.init_worker()
+        for step in range(STEPS):
+            data_clamp(model, step)
+            optimizer.minimize(loss_of(model, step, index))
+        return values(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    optimizer = make(list(model.parameters()))
+    for step in range(STEPS):
+        data_clamp(model, step)
+        optimizer.zero_grad()
+        for worker in range(workers):
+            (loss_of(model, step, worker) / workers).backward()
+        optimizer.step()
+    for got in run_job(body, workers, 2):
+        assert_close(got, values(model))
+
+
+def test_in_geo_an_edit_is_a_worker_s_part_of_the_change() -> None:
+    """As a step of that size would be: half of what it differs by from the servers goes there at a time."""
+
+    def body(fleet: Fleet, index: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        model = torch.nn.ParameterList([weight])
+        strategy = StrategyFactory.create_geo_strategy(1)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), strategy, model=model)
+        fleet.init_worker()
+        weight.data[index] = 8.0
+        fleet.barrier_worker()
+        weight.data[2] += 4.0 * index
+        optimizer.minimize((weight * 0).sum())
+        fleet.barrier_worker()
+        (state,) = fleet.state_dict(model).values()
+        return state
+
+    for got in run_job(body, 2, 1):
+        assert_close([got], [torch.tensor([6.0, 6.0, 2.0, 0.0])])
+
+
+# ---------------------------------------------------------------- before everything else
+
+
+def by_checkpoint(fleet: Fleet, model: torch.nn.Module, where: Any) -> torch.Tensor:
+    fleet.save_persistables(where / "saved")
+    with torch.no_grad():
+        model.w.fill_(-1)
+    fleet.load_persistables(where / "saved")
+    return model.w.detach()
+
+
+def by_serving(fleet: Fleet, model: torch.nn.Module, where: Any) -> torch.Tensor:
+    fleet.save_inference_model(str(where / "served"), model)
+    return fleet.load_inference_model(str(where / "served"))["w"]
+
+
+def by_state_dict(fleet: Fleet, model: torch.nn.Module, where: Any) -> torch.Tensor:
+    return fleet.state_dict(model)["w"]
+
+
+def by_another_thread(fleet: Fleet, model: torch.nn.Module, where: Any) -> torch.Tensor:
+    """It sees what there was after the last step: it does not know whether a script has done with its changes."""
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(fleet.state_dict, model).result()["w"]
+    assert_close([seen], [torch.zeros(3)])
+    return fleet.state_dict(model)["w"]
+
+
+def by_newcomers(fleet: Fleet, model: torch.nn.Module, where: Any) -> torch.Tensor:
+    model.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    return model.w.detach()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "geo"])
+@pytest.mark.parametrize("look", [by_checkpoint, by_serving, by_state_dict, by_another_thread, by_newcomers])
+def test_an_edit_comes_before_every_other_call(look: Any, mode: str, tmp_path: Path) -> None:
+    if look is by_newcomers and mode != "sync":
+        pytest.skip("parameters join where workers share steps")
+
+    def body(fleet: Fleet, _: int) -> torch.Tensor:
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.zeros(3))
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD([model.w], lr=1.0), AHEAD[mode](), model=model)
+        object.__setattr__(model, "optimizer", optimizer)
+        fleet.init_worker()
+        model.w.data[1] = 5.0
+        return look(fleet, model, tmp_path).clone()
+
+    (got,) = run_job(body)
+    assert_close([got], [torch.tensor([0.0, 5.0, 0.0])])
+
+
+def test_what_others_load_wins_over_an_edit_that_came_before() -> None:
+    loaded = threading.Event()
+
+    def body(fleet: Fleet, index: int) -> torch.Tensor:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet.init_worker()
+        fleet.barrier_worker()
+        if index == 1:
+            fleet.load_state_dict(model, {"weight": torch.tensor([[3.0, 4.0]])})
+            loaded.set()
+        else:
+            assert loaded.wait(PATIENCE_S)
+            model.weight.data[0, 1] = 9.0  # after it, in this job's order of things
+        optimizer.minimize(0 * model(torch.ones(1, 2)).sum())
+        return model.weight.detach().clone()
+
+    for got in run_job(body, 2, 1):
+        assert_close([got], [torch.tensor([[3.0, 9.0]])])
+
+
+def test_another_shape_is_refused_by_name() -> None:
+    def body(fleet: Fleet, _: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet.init_worker()
+        model.weight.data = torch.zeros(2, 2)
+        with pytest.raises(UnsupportedError, match=r"'weight' was given another shape .* \(1, 2\); got \(2, 2\)"):
+            optimizer.step()
+        model.weight.data = torch.zeros(1, 2)
+        optimizer.step()
+
+    run_job(body)
+
+
+# ---------------------------------------------------------------- what comes in between
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt, as Ctrl-C does, at the n-th line that this thread runs of these files of a worker."""
+
+    FILES = ("edits", "upload", "push", "step", "trained_model", "runtime")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "worker" or path.stem not in self.FILES:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("mode", ["sync", "half-async", "async"])
+@pytest.mark.parametrize("first", [1, 4, 7])
+def test_an_interruption_anywhere_loses_no_edit(mode: str, first: int) -> None:
+    """Every eleventh line is tried. A step that was interrupted counts once, or not at all."""
+    at, is_hit = first, True
+    tried = 0
+    while is_hit:
+        alone = Fleet(environ={})
+        alone.init()
+        weight = torch.nn.Parameter(torch.zeros(3))
+        model = torch.nn.ParameterList([weight])
+        optimizer = alone.distributed_optimizer(torch.optim.SGD([weight], lr=1.0), AHEAD[mode](), model=model)
+        alone.init_worker()
+        optimizer.minimize(-weight.sum())
+        alone.barrier_worker()
+        weight.data[0] = 10.0
+        before = sys.gettrace()
+        interrupts = Interrupts(at)
+        sys.settrace(interrupts)
+        try:
+            optimizer.minimize(-weight.sum())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        is_hit = interrupts.left <= 0
+        weight.data[2] = 20.0
+        (state,) = alone.state_dict(model).values()
+        alone.stop_worker()
+        steps = int(state[1].item())
+        assert steps in ((1, 2) if is_hit else (2,)), (at, state)
+        assert state.tolist() == [9.0 + steps, float(steps), 20.0], at
+        at += 11
+        tried += 1
+    assert tried > 5
+
+
+@pytest.mark.parametrize("action", [Action.DROP_REPLY, Action.DROP_REQUEST, Action.DUPLICATE])
+def test_a_broken_line_changes_nothing(action: Action) -> None:
+    network = FaultyNetwork(LoopbackNetwork(), Fault(action, kind="upload", skip=4, times=3))
+    make = OPTIMIZERS["adam"]
+
+    def body(fleet: Fleet, _: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet.distributed_optimizer(make(list(model.parameters())), model=model)
+        fleet.init_worker()
+        return [train(model, optimizer, data_clamp, "before", step) for step in range(STEPS)][-1]
+
+    (got,) = run_job(body, 1, 2, network=network)
+    assert len(network.struck) == 3
+    assert alike(got, trained_alone(make, data_clamp, "before")[-1])
+
+
+@pytest.mark.parametrize("journal_bytes", [None, 1])
+def test_servers_that_are_killed_keep_what_was_edited(
+    tmp_path: Path, journal_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "RETRY_PAUSE_S", 0.002)
+
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = fleet.distributed_optimizer(adam, model=model)
+        fleet.init_worker()
+        for step in range(STEPS):
+            zero_one(model, step)
+            optimizer.minimize(loss_of(model, step, index))
+        return values(model)
+
+    more = {} if journal_bytes is None else {"journal_bytes": journal_bytes}
+    job = DyingJob(body, tmp_path, plan=every(3, 1), **more)
+    got = job.run()
+    assert job.kills > 8
+    for ours, theirs in zip(got, run_job(body, 2, 2), strict=True):
+        assert alike(ours, theirs)
+
+
+def test_servers_take_edits_of_the_first_worker_that_fit_and_no_others() -> None:
+    def body(fleet: Fleet, index: int) -> None:
+        weight = torch.nn.Parameter(torch.zeros(9))
+        fleet.distributed_optimizer(torch.optim.SGD([weight], lr=1.0))
+        fleet.init_worker()
+        (line,) = connections(fleet)
+        marks, values_ = np.zeros(2, np.uint8), torch.zeros(0)
+        marks[0] = 128
+        wrong = {
+            "come from worker 0": ([0], marks, torch.ones(1), 1),
+            "of one block": ([0, 0], marks, torch.ones(1), 0),
+            "a block this server does not have": ([5], marks, torch.ones(1), 0),
+            "does not fit; expected a bit for each of 9": ([0], marks[:1], torch.ones(1), 0),
+            "as many of float32 as are marked": ([0], marks, values_, 0),
+            "does not fit; expected a bit for each": ([0], marks.astype(np.int64), torch.ones(1), 0),
+            "got 2 x uint8, and 1 x torch.float64": ([0], marks, torch.ones(1, dtype=torch.float64), 0),
+            "do not fit": ([0], np.empty(0, np.uint8), torch.ones(3), 0),
+        }
+        for told, (blocks, bits, new, by) in wrong.items():
+            if by == index:
+                upload = pb.Upload(blocks=blocks, edit=True)
+                tensors = [WireTensor.of(bits), WireTensor.of(new)]
+                with pytest.raises(ProtocolError, match=told):
+                    line.call(Frame(line.request(0, upload=upload), tensors), "an edit")
+
+    run_job(body, 2, 1)
