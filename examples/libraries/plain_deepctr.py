@@ -26,9 +26,9 @@ def mean_loss(prediction, label, reduction):
 
 
 model = DeepFM(columns, columns, dnn_hidden_units=(32, 16), l2_reg_embedding=1e-3)
-optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
 model.compile(optimizer, mean_loss, metrics=["binary_crossentropy"])
-options = {"shuffle": False, "epochs": 5, "verbose": 2}
+options = {"shuffle": False, "epochs": 4, "verbose": 2}
 model.fit(*inputs(train), batch_size=256, **options)
 predictions = model.predict(inputs(test)[0], batch_size=256)
 print(f"test logloss: {log_loss(test['click'], predictions):.6f}, AUC: {roc_auc_score(test['click'], predictions):.6f}")

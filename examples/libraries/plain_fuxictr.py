@@ -59,7 +59,7 @@ test_gen = DataLoader(rows[4800:], batch_size=256)
 
 model = DeepFM(
     feature_map,
-    learning_rate=0.1,
+    learning_rate=0.05,
     hidden_units=[32, 16],
     embedding_regularizer="l2(1.e-3)",
     optimizer="Adagrad",
@@ -68,6 +68,6 @@ model = DeepFM(
     model_root=str(folder),
     verbose=0,
 )
-model.fit(train_gen, validation_data=valid_gen, epochs=6)
+model.fit(train_gen, validation_data=valid_gen, epochs=4)
 predictions = model.predict(test_gen)
 print("test:", model.evaluate(test_gen))

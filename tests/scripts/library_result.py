@@ -23,7 +23,9 @@ class AdamWithSparseAdam(torch.optim.Optimizer):
         params = list(params)
         super().__init__(params, options)
         rows = [p for p in params if hasattr(p, "is_of_rows")]
-        self._parts = [torch.optim.SparseAdam(rows, **options), Adam([p for p in params if p not in set(rows)], **options)]
+        others = [p for p in params if not hasattr(p, "is_of_rows")]
+        self._parts = [torch.optim.SparseAdam(rows, **options), Adam(others, **options)]
+        self.param_groups = [group for part in self._parts for group in part.param_groups]  # for schedules
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of both."""
