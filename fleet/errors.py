@@ -92,10 +92,11 @@ class UnsupportedError(FleetError, ValueError):
     """What was asked for is understood and cannot be honoured; it is refused rather than ignored.
 
     Examples:
-        >>> optimizer.state_dict()
+        >>> import copy
+        >>> copy.deepcopy(optimizer)
         Traceback (most recent call last):
             ...
-        fleet.errors.UnsupportedError: the optimizer's state is a part of the job's, and not whole on any worker. ...
+        fleet.errors.UnsupportedError: the optimizer of a job cannot be copied or pickled: it stands for the job, ...
     """
 
 

@@ -122,6 +122,7 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
         "upload": ({"upload": pb.Upload(blocks=[0, 1])}, _tensors(weight, bias)),
         "rows": ({"upload": pb.Upload(rows=True, table=0)}, _tensors(_ids(3, 4), np.ones((2, 2), np.float32))),
         "ready": ({"ready": pb.Ready()}, []),
+        "edit": ({"upload": pb.Upload(blocks=[0], edit=True)}, _tensors(np.array([128], np.uint8), weight[:1])),
         "part": ({"part": pb.Part(attempt=7, blocks=[0])}, _tensors(weight)),
         "behind": ({"push": behind}, gradients(bias)),
         "push": (

@@ -710,17 +710,6 @@ def test_stop_worker_after_a_failure_hides_nothing_and_waits_for_nobody() -> Non
     assert "worker 0" not in job.errors, job.errors["worker 0"]
 
 
-def test_optimizer_state_is_said_to_live_on_the_servers() -> None:
-    def body(fleet_: Fleet, index: int) -> None:
-        optimizer = join(fleet_)
-        with pytest.raises(UnsupportedError, match="save_persistables"):
-            optimizer.state_dict()
-        with pytest.raises(UnsupportedError, match="init_server"):
-            optimizer.load_state_dict({})
-
-    run_job(body, 1)
-
-
 def test_sparse_gradients_without_a_model() -> None:
     def body(fleet_: Fleet, index: int) -> None:
         table = torch.nn.Embedding(4, 2, sparse=True)

@@ -130,11 +130,11 @@ class Dense(torch.autograd.Function):
     """Makes the gradient of a weight dense, as torch's check of gradients wants it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad.to_dense()
 
 

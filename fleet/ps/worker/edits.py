@@ -81,6 +81,7 @@ class Edits:
                 self._unsent_rows.append((index, ids, rows))
             else:
                 self._tell([handle.name])
+                handle.forget_values()
         return bool(self._unsent_rows)
 
     def send(self) -> None:

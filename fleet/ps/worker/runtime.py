@@ -8,7 +8,7 @@ a push.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -238,7 +238,8 @@ class WorkerRuntime:
         with self.turns:
             try:
                 self._prepare_step()
-                self._training.step()
+                with self.trained.writer.standing_still():
+                    self._training.step()
                 self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
@@ -306,7 +307,7 @@ class WorkerRuntime:
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
 
@@ -323,13 +324,19 @@ class WorkerRuntime:
             return self._forked_reader().lookup(wanted, self.replica)
         with self.turns:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
             if self._prediction is not None:
                 self._prediction.observe(wanted)
             self._training.looked_up()
             return found
+
+    def _send_edits_of(self, handles: Iterable[TableHandle]) -> None:
+        """Have the rows that the script has changed in these tables hold for all, before they are read."""
+        if not self.turns.is_other_thread and self._edits.find_rows(handles):
+            self._edits.find()
+            self._edits.send()
 
     @property
     def most_whole_bytes(self) -> int:
@@ -342,14 +349,9 @@ class WorkerRuntime:
             return self._forked_reader().whole(handle, self.replica, at_once)
         with self.turns:
             self.finish_interrupted("a look at all rows")
+            self._send_edits_of([handle])
             with self.figures.pull:
                 return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
-
-    def _send_edits_of(self, wanted: Sequence[Wanted]) -> None:
-        """Have the rows that the script has changed in these tables hold for all, before they are read."""
-        if not self.turns.is_other_thread and self._edits.find_rows(each.handle for each in wanted):
-            self._edits.find()
-            self._edits.send()
 
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
@@ -364,7 +366,7 @@ class WorkerRuntime:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self._send_edits_of(wanted)
+            self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
 

@@ -5,7 +5,8 @@ What was written stays, beside the parameters, so that what a script changes in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -157,10 +158,20 @@ class ParameterWriter:
         self._shapes = [param.shape for param in params]
         self._layouts = layouts
         self._memory: tuple[list[int], list[object]] | None = None
+        self._stands_still = False
         #: for each server and element type, where its blocks go
         self._places: list[dict[str, _Places]] = []
         #: parameters whose memory does not lie as blocks do, or not here, with what is written into them as a whole
         self._detours: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Surround what follows a comparison at once: the script does not run meanwhile, and no memory moves."""
+        self._stands_still = True
+        try:
+            yield
+        finally:
+            self._stands_still = False
 
     @torch.no_grad()
     def write(self, flats: Sequence[Flat]) -> None:
@@ -197,6 +208,8 @@ class ParameterWriter:
 
     def _follow(self) -> None:
         """Look places up if the parameters' memory is not where it was."""
+        if self._stands_still:
+            return
         memory_now: tuple[list[int], list[object]] = (
             [param.data_ptr() for param in self._params],
             [param.is_contiguous() or param.stride() for param in self._params],
