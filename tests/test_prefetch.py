@@ -362,7 +362,7 @@ def test_two_modules_of_one_table_are_fetched_together() -> None:
 
     def body(fleet_: Fleet, worker: int) -> None:
         one, other = fleet.nn.Embedding(None, 1), fleet.nn.Embedding(None, 1)
-        other.weight, other._handle = one.weight, one._handle
+        other.weight = one.weight
         optimizer = fleet_.distributed_optimizer(torch.optim.SGD(one.parameters(), lr=0.1))
         fleet_.init_worker()
         for ids in fleet_.prefetch([torch.tensor([1, 2])] * 3, lambda ids: {one: ids, other: ids + 1}):

@@ -5,7 +5,7 @@ They follow ``torch.nn``; what is different is that rows come into being when th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +56,12 @@ class _Remote(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the model to another device: the weight does, of which there is nothing to be moved."""
-        weight = self._parameters["weight"]
+        weight, apply = self._parameters["weight"], cast(Any, super())._apply
         if not isinstance(weight, TableWeight):
-            return super()._apply(fn, recurse)
+            return apply(fn, recurse)
         self._parameters["weight"] = None
         try:
-            super()._apply(fn, recurse)
+            apply(fn, recurse)
         finally:
             self._parameters["weight"] = weight
         handle_in(weight).convert(fn)

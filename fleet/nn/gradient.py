@@ -236,7 +236,7 @@ def _each(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
         results.append(
             _answer(getattr(torch, single, None) or getattr(torch.Tensor, single), single, (tensor, *own), kwargs)
         )
-    return None if is_in_place(name) else results
+    return list(tensors) if is_in_place(name) else tuple(results)
 
 
 def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +252,7 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
             return _dense(first, "all its rows")
         if plain in _ELEMENTWISE and not any(_has_dimensions(each) for each in (*rest, *kwargs.values())):
             return _elementwise(func, plain, in_place, first, rest, kwargs)
-        if name in _NORMS and "dim" not in kwargs and not _dims(rest[1:]):
+        if name in _NORMS and _is_of_all((*rest[1:], kwargs.get("dim"), kwargs.get("keepdim"))):
             return func(_counted(first), *rest, **kwargs)
         if name in _EXTREMES and not rest and not kwargs:
             return func(_counted(first))
@@ -341,8 +341,9 @@ def _has_dimensions(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _dims(given: tuple[Any, ...]) -> bool:
-    return any(each is not None for each in given)
+def _is_of_all(given: tuple[Any, ...]) -> bool:
+    """Whether no dimension is named of which there was to be an answer for each part."""
+    return all(each is None or each is False for each in given)
 
 
 def _fits(gradient: RowGradient, other: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
 from fleet.errors import UnsupportedError
 from fleet.nn.gradient import RowGradient, Table, changed, is_in_place, name_of
@@ -32,6 +33,7 @@ _OF_LEAF = {
     *("_post_accumulate_grad_hooks=", "detach_", "is_distributed", "volatile", "new_empty", "new_zeros", "new_ones"),
     *("new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like", "full_like"),
     *("rand_like", "randn_like", "randint_like", "result_type", "can_cast", "untyped_storage", "data_ptr"),
+    *("stride", "storage_offset", "is_contiguous", "is_set_to"),
     *("backward", "_clear_non_serializable_cached_data", "requires_grad_for_backward", "is_tensor"),
 }
 #: What makes another parameter of it, or the same if it is so already.
@@ -89,7 +91,8 @@ class TableWeight(torch.nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(table_of(self).whole().tensor.clone(), self.requires_grad).__reduce_ex__(protocol)
+        plain: Any = torch.nn.Parameter(table_of(self).whole().tensor.clone(), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Parameter of the table {table_of(self).name!r}, whose rows are on the servers: {tuple(self.shape)}"
@@ -102,7 +105,7 @@ def hollow(weight: torch.nn.Parameter, rows: int | None, dtype: torch.dtype, dev
         nothing = torch.full((1, 1), math.nan, dtype=dtype, device=device)
         weight.data = nothing.new_empty(0, dim) if rows is None else nothing.expand(rows, dim)
         hooks = weight._backward_hooks
-        if type(weight) is not TableWeight and hooks:  # type: ignore[truthy-bool]
+        if type(weight) is not TableWeight and hooks:
             for key, hook in list(hooks.items()):
                 hooks[key] = _seeing_rows(weight, hook)
     weight.__class__ = TableWeight
@@ -142,6 +145,7 @@ def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
 
 
+@_disable_dynamo
 def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch makes of the values; what is written into them is an edit of the table."""
     written = _written(name, args, kwargs)
@@ -202,11 +206,6 @@ def _shown(_func: Callable[..., Any], weight: torch.Tensor, *_: Any) -> torch.Te
     whole = table_of(weight).whole()
     whole.expose()
     return whole.tensor.detach()
-
-
-def _laid_out(func: Callable[..., Any], weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """How the values lie in memory, when they are there."""
-    return func(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), *args, **kwargs)
 
 
 def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> None:
@@ -272,6 +271,5 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "data=": _assign,
     "detach": _shown,
     "register_hook": _register_hook,
-    **dict.fromkeys(("stride", "storage_offset", "is_contiguous", "is_non_overlapping_and_dense"), _laid_out),
     **dict.fromkeys(_CONVERSIONS, _converted),
 }

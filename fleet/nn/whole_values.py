@@ -77,4 +77,4 @@ class WholeValues:
 
     def _count_holders(self) -> int:
         memory = self.tensor.untyped_storage()
-        return int(torch._C._storage_Use_Count(memory._cdata))  # type: ignore[attr-defined]
+        return int(torch._C._storage_Use_Count(memory._cdata))
