@@ -68,8 +68,8 @@ class JobEnvironment(ClusterEnvironment):
 
 
 class FleetStrategy(ParallelStrategy):
-    """Has a Trainer train with all workers of the job, and this worker leave it when the script ends. In the process of a
-    server it serves, and the script ends where the strategy is made.
+    """Has a Trainer train with all workers of the job, and this worker leave it when the script ends. In the process of
+    a server it serves, and the script ends where the strategy is made.
 
     Examples:
         >>> trainer = lightning.pytorch.Trainer(max_epochs=1, strategy=FleetStrategy(remote="all"))
@@ -77,7 +77,6 @@ class FleetStrategy(ParallelStrategy):
     """
 
     strategy_name = "fleet"
-    is_distributed = True
 
     def __init__(
         self,
@@ -89,8 +88,8 @@ class FleetStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        """``strategy`` and ``remote`` are those of ``fleet.distributed_optimizer``; ``job`` stands in for the functions of
-        ``import fleet``."""
+        """``strategy`` and ``remote`` are those of ``fleet.distributed_optimizer``; ``job`` stands in for the functions
+        of ``import fleet``."""
         self._job = job
         self._options: dict[str, Any] = {"strategy": strategy, "remote": remote}
         self._loaded_from: str | None = None
@@ -121,6 +120,11 @@ class FleetStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[self.global_rank % len(devices)]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Say whether Lightning has to give each worker a part of the data."""
+        return self.world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

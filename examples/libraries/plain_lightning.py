@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from clicks import SIZES, clicks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Clicks(pl.LightningModule):
@@ -47,7 +47,8 @@ parts = [TensorDataset(*(column[part] for column in train)) for part in (slice(v
 best = ModelCheckpoint(tempfile.mkdtemp(), monitor="val_loss")
 callbacks = [best, EarlyStopping("val_loss", patience=2)]
 trainer = pl.Trainer(max_epochs=12, callbacks=callbacks, logger=False, enable_progress_bar=False)
-loaders = [DataLoader(part, batch_size=300 // trainer.world_size) for part in parts[:2]]
+samplers = [DistributedSampler(part, trainer.world_size, trainer.global_rank, shuffle=False) for part in parts[:2]]
+loaders = [DataLoader(sampler.dataset, 300 // trainer.world_size, sampler=sampler) for sampler in samplers]
 trainer.fit(Clicks(), *loaders)
 
 model = Clicks.load_from_checkpoint(best.best_model_path)
