@@ -197,6 +197,11 @@ class TableHandle:
                 todo=_INSTEAD,
             )
 
+    @property
+    def may_be_edited(self) -> bool:
+        """Whether the script has been given all rows."""
+        return self._whole is not None
+
     def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
         """Return ids and new values of the rows that the script has changed through ``weight``, once."""
         return None if self._whole is None else self._whole.take_edit()

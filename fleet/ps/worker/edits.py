@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
+from fleet.base.turns import run_uninterrupted
 from fleet.nn.handle import TableHandle
 from fleet.numeric.jit import Array
 from fleet.ps.worker.connection import Connections
@@ -71,18 +73,26 @@ class Edits:
     def find_rows(self, handles: Iterable[TableHandle]) -> bool:
         """Find what has changed in the rows of these tables; whether there is anything to send."""
         for handle in handles:
-            edit = handle.take_edit()
-            if edit is None:
-                continue
-            index, (ids, rows) = self._trained.description.handles.index(handle), edit
+            if handle.may_be_edited:
+                # What is taken is the handle's no more, so nothing may come in between.
+                run_uninterrupted(partial(self._take_rows, handle), "fleet-edits")
+        if self._counts and self._geo is None:
+            return bool(self._unsent_rows)
+        while self._unsent_rows:
+            index, ids, rows = self._unsent_rows[0]
             if self._geo is not None:
                 self._geo.edit(index, ids, rows.numpy())
-            elif self._counts:
-                self._unsent_rows.append((index, ids, rows))
             else:
+                handle = self._trained.description.handles[index]
                 self._tell([handle.name])
                 handle.forget_values()
-        return bool(self._unsent_rows)
+            del self._unsent_rows[0]
+        return False
+
+    def _take_rows(self, handle: TableHandle) -> None:
+        edit = handle.take_edit()
+        if edit is not None:
+            self._unsent_rows.append((self._trained.description.handles.index(handle), *edit))
 
     def send(self) -> None:
         """Have what was found hold for all."""
