@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
@@ -80,6 +80,14 @@ class TableWeight(torch.nn.Parameter):
             return special(func, *args, **kwargs)
         return _of_values(func, name, args, kwargs)
 
+    # Two that torch does not hand to ``__torch_function__``.
+
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refused(table_of(self), "set_() would give it another memory")
+
+    def as_subclass(self, kind: Any) -> Any:
+        return _of_values(torch.Tensor.as_subclass, "as_subclass", (self, kind), {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Before the job the table has no values: a copy is for a job of its own. In it, a copy holds the values."""
         if id(self) not in memo:
@@ -130,7 +138,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return values.view_as(values)
+        return values.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
