@@ -81,7 +81,6 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/supervisor.py": "waiters",
         "telemetry/observer.py": "observer",
         "bootstrap/mpi_world.py": "start",
-        "nn/handle.py": "gradients of several threads",
         "checkpoints.py": "writer",
         "ps/backend.py": "embedding",
         "numeric/jit.py": "compiler",

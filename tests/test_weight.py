@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -730,3 +731,37 @@ def test_the_bound_on_whole_tables() -> None:
         optimizer.step()
 
     run_job(body, 1, 2, environ={"FLEET_WHOLE_TABLE_MB": "1"})
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_copy_can_be_pickled_and_trained_in_a_job_of_its_own(bag: bool) -> None:
+    def make() -> torch.nn.Module:
+        start = torch.ones(ROWS, DIM)
+        kind = torch.nn.EmbeddingBag if bag else torch.nn.Embedding
+        return torch.nn.ModuleDict({"torchs": kind(ROWS, DIM, sparse=True, _weight=start), "ours": ours()})
+
+    def ours() -> torch.nn.Module:
+        kind = fleet.nn.EmbeddingBag if bag else fleet.nn.Embedding
+        return kind(ROWS, DIM, initializer="constant(1.0)")
+
+    def train(fleet_: Fleet, model: torch.nn.Module, expected: float) -> None:
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        fleet_.init_worker()
+        for module in model.values():  # type: ignore[operator]
+            optimizer.minimize(module(IDS[:1, :1]).sum())
+            assert module(IDS[:1, :1]).flatten().tolist() == [expected] * DIM
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        model = make()
+        train(fleet_, model, 0.0)
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        with pytest.raises(UnsupportedError, match="cannot be pickled while it trains"):
+            pickle.dumps(model)
+        fleet_.stop_worker()
+        other = Fleet(environ={})
+        other.init()
+        train(other, twin, -1.0)
+        assert twin["torchs"].weight.untyped_storage().nbytes() == 4
+        other.stop_worker()
+
+    run_job(body, 1, 1)

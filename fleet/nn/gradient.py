@@ -34,7 +34,19 @@ _NATIVE = {
     *("is_nested", "is_mkldnn", "itemsize", "element_size", "get_device", "is_floating_point", "is_complex"),
     *("is_signed", "is_conj", "is_neg", "is_inference", "is_leaf", "requires_grad", "requires_grad_", "grad_fn"),
     *("retains_grad", "grad", "_version", "_values", "_indices", "_nnz", "values", "indices", "is_coalesced"),
-    *("sparse_dim", "dense_dim", "_dimI", "_dimV", "register_hook", "zero_", "detach_", "is_same_size", "name"),
+    *(
+        "requires_grad=",
+        "grad=",
+        "sparse_dim",
+        "dense_dim",
+        "_dimI",
+        "_dimV",
+        "register_hook",
+        "zero_",
+        "detach_",
+        "is_same_size",
+        "name",
+    ),
     *("_backward_hooks", "_is_view", "_base", "output_nr", "is_shared", "is_pinned", "is_distributed"),
 }
 #: The same, with a gradient of rows for an answer.
@@ -241,7 +253,7 @@ def _each(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
 
 def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, rest = args[0] if args else None, args[1:]
-    if isinstance(first, RowGradient) and "out" not in kwargs:
+    if isinstance(first, RowGradient):
         in_place = is_in_place(name)
         plain = _plain_name(name)
         if name in _ITSELF and not first.requires_grad:
@@ -252,7 +264,13 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
             return _dense(first, "all its rows")
         if plain in _ELEMENTWISE and not any(_has_dimensions(each) for each in (*rest, *kwargs.values())):
             return _elementwise(func, plain, in_place, first, rest, kwargs)
-        if name in _NORMS and _is_of_all((*rest[1:], kwargs.get("dim"), kwargs.get("keepdim"))):
+        if name == "data=":
+            return _in_place(torch.Tensor.copy_, "data", first, rest, kwargs)
+        if (
+            name in _NORMS
+            and not _is_of_matrix(name, rest, kwargs)
+            and _is_of_all((*rest[1:], kwargs.get("dim"), kwargs.get("keepdim")))
+        ):
             return func(_counted(first), *rest, **kwargs)
         if name in _EXTREMES and not rest and not kwargs:
             return func(_counted(first))
@@ -273,6 +291,10 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
 
 def _on_dense(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made: list[torch.Tensor] = []
+    if any(isinstance(each, RowGradient) for each in _listed(kwargs.get("out"))):
+        raise UnsupportedError(
+            f"{name}() was to write into the gradient of a table", todo="Assign the result: weight.grad = …."
+        )
 
     def dense(value: Any) -> Any:
         if not isinstance(value, RowGradient):
@@ -341,6 +363,12 @@ def _has_dimensions(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
+def _is_of_matrix(name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a norm that a list of the numbers does not have."""
+    order = rest[0] if rest else kwargs.get("ord", kwargs.get("p"))
+    return order is not None and (name == "linalg_norm" or order == "nuc")
+
+
 def _is_of_all(given: tuple[Any, ...]) -> bool:
     """Whether no dimension is named of which there was to be an answer for each part."""
     return all(each is None or each is False for each in given)
@@ -356,6 +384,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _first(args: tuple[Any, ...]) -> RowGradient:

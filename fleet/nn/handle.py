@@ -6,6 +6,7 @@ autograd's, in ``weight.grad`` (see gradient.py).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
@@ -27,6 +28,8 @@ from fleet.nn.whole_values import WholeValues
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
 from fleet.plan.specs import Initializer
+
+_log = logging.getLogger("fleet.worker")
 
 _ATTRIBUTE = "_fleet_handle"
 
@@ -114,6 +117,7 @@ class TableHandle:
         self.source: RowSource | None = None
         self.name = _UNNAMED
         self._whole: WholeValues | None = None
+        self._has_told = False
         #: of the last look-up that was to be trained
         self._distinct = torch.empty(0, dtype=torch.int64)
         setattr(weight, _ATTRIBUTE, self)
@@ -207,9 +211,18 @@ class TableHandle:
         return None if self._whole is None else self._whole.take_edit()
 
     def forget_values(self) -> None:
-        """The rows on the servers have changed."""
-        if self._whole is not None and not self._whole.renew(lambda: self._fetch(self.running())):
+        """The rows on the servers have changed. What a script still holds of the values is fetched anew."""
+        if self._whole is None:
+            return
+        if not self._whole.renew(lambda: self._fetch(self.running())):
             self._whole = None
+        elif not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "all rows of %r are fetched after every step, as long as something holds the tensor that its weight or "
+                "a state_dict gave: keep a copy (clone(), copy.deepcopy) if it need not show later steps",
+                self.name,
+            )
 
     def end(self) -> None:
         """The job is over: there are no rows any more."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -122,13 +122,19 @@ class LookupPrediction:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LookupPrediction:
-        return self  # a copy of the model reads the same tables
+        return _blind()  # a copy of the model has its rows for itself
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> Any:
+        if self._is_blind:
+            return _blind, ()
         raise UnsupportedError(
             "a model cannot be pickled while it trains in a job: its tables live on the servers",
             todo="Save the job with fleet.save_persistables(dirname), or the model's state_dict for its dense part.",
         )
+
+    @property
+    def _is_blind(self) -> bool:
+        return self._fetch is _fetch_nothing
 
     @property
     def _running(self) -> list[Forward]:
@@ -224,6 +230,15 @@ class LookupPrediction:
     def _leave_alone(self, module: torch.nn.Module) -> None:
         for hook in self._hooks.pop(module, ()):
             hook.remove()
+
+
+def _blind() -> LookupPrediction:
+    """What a model has in its place that stands in no job."""
+    return LookupPrediction(torch.nn.Module(), Turns(), _fetch_nothing, lambda _: None)
+
+
+def _fetch_nothing(_: Sequence[Wanted]) -> Mapping[int, Prefetched]:
+    return {}
 
 
 def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -65,7 +65,7 @@ def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Mo
             return _collect(worker, state, lambda _handle, spec, _seed, count: SortedRows(spec, count))
 
         facts = {key: _facts(handle) for key, handle in serving.remote_tables(state).items()}
-        serving.save(dirname, model, learn, facts, example_inputs, worker.unwatched())
+        serving.save(dirname, model, learn, facts, example_inputs, {})
 
     with worker.turns:
         worker.finish_interrupted("save_inference_model()")

@@ -314,11 +314,6 @@ class WorkerRuntime:
         if self.trained.description.handles:
             self._prediction = LookupPrediction(model, self.turns, fetch, self.rows.drop_predicted)
 
-    def unwatched(self) -> dict[int, object]:
-        """For a copy of the model that stands in no job: by identity, what it has in the place of what watches."""
-        blind = LookupPrediction(torch.nn.Module(), self.turns, lambda _: {}, lambda _: None)
-        return {} if self._prediction is None else {id(self._prediction): blind}
-
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         if self.turns.is_fork:
             return self._forked_reader().lookup(wanted, self.replica)
