@@ -26,7 +26,7 @@ PLACES = ("dense", "all")
 
 def steps_of(rows: int, *, quick: bool) -> int:
     """Fewer of those that carry large tables."""
-    steps = 40 if rows >= 100_000 else 100 if rows >= 10_000 else 300
+    steps = 20 if rows >= 100_000 else 100 if rows >= 10_000 else 300
     return steps // 5 if quick else steps
 
 
@@ -40,7 +40,7 @@ def measure(mode: str, rows: int, shape: tuple[int, int], optimizer: str, *, qui
         "vocabulary": rows,
         "optimizer": optimizer,
         "steps": steps_of(rows, quick=quick),
-        "warmup": 20,
+        "warmup": 5 if rows >= 100_000 else 20,
     }
     servers, workers = shape
     return run_job("ours", work, servers=servers, workers=workers)

@@ -94,7 +94,11 @@ loss_of = lambda batch: model(batch["x"]).mean()
     ],
     "docs/embeddings.md": [
         SCRIPT,
-        "",
+        """
+model = torch.nn.Sequential(torch.nn.Embedding(9, 4))
+adam = torch.optim.Adam(model.parameters())
+""",
+        "fleet.init()",
         "users, items = x, x",
         """
 class Net(torch.nn.Module):
