@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fleet.api import Fleet
+from fleet.api import default as _default
 from fleet.checkpoints import Checkpoints
 from fleet.strategy.parameter_server import StrategyFactory
 from fleet.transpiler.program import Program
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_default = Checkpoints.default = Fleet()
+Checkpoints.default = _default
 
 init = _default.init
 is_worker = _default.is_worker
@@ -35,6 +36,7 @@ worker_endpoints = _default.worker_endpoints
 server_endpoints = _default.server_endpoints
 split_files = _default.split_files
 distributed_optimizer = _default.distributed_optimizer
+join = _default.join
 resume_from = _default.resume_from
 init_server = _default.init_server
 run_server = _default.run_server
@@ -71,6 +73,7 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "join",
     "keep_state",
     "load_inference_model",
     "load_persistables",

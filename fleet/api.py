@@ -6,6 +6,7 @@ Importing this module imports neither torch nor gRPC nor numba; a backend does, 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -266,6 +267,37 @@ class Fleet:
             raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
         _check_remote(remote, model)
         return backend.distributed_optimizer(given, strategy, model, remote)
+
+    def join(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        strategy: object = None,
+        *,
+        model: torch.nn.Module | None = None,
+        remote: str | Callable[[str, torch.nn.Module], bool] = "sparse",
+    ) -> DistributedOptimizer:
+        """Make every call that a script makes around its training: for scripts whose training is a library's.
+
+        ``init()``, if it has not been called, and ``distributed_optimizer``; then a worker has ``init_worker()``, and
+        ``stop_worker()`` when the script ends. A server serves, and its script ends here.
+
+        Examples:
+            >>> fleet.stop_worker()
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = fleet.join(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            >>> optimizer.minimize(model(torch.ones(4, 2)).mean())
+        """
+        if self._assignment is None:
+            self.init()
+        joined = self.distributed_optimizer(optimizer, strategy, model=model, remote=remote)
+        if self.is_server():
+            self.init_server()
+            self.run_server()
+            raise SystemExit(0)
+        self.init_worker()
+        # This runs before what exit_guard does at exit, which init_worker has registered.
+        atexit.register(self._leave)
+        return joined
 
     def resume_from(self, root: str | PathLike[str], *, strict: bool = True) -> int:
         """Have the job go on where it was, on every role, after ``init()`` and before ``init_server()`` and
@@ -589,6 +621,11 @@ class Fleet:
         def __getattr__(self, name: str) -> Any:
             raise missing(f"{type(self).__name__!r} object", name)
 
+    def _leave(self) -> None:
+        """End this worker's part in the job, if it has one."""
+        if self._chosen is not None and self._chosen.running:
+            self.stop_worker()
+
     def _me(self, call: str) -> Assignment:
         if self._assignment is None:
             raise NotInitializedError(f"fleet.{call}() came before fleet.init()", todo="Call fleet.init() first.")
@@ -652,3 +689,7 @@ def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
 def _listed(endpoints: Sequence[object], to_string: bool) -> list[str] | str:
     texts = [str(endpoint) for endpoint in endpoints]
     return ",".join(texts) if to_string else texts
+
+
+#: The one whose bound methods are the functions of ``import fleet``.
+default = Fleet()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import assert_close, run_job
@@ -341,6 +342,17 @@ def test_torchs_embeddings_go_remote_in_place_and_worker_0s_values_win() -> None
         expected.append(mine.detach() - (grads[0] + grads[1]) / 2)
     for got in run_job(body, 2, 3):
         assert_close(list(got), expected)
+
+
+def test_a_size_may_be_an_integer_of_numpys() -> None:
+    def body(fleet_: Fleet) -> tuple[int, ...]:
+        model = torch.nn.Embedding(np.int64(ROWS), np.int32(DIM), sparse=True)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fleet_.distributed_optimizer(optimizer, model=model)
+        fleet_.init_worker()
+        return tuple(model(ALL).shape)
+
+    assert alone(body) == (ROWS, DIM)
 
 
 def test_initial_values_travel_in_requests_of_about_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

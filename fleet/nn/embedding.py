@@ -251,8 +251,8 @@ def make_remote(module: torch.nn.Module) -> None:
     if handle_of(source.weight) is None:
         TableHandle(
             source.weight,
-            source.num_embeddings,
-            source.embedding_dim,
+            int(source.num_embeddings),  # torch takes numpy's integers too
+            int(source.embedding_dim),
             Initializer("normal", 0.0, 1.0),
             padding_idx=source.padding_idx,
             zero_padding=isinstance(module, Embedding | EmbeddingBag),
