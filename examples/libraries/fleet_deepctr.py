@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from clicks import SIZES, clicks
 from deepctr_torch.inputs import DenseFeat, SparseFeat, get_feature_names

@@ -42,7 +42,9 @@ pl.seed_everything(1)
 data = clicks(6000)
 ids, age = torch.from_numpy(data[list(SIZES)].to_numpy()), torch.from_numpy(data[["age"]].to_numpy())
 train, val, test = TensorDataset(ids, age, torch.from_numpy(data["click"].to_numpy())).tensors, 4200, 4800
-parts = [TensorDataset(*(column[part] for column in train)) for part in (slice(val), slice(val, test), slice(test, None))]
+parts = [
+    TensorDataset(*(column[part] for column in train)) for part in (slice(val), slice(val, test), slice(test, None))
+]
 
 best = ModelCheckpoint(tempfile.mkdtemp(), monitor="val_loss")
 callbacks = [best, EarlyStopping("val_loss", patience=2)]

@@ -24,9 +24,9 @@ from fleet.errors import (
 from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
 from fleet.nn.whole_values import WholeValues
+from fleet.numeric.compiler import uncompiled
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
-from fleet.numeric.compiler import uncompiled
 from fleet.plan.specs import Initializer
 
 _log = logging.getLogger("fleet.worker")

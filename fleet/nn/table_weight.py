@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
 
 from fleet.errors import UnsupportedError
 from fleet.nn.gradient import RowGradient, Table, changed, is_in_place, name_of
 from fleet.nn.whole_values import WholeValues
+from fleet.numeric.compiler import uncompiled
 
 _ATTRIBUTE = "_fleet_handle"
 
@@ -153,7 +153,7 @@ def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
 
 
-@_disable_dynamo
+@uncompiled
 def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch makes of the values; what is written into them is an edit of the table."""
     written = _written(name, args, kwargs)
