@@ -114,7 +114,7 @@ class Fleet:
             be_lean()
 
     def is_worker(self) -> bool:
-        """Whether this process trains. One that runs alone does; its server is a part of it.
+        """Say whether this process trains. One that runs alone does; its server is a part of it.
 
         Examples:
             >>> fleet.is_worker()
@@ -123,7 +123,7 @@ class Fleet:
         return self._me("is_worker").is_worker
 
     def is_server(self) -> bool:
-        """Whether this process serves.
+        """Say whether this process serves.
 
         Examples:
             >>> if fleet.is_server():
@@ -136,7 +136,7 @@ class Fleet:
         return self._me("is_server").is_server
 
     def is_first_worker(self) -> bool:
-        """Whether this is worker 0, which does what has to be done once.
+        """Say whether this is worker 0, which does what has to be done once.
 
         Examples:
             >>> if fleet.is_first_worker():
@@ -146,7 +146,7 @@ class Fleet:
         return me.is_worker and me.index == 0
 
     def worker_index(self) -> int:
-        """Which worker this is, from 0. On a server it is an error.
+        """Return which worker this is, from 0. On a server it is an error.
 
         Examples:
             >>> fleet.worker_index()
@@ -155,7 +155,7 @@ class Fleet:
         return self._index("worker_index", self._me("worker_index").is_worker)
 
     def server_index(self) -> int:
-        """Which server this is, from 0. On a worker it is an error.
+        """Return which server this is, from 0. On a worker it is an error.
 
         Examples:
             >>> fleet.server_index()
@@ -166,7 +166,7 @@ class Fleet:
         return self._index("server_index", self._me("server_index").is_server)
 
     def worker_num(self) -> int:
-        """How many workers the job began with.
+        """Return how many workers the job began with.
 
         Examples:
             >>> fleet.worker_num()
@@ -175,7 +175,7 @@ class Fleet:
         return self._me("worker_num").worker_num
 
     def server_num(self) -> int:
-        """How many servers the job has; none in a collective one.
+        """Return how many servers the job has; none in a collective one.
 
         Examples:
             >>> fleet.server_num()
@@ -184,7 +184,7 @@ class Fleet:
         return self._me("server_num").server_num
 
     def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
-        """The workers' addresses, where they are known: in collective jobs, and where a variable lists them.
+        """Return the workers' addresses, where they are known: in collective jobs, and where a variable lists them.
 
         Examples:
             >>> fleet.worker_endpoints()
@@ -193,7 +193,7 @@ class Fleet:
         return _listed(self._me("worker_endpoints").workers, to_string)
 
     def server_endpoints(self, to_string: bool = False) -> list[str] | str:
-        """The servers' addresses, in their order: a list, or text with commas.
+        """Return the servers' addresses, in their order: a list, or text with commas.
 
         Examples:
             >>> from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -356,7 +356,7 @@ class Fleet:
         self._backend("barrier_worker").barrier_worker()
 
     def all_reduce_worker(self, input: Any, output: Any = None, op: str = "sum") -> Any:
-        """The ``sum``, ``mean``, ``max`` or ``min`` over all workers, element by element.
+        """Return the ``sum``, ``mean``, ``max`` or ``min`` over all workers, element by element.
 
         ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers; the result is
         of the same kind and element type, but for integers and bools, whose sum is int64 and whose mean is float64. It
@@ -445,8 +445,8 @@ class Fleet:
         self._backend("keep_state").keep_state(state)
 
     def resume_step(self) -> int:
-        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded. Where workers
-        share no step, that is where its state in the checkpoint was saved.
+        """Return how many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded. Where
+        workers share no step, that is where its state in the checkpoint was saved.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -491,8 +491,8 @@ class Fleet:
 
     @directory_first("load_inference_model(dirname, model)", needs_init=False)
     def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
-        """The tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class that was
-        saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program.
+        """Return the tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class
+        that was saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -507,7 +507,7 @@ class Fleet:
         return serving.load(serving.check_dirname(dirname), None if model is None else serving.check_model(model))
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool = True) -> dict[str, Any]:
-        """The job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
+        """Return the job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
 
         Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix, one that takes any id as
         its sorted ``ids`` beside the rows; ``tables=False`` leaves remote tables out.
@@ -542,9 +542,9 @@ class Fleet:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
-        how old the values were that gradients were computed on (docs/modes/index.md has every key), and this worker's
-        own figures (docs/observing.md).
+        """Return what the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the
+        tables, how old the values were that gradients were computed on (docs/modes/index.md has every key), and this
+        worker's own figures (docs/observing.md).
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -604,7 +604,7 @@ class Fleet:
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
-    """One optimizer or several, as a list."""
+    """Return one optimizer or several, as a list."""
     import torch
 
     optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]

@@ -58,15 +58,15 @@ class Schedule:
     missed: bool = False
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether one is due: at multiples of ``every_steps``, or at the first step after a missed one; or ``every_s``
-        after the last one was begun."""
+        """Say whether one is due: at multiples of ``every_steps``, or at the first step after a missed one; or
+        ``every_s`` after the last one was begun."""
         self.step = min(self.step, step)  # a job that has loaded another state has gone back
         by_steps = self.every_steps is not None and step // self.every_steps > self.step // self.every_steps
         by_time = self.every_s is not None and now - self.at >= self.every_s
         return step > self.step and (by_steps or by_time or self.missed)
 
     def following(self, step: int, now: float) -> int | None:
-        """The next step after which one will be due, as far as that is known."""
+        """Return the next step after which one will be due, as far as that is known."""
         if self.is_due(step + 1, now):
             return step + 1
         return None if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps
@@ -170,8 +170,8 @@ class Checkpoints:
 
     @staticmethod
     def latest(root: str | PathLike[str]) -> str | None:
-        """Where the newest complete checkpoint is, for ``init_server`` or ``load_persistables``; None if there is none.
-        What is half-written or somebody else's is passed by."""
+        """Return where the newest complete checkpoint is, for ``init_server`` or ``load_persistables``; None if there
+        is none. What is half-written or somebody else's is passed by."""
         from fleet.checkpoint.places import place_at
         from fleet.checkpoint.series import latest
 
@@ -204,7 +204,7 @@ class Checkpoints:
                 self._states.ask(following)
 
     def _own(self) -> Any:
-        """The state of this worker's own objects as it is now, if it has any."""
+        """Return the state of this worker's own objects as it is now, if it has any."""
         if self._state is None:
             return None
         from fleet.checkpoint.state import encoded

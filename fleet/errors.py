@@ -35,7 +35,8 @@ class FleetError(Exception):
         super().__init__(self._sentence())
 
     def again(self) -> FleetError:
-        """An equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it meets."""
+        """Return an equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it
+        meets."""
         return type(self)(self.what, where=self.where, expected=self.expected, got=self.got, todo=self.todo)
 
     def _sentence(self) -> str:

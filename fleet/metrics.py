@@ -41,7 +41,7 @@ class Metrics:
     # Of any numbers: element by element over the workers
 
     def sum(self, x: Any) -> Any:
-        """The sum over all workers, element by element: a float for one element, else a numpy array.
+        """Return the sum over all workers, element by element: a float for one element, else a numpy array.
 
         Examples:
             >>> fleet.metrics.sum([1.0, 2.0])
@@ -50,7 +50,7 @@ class Metrics:
         return self._elementwise("sum", x)
 
     def max(self, x: Any) -> Any:
-        """The largest value any worker has, element by element: a float for one element, else a numpy array.
+        """Return the largest value any worker has, element by element: a float for one element, else a numpy array.
 
         Examples:
             >>> fleet.metrics.max(3)
@@ -59,7 +59,7 @@ class Metrics:
         return self._elementwise("max", x)
 
     def min(self, x: Any) -> Any:
-        """The smallest value any worker has, element by element: a float for one element, else a numpy array.
+        """Return the smallest value any worker has, element by element: a float for one element, else a numpy array.
 
         Examples:
             >>> fleet.metrics.min([3, 1])
@@ -68,7 +68,8 @@ class Metrics:
         return self._elementwise("min", x)
 
     def mean(self, x: Any) -> Any:
-        """The mean over the workers, each alike, element by element: a float for one element, else a numpy array.
+        """Return the mean over the workers, each alike, element by element: a float for one element, else a numpy
+        array.
 
         Examples:
             >>> fleet.metrics.mean(0.25)
@@ -79,7 +80,7 @@ class Metrics:
     # Of predictions and labels: over all elements of all workers
 
     def mae(self, predictions: Any, labels: Any) -> float:
-        """The mean absolute error. NaN if no worker has any data.
+        """Return the mean absolute error. NaN if no worker has any data.
 
         Examples:
             >>> fleet.metrics.mae([1.0, 3.0], [1.0, 2.0])
@@ -88,7 +89,7 @@ class Metrics:
         return self._running("mae", "mae").update(predictions, labels).compute()
 
     def mse(self, predictions: Any, labels: Any) -> float:
-        """The mean squared error. NaN if no worker has any data.
+        """Return the mean squared error. NaN if no worker has any data.
 
         Examples:
             >>> fleet.metrics.mse([1.0, 3.0], [1.0, 1.0])
@@ -97,7 +98,7 @@ class Metrics:
         return self._running("mse", "mse").update(predictions, labels).compute()
 
     def rmse(self, predictions: Any, labels: Any) -> float:
-        """The root of the mean squared error. NaN if no worker has any data.
+        """Return the root of the mean squared error. NaN if no worker has any data.
 
         Examples:
             >>> fleet.metrics.rmse([3.0], [1.0])
@@ -106,7 +107,7 @@ class Metrics:
         return self._running("rmse", "rmse").update(predictions, labels).compute()
 
     def acc(self, predictions: Any, labels: Any) -> float:
-        """The share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
+        """Return the share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
         (samples, classes) against (samples,), the class with the largest value. NaN if no worker has any data.
 
         Examples:
@@ -116,8 +117,8 @@ class Metrics:
         return self._running("acc", "acc").update(predictions, labels).compute()
 
     def auc(self, predictions: Any, labels: Any) -> float:
-        """The area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties within
-        one count half. NaN unless there are labels of both kinds, as it is not defined then.
+        """Return the area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties
+        within one count half. NaN unless there are labels of both kinds, as it is not defined then.
 
         Examples:
             >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
@@ -128,7 +129,7 @@ class Metrics:
     # The same, collected batch by batch; classes to whoever calls them
 
     def Mae(self) -> Running:  # noqa: N802
-        """A mean absolute error that is collected batch by batch.
+        """Return a mean absolute error that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Mae().update([1.0], [1.0]).update([3.0], [2.0]).compute()
@@ -137,7 +138,7 @@ class Metrics:
         return self._running("Mae", "mae")
 
     def Mse(self) -> Running:  # noqa: N802
-        """A mean squared error that is collected batch by batch.
+        """Return a mean squared error that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Mse().update([1.0], [1.0]).update([3.0], [1.0]).compute()
@@ -146,7 +147,7 @@ class Metrics:
         return self._running("Mse", "mse")
 
     def Rmse(self) -> Running:  # noqa: N802
-        """The root of a mean squared error that is collected batch by batch.
+        """Return the root of a mean squared error that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Rmse().update([3.0], [1.0]).update([1.0], [3.0]).compute()
@@ -155,7 +156,7 @@ class Metrics:
         return self._running("Rmse", "rmse")
 
     def Acc(self) -> Running:  # noqa: N802
-        """An accuracy that is collected batch by batch.
+        """Return an accuracy that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Acc().update([0.9], [1]).update([0.7], [0]).compute()
@@ -164,7 +165,7 @@ class Metrics:
         return self._running("Acc", "acc")
 
     def Auc(self) -> Running:  # noqa: N802
-        """An AUC that is collected batch by batch.
+        """Return an AUC that is collected batch by batch.
 
         Examples:
             >>> auc = fleet.metrics.Auc()
@@ -233,11 +234,11 @@ class Running:
 
     @property
     def state(self) -> Array:
-        """A copy of what was collected on this worker."""
+        """Return a copy of what was collected on this worker."""
         return self._state.copy()
 
     def compute(self) -> float:
-        """The metric of all that every worker has collected so far. All workers call it."""
+        """Return the metric of all that every worker has collected so far. All workers call it."""
         return self._value(self._all_reducer()(self._state, None, "sum"))
 
 
@@ -271,7 +272,7 @@ def _area(counts: Array) -> float:
 
 
 def _nothing() -> Array:
-    """A sum, and of how many."""
+    """Return a sum, and of how many."""
     import numpy as np
 
     return np.zeros(2)
@@ -377,7 +378,7 @@ def _doubles(call: str, x: Any) -> Array:
 
 
 def _numbers(call: str, x: Any) -> Array:
-    """An array of real numbers made of an array, a tensor, a number, or a list of numbers."""
+    """Return an array of real numbers made of an array, a tensor, a number, or a list of numbers."""
     import numpy as np
 
     if hasattr(x, "detach"):  # a tensor; its elements may be of a type that numpy does not know

@@ -34,7 +34,7 @@ NOTICE_S = 10.0
 
 
 def notice_every_s(deadline_s: float) -> float:
-    """How often a wait is told of that ends at its deadline: several times before it."""
+    """Return how often a wait is told of that ends at its deadline: several times before it."""
     return min(NOTICE_S, deadline_s / 4)
 
 
@@ -51,7 +51,7 @@ class Wait:
         return self._clock.now() - self._began
 
     def is_due(self) -> bool:
-        """Whether it is time to say once more that it goes on."""
+        """Say whether it is time to say once more that it goes on."""
         now = self._clock.now()
         if now - self._told < self._every_s:
             return False

@@ -42,7 +42,7 @@ class Endpoint:
 
     @property
     def folder_name(self) -> str:
-        """What a folder is called that is this one's."""
+        """Return what a folder is called that is this one's."""
         return f"{self.host.replace(':', '_')}_{self.port}"
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ def parse_address(text: str) -> tuple[str, int | None]:
 
 
 def _host(text: str) -> str | None:
-    """A host in the spelling by which it is compared, IPv6 addresses in their shortest and in brackets; None if it is
-    no host."""
+    """Return a host in the spelling by which it is compared, IPv6 addresses in their shortest and in brackets; None if
+    it is no host."""
     if text.startswith("[") and text.endswith("]"):
         try:
             return f"[{IPv6Address(text[1:-1])}]"
@@ -126,7 +126,7 @@ class Assignment:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where this process can be reached, if it can be reached at all."""
+        """Return where this process can be reached, if it can be reached at all."""
         if self.is_server:
             return self.servers[self.index]
         return self.workers[self.index] if self.index < len(self.workers) else None

@@ -23,7 +23,7 @@ _PRIVATE = [
 
 
 def is_private(address: str) -> bool:
-    """Whether an IP address is loopback or private; one that stands for all of a machine's addresses is not."""
+    """Say whether an IP address is loopback or private; one that stands for all of a machine's addresses is not."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
@@ -31,7 +31,7 @@ def is_private(address: str) -> bool:
 
 
 def public_addresses(endpoint: Endpoint) -> list[str]:
-    """Those of the host's addresses that strangers may reach; none where the name is not known."""
+    """Return those of the host's addresses that strangers may reach; none where the name is not known."""
     return sorted(address for address in _addresses(endpoint) if not is_private(address))
 
 

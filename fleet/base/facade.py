@@ -20,7 +20,7 @@ class RoleMaker(Protocol):
 
 
 def _package() -> Any:
-    """The package as a whole, which is above all: it is there before any of its modules is."""
+    """Return the package as a whole, which is above all: it is there before any of its modules is."""
     return sys.modules["fleet"]
 
 

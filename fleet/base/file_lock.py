@@ -6,7 +6,8 @@ import errno
 
 
 def locked(descriptor: int) -> bool | None:
-    """Whether this process has the lock on a file now, and until it closes the file; None where there are no locks."""
+    """Say whether this process has the lock on a file now, and until it closes the file; None where there are no
+    locks."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system

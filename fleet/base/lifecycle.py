@@ -68,7 +68,7 @@ class Lifecycle(Generic[W, S]):
             )
 
     def _parts_to_start(self) -> tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S]:
-        """What ``distributed_optimizer`` was given, for ``init_worker``."""
+        """Return what ``distributed_optimizer`` was given, for ``init_worker``."""
         if self._worker is not None:
             raise StateError("init_worker() was called twice", todo="Call it once; fleet.init() starts anew.")
         if self._parts is None:
@@ -84,7 +84,7 @@ class Lifecycle(Generic[W, S]):
         exit_guard.guard(worker)
 
     def _running_worker(self, call: str) -> W:
-        """Who does what this call asks for; never a fork of the process that joined the job."""
+        """Return who does what this call asks for; never a fork of the process that joined the job."""
         worker = self._joined_worker(call)
         worker.turns.refuse_fork(call)
         return worker

@@ -16,7 +16,7 @@ from fleet.errors import ArgumentTypeError, UnknownNameError
 
 class _Begun(Protocol):
     def _me(self, call: str) -> object:
-        """An error if ``fleet.init()`` has not been called, which is to be said first."""
+        """Return an error if ``fleet.init()`` has not been called, which is to be said first."""
         ...
 
 
@@ -115,7 +115,7 @@ _FLUID = {"executor", "exe", "main_program", "program", "feeded_var_names", "tar
 
 
 def missing(owner: str, name: str, names: Mapping[str, str] = NAMES) -> AttributeError:
-    """What to raise where ``owner`` (in words) is asked for a name that it has not."""
+    """Return what to raise where ``owner`` (in words) is asked for a name that it has not."""
     if name not in names:
         return AttributeError(f"{owner} has no attribute {name!r}")
     return UnknownNameError(f"{owner} has no attribute {name!r}", todo=names[name])

@@ -23,7 +23,7 @@ class Kind(Generic[T]):
     unit: float = 1.0
 
     def read(self, name: str, text: str) -> T:
-        """The value of ``text``, which is not blank."""
+        """Return the value of ``text``, which is not blank."""
         try:
             return self.parse(text)
         except (ValueError, OverflowError):
@@ -43,7 +43,7 @@ def whole(least: int = 1, unit: int = 1, word: str = "whole number") -> Kind[int
 
 
 def choice(*among: str) -> Kind[str]:
-    """One of a few words, in capitals or not."""
+    """Return one of a few words, in capitals or not."""
 
     def parse(text: str) -> str:
         if text.lower() not in among:
@@ -54,7 +54,7 @@ def choice(*among: str) -> Kind[str]:
 
 
 def _duration(word: str, unit: float) -> Kind[float]:
-    """A time above zero; the value is in seconds."""
+    """Return a time above zero; the value is in seconds."""
 
     def parse(text: str) -> float:
         number = float(text)

@@ -60,7 +60,7 @@ class Setting:
     formerly: str = ""
 
     def values(self, environ: Mapping[str, str]) -> list[Any]:
-        """What the environment says: one value, or none. Two names of one setting have to agree."""
+        """Return what the environment says: one value, or none. Two names of one setting have to agree."""
         said = {name: environ.get(name, "").strip() for name in (self.name, self.formerly)}
         given = {name: text for name, text in said.items() if text}
         values = [self.kind.read(name, text) for name, text in given.items()]
@@ -85,7 +85,7 @@ def setting(
     formerly: str = "",
     secret: bool = False,
 ) -> T | D:
-    """A field that is a row: what the variable ``name`` says, else ``default``."""
+    """Return a field that is a row: what the variable ``name`` says, else ``default``."""
     words = default_in_words or _in_words(default, kind)
     row = Setting(name, kind, words, readers, meaning, formerly)
     return field(default=default, repr=not secret, metadata={"setting": row})
@@ -98,12 +98,12 @@ def _in_words(default: object, kind: Kind[Any]) -> str:
 
 
 def rows(table: type) -> list[Setting]:
-    """The settings of one of the classes below, in their order."""
+    """Return the settings of one of the classes below, in their order."""
     return [each.metadata["setting"] for each in fields(table) if "setting" in each.metadata]
 
 
 def _given(table: type, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment says of the fields of ``table``, each under its name."""
+    """Return what the environment says of the fields of ``table``, each under its name."""
     of_a_row = {each.name: each.metadata["setting"] for each in fields(table) if "setting" in each.metadata}
     return {name: value for name, row in of_a_row.items() for value in row.values(environ)}
 
@@ -185,7 +185,7 @@ class SecurityKnobs:
 
     @property
     def acting(self) -> list[str]:
-        """The variables by which this job was to be protected, for whoever cannot honour them."""
+        """Return the variables by which this job was to be protected, for whoever cannot honour them."""
         given = {"AUTH_TOKEN": self.token, "TLS_CERT": self.cert, "TLS_KEY": self.key, "TLS_CA": self.ca}
         return [f"FLEET_{name}" for name, value in given.items() if value]
 
@@ -395,7 +395,8 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with every setting under the name that it has now, for processes that are started with it."""
+    """Return the environment with every setting under the name that it has now, for processes that are started with
+    it."""
     present = dict(environ)
     for row in {row.formerly: row for row in SETTINGS.values() if row.formerly in environ}.values():
         row.values(environ)  # refuses two names that do not agree
@@ -406,7 +407,7 @@ def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _token(token: str, path: str) -> str:
-    """The shared token. No error here may show it, nor what a wrong path happened to point to."""
+    """Return the shared token. No error here may show it, nor what a wrong path happened to point to."""
     if token and path:
         raise ConfigurationError(
             "FLEET_AUTH_TOKEN and FLEET_AUTH_TOKEN_FILE are both set", todo="Leave one of them: they name one token."

@@ -74,12 +74,12 @@ class Turns:
 
     @property
     def is_other_thread(self) -> bool:
-        """Whether the calling thread is another one than the one that trains."""
+        """Say whether the calling thread is another one than the one that trains."""
         return threading.current_thread() is not self._trainer and self._trainer.is_alive()
 
     @property
     def is_fork(self) -> bool:
-        """Whether the calling process is a fork of the one that joined the job."""
+        """Say whether the calling process is a fork of the one that joined the job."""
         return os.getpid() != self._process
 
     def refuse_fork(self, call: str) -> None:
@@ -100,14 +100,15 @@ class PerThread(threading.local, Generic[T]):
 
 
 def start_uninterrupted(work: Callable[[], T], name: str) -> Future[T]:
-    """What ``work`` returns, which no Ctrl-C interrupts: only the main thread hears of one, and another does this."""
+    """Return what ``work`` returns, which no Ctrl-C interrupts: only the main thread hears of one, and another does
+    this."""
     done: Future[T] = Future()
     _begin(_once(work, done), name)
     return done
 
 
 def run_uninterrupted(work: Callable[[], T], name: str) -> T:
-    """The same, for what takes no time: a Ctrl-C is heard of when it is done."""
+    """Return the same, for what takes no time: a Ctrl-C is heard of when it is done."""
     done: Future[T] = Future()
     run, has_begun = _once(work, done), False
     interruption: KeyboardInterrupt | None = None

@@ -26,8 +26,8 @@ _remarked: set[str] = set()
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
-    """What there is to say of variables that are set and have no effect: misspelt ones, and those with nothing to act
-    on."""
+    """Return what there is to say of variables that are set and have no effect: misspelt ones, and those with nothing
+    to act on."""
     said = []
     for name in sorted(environ):
         if name in _IDLE:
@@ -43,7 +43,7 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
 
 
 def names_of_paddle(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are Paddle's or nearly so, and what each probably means."""
+    """Return the variables that are Paddle's or nearly so, and what each probably means."""
     found = {
         name: nearest(name, ROLE_VARIABLES | OF_PADDLE)
         for name in sorted(environ)
@@ -63,7 +63,7 @@ def remark(environ: Mapping[str, str]) -> None:
 
 
 def _is_service_link(name: str, value: str) -> bool:
-    """Whether it is one of the variables that Kubernetes gives every pod for each service."""
+    """Say whether it is one of the variables that Kubernetes gives every pod for each service."""
     return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
 
 

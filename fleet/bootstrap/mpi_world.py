@@ -48,7 +48,7 @@ _world: World | None = None
 
 
 def place_in(environ: Mapping[str, str]) -> str:
-    """Which rank this is, as far as the launcher's variables tell before MPI has started."""
+    """Return which rank this is, as far as the launcher's variables tell before MPI has started."""
     for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")):
         if rank in environ:
             return f"MPI rank {environ[rank]} of {environ.get(size, '?')}"
@@ -56,7 +56,7 @@ def place_in(environ: Mapping[str, str]) -> str:
 
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:
-    """The variables that betray an MPI launcher, if there are any."""
+    """Return the variables that betray an MPI launcher, if there are any."""
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
     given = [f"{name}={environ[name].strip()}" for name in names if environ.get(name, "").strip()]
     return " ".join(given) or None
@@ -241,7 +241,7 @@ class World:
         self._mpi.COMM_WORLD.Abort(1)
 
     def _soon(self, requests: Sequence[Any], within_s: float) -> bool:
-        """Whether all are done in time."""
+        """Say whether all are done in time."""
         until = self._clock.now() + within_s
         while not all(request.Test() for request in requests):
             if self._clock.now() > until:

@@ -45,7 +45,7 @@ def own_addresses() -> list[str]:
 
 
 def addresses_of(host: str) -> set[str]:
-    """What a host's name stands for; nothing if it is unknown."""
+    """Return what a host's name stands for; nothing if it is unknown."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
@@ -85,7 +85,8 @@ class Offer:
         return list(self._open)
 
     def choose(self, guests: set[int], clock: Clock) -> tuple[Endpoint | None, dict[Endpoint, set[int]]]:
-        """The first endpoint where all guests have left their card, and who was where. The other ports are let go."""
+        """Return the first endpoint where all guests have left their card, and who was where. The other ports are let
+        go."""
         visitors: dict[Endpoint, set[int]] = {endpoint: set() for endpoint in self._open}
         doors = {listening.fileno(): (endpoint, listening) for endpoint, listening in self._open.items()}
         inside: dict[int, tuple[Endpoint, socket.socket]] = {}
@@ -119,7 +120,7 @@ class Offer:
         return chosen, visitors
 
     def _read_card(self, visitor: socket.socket) -> int | None:
-        """The guest's number, if the whole card is there, as it is at once when it was sent in one piece."""
+        """Return the guest's number, if the whole card is there, as it is at once when it was sent in one piece."""
         with visitor, contextlib.suppress(OSError):
             card = visitor.recv(TOKEN_BYTES + RANK_BYTES)
             if len(card) == TOKEN_BYTES + RANK_BYTES and card.startswith(self.token):

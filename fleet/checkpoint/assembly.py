@@ -37,7 +37,7 @@ class Assembly:
                 pieces.setdefault(key, tensor)
 
     def whole(self, name: str) -> tuple[dict[str, Any], set[str]]:
-        """All that came for one parameter, by key, and the keys that are flat and of its size."""
+        """Return all that came for one parameter, by key, and the keys that are flat and of its size."""
         come = self._come[name]
         if not come or any(count != self._numel[name] for count in come.values()):
             raise CheckpointError(f"the checkpoint lacks values of {name!r}", where=self._where)

@@ -101,7 +101,7 @@ def _described(spec: JobSpec) -> dict[str, str]:
 
 
 def _parameters(left: Checkpoint, right: Checkpoint, both: set[str]) -> Iterator[Finding]:
-    """Both go through their parameters in an order of their own, so the second is asked for one at a time."""
+    """Yield both go through their parameters in an order of their own, so the second is asked for one at a time."""
     theirs = (each for each in parameters(right) if each.spec.name in both)
     waiting: dict[str, Parameter] = {}
     for mine in parameters(left):
@@ -173,7 +173,7 @@ def _compare_rows(left: Rows, right: Rows) -> RowDifference:
 
 
 def _places(ids: Array, known: Array) -> tuple[Array, Array]:
-    """Which of ``ids`` are among the ``known`` ones, which are sorted, and where these stand there."""
+    """Return which of ``ids`` are among the ``known`` ones, which are sorted, and where these stand there."""
     if not len(known):
         return np.zeros(len(ids), bool), np.empty(0, np.int64)
     places = np.minimum(np.searchsorted(known, ids), len(known) - 1)

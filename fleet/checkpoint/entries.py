@@ -49,7 +49,7 @@ def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
 
 
 def names(told: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What the tensors of entries are called in a file."""
+    """Return what the tensors of entries are called in a file."""
     return [
         f"{each['param']}[{each['offset']}:{each['offset'] + each['numel']}]/{each['key']}"
         for each in told
@@ -69,7 +69,7 @@ def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Te
 
 
 def joined(told: Iterable[dict[str, Any]], tensors: Iterable[torch.Tensor]) -> list[Entry]:
-    """The other way round: each entry with its tensor."""
+    """Return the other way round: each entry with its tensor."""
     arriving = iter(tensors)
     return [(entry, None if "plain" in entry else next(arriving)) for entry in told]
 

@@ -40,7 +40,7 @@ def sync_directory(path: Path) -> None:
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """How many bytes a file has, and their crc32."""
+    """Return how many bytes a file has, and their crc32."""
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
@@ -65,7 +65,7 @@ def read_past_cache(path: Path, most: int) -> memoryview | None:
 
 
 def _is_cached(descriptor: int) -> bool:
-    """Whether the system has the beginning of a file in memory."""
+    """Say whether the system has the beginning of a file in memory."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
     try:
         os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT)

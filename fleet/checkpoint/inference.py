@@ -78,7 +78,7 @@ class InferenceModel:
 
 
 def ids_key(weight: str) -> str:
-    """Where a table's ids stand: ``user.ids`` beside ``user.weight``."""
+    """Return where a table's ids stand: ``user.ids`` beside ``user.weight``."""
     prefix, dot, _ = weight.rpartition(".")
     return f"{prefix}{dot}ids"
 
@@ -179,7 +179,7 @@ def _crc32(content: dict[str, Any]) -> int:
 
 
 def read(dirname: str) -> InferenceModel:
-    """What was written, checked to the last byte; the program is for torch to read."""
+    """Return what was written, checked to the last byte; the program is for torch to read."""
     directory = Path(dirname)
     path = directory / DESCRIPTION
     if not path.is_file():

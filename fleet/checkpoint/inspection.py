@@ -68,7 +68,7 @@ def _batches(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
 
 
 def buffers(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """What the model of a collective job has beside its parameters."""
+    """Return what the model of a collective job has beside its parameters."""
     found: dict[str, torch.Tensor] = {}
     for place, piece in checkpoint.files(BUFFERS):
         found |= zip(piece.about[BUFFERS], _checked(place, piece, checkpoint), strict=True)
@@ -88,7 +88,7 @@ class OwnState:
 
 
 def states(checkpoint: Checkpoint) -> list[OwnState]:
-    """What each worker had beside the model, in the order of their indices."""
+    """Return what each worker had beside the model, in the order of their indices."""
 
     def own(worker: int, steps: int, data: Bytes) -> OwnState:
         return OwnState(worker, steps, data.nbytes, values(data, f"{checkpoint.where}, worker {worker}"))
@@ -227,7 +227,7 @@ def _checked(place: Place, piece: PieceFile, checkpoint: Checkpoint) -> list[tor
 
 
 def _fault(piece: PieceFile, tensors: Sequence[torch.Tensor], spec: JobSpec) -> str:
-    """What is wrong with a piece whose checksum is right, in words."""
+    """Return what is wrong with a piece whose checksum is right, in words."""
     try:
         if DENSE in piece.about:
             return _dense_fault(piece.about[DENSE], tensors, {each.name: each for each in spec.params})

@@ -183,7 +183,7 @@ def _crc32(content: dict[str, Any]) -> int:
 
 
 def is_checkpoint(place: Place) -> bool:
-    """Whether there is a checkpoint of ours, of any version and in whatever state; others have manifests too."""
+    """Say whether there is a checkpoint of ours, of any version and in whatever state; others have manifests too."""
     try:
         raw = json.loads(_content(place))
     except (OSError, ValueError, RecursionError):
@@ -222,7 +222,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, dirname: object) -> Checkpoint:
-        """The checkpoint that a user names, with all that it goes on from."""
+        """Return the checkpoint that a user names, with all that it goes on from."""
         found: Checkpoint | None = None
         for place, manifest in reversed(list(chain(dirname))):
             found = cls(place, manifest, found)
@@ -280,7 +280,7 @@ class Checkpoint:
             )
 
     def fit(self, spec: JobSpec) -> Fit:
-        """How far this is the state of a job."""
+        """Return how far this is the state of a job."""
         saved, wanted = _outline(self.manifest.spec), _outline(spec)
         whole = frozenset(name for name in wanted if saved.get(name) == wanted[name])
         values = frozenset(name for name in wanted if name in saved and saved[name][0] == wanted[name][0]) - whole
@@ -314,7 +314,7 @@ class Checkpoint:
                     )
 
     def lineage(self) -> list[Checkpoint]:
-        """The checkpoints this one consists of, the first one first."""
+        """Return the checkpoints this one consists of, the first one first."""
         lineage, before = [self], self.before
         while before is not None:
             lineage.append(before)
@@ -322,14 +322,14 @@ class Checkpoint:
         return lineage[::-1]
 
     def files(self, kind: str) -> list[tuple[Place, PieceFile]]:
-        """The pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of the
-        lineage, later ones over earlier ones; the rest is whole in the last one."""
+        """Return the pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of
+        the lineage, later ones over earlier ones; the rest is whole in the last one."""
         sources = self.lineage() if kind == TABLE else [self]
         return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
     def pieces(self, kind: str, *, once: bool = False) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """What the pieces of a kind are, and their tensors, each read and verified, and to be used before the next
-        piece is asked for; the next ones are read meanwhile. ``once``: nobody else on this machine reads them."""
+        """Yield what the pieces of a kind are, and their tensors, each read and verified, and to be used before the
+        next piece is asked for; the next ones are read meanwhile. ``once``: nobody else on this machine reads them."""
         files = deque(self.files(kind))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="fleet-checkpoint") as reader:
             ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
@@ -367,13 +367,13 @@ class Checkpoint:
 
 
 def lacking_tables(spec: JobSpec, manifests: Iterable[Manifest]) -> list[str]:
-    """The tables of which nothing was saved; of one without rows that was."""
+    """Return the tables of which nothing was saved; of one without rows that was."""
     there = {piece.about.get(TABLE) for manifest in manifests for piece in manifest.pieces}
     return [table.name for table in spec.tables if table.name not in there]
 
 
 def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:
-    """The manifest that a user names, and those of what it goes on from, one after the other."""
+    """Yield the manifest that a user names, and those of what it goes on from, one after the other."""
     place, manifest = Checkpoint.open_manifest(place_at(dirname))
     known = {manifest.id}
     yield place, manifest
@@ -394,7 +394,7 @@ def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:
 
 
 def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Tensor]:
-    """The tensors of a piece, verified."""
+    """Return the tensors of a piece, verified."""
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
         data = place.read(piece.file, piece.bytes + 1, once=once)

@@ -61,12 +61,12 @@ class PieceFile:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> PieceFile:
-        """One that was written as JSON, where there are no tuples."""
+        """Return one that was written as JSON, where there are no tuples."""
         return cls(**{**raw, "tensors": tuple(raw["tensors"])})
 
 
 def encoded(tensors: Tensors) -> list[Buffer]:
-    """What a safetensors file of these tensors consists of."""
+    """Return what a safetensors file of these tensors consists of."""
     header: dict[str, Any] = {}
     bodies: list[Buffer] = []
     at = 0
@@ -90,7 +90,7 @@ def encoded(tensors: Tensors) -> list[Buffer]:
 
 
 def decoded(piece: PieceFile, data: memoryview, where: str) -> list[torch.Tensor]:
-    """The tensors of a file, in their order, once its checksum is right: views of its bytes."""
+    """Return the tensors of a file, in their order, once its checksum is right: views of its bytes."""
     found = (len(data), crc32(data))
     if found != (piece.bytes, piece.crc32):
         raise CheckpointError(

@@ -62,15 +62,15 @@ class Place(Protocol):
     def within(self, name: str) -> Place: ...
 
     def exists(self) -> bool:
-        """Whether anything is here: a directory, even an empty one, or a file."""
+        """Say whether anything is here: a directory, even an empty one, or a file."""
         ...
 
     def is_file(self) -> bool:
-        """Whether what is here is a file."""
+        """Say whether what is here is a file."""
         ...
 
     def names(self) -> list[str]:
-        """What is directly here; nothing where there is no directory."""
+        """Return what is directly here; nothing where there is no directory."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -78,13 +78,13 @@ class Place(Protocol):
     def size(self, name: str) -> int: ...
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """The files directly in a folder that is in here, each with its size, or None where that cannot be told
+        """Return the files directly in a folder that is in here, each with its size, or None where that cannot be told
         without reading it."""
         ...
 
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
-        """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask.
-        What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
+        """Return a file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors
+        ask. What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
         ...
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
@@ -306,7 +306,7 @@ class Remote:
 
 
 def place_at(dirname: object) -> Place:
-    """The place that a user means."""
+    """Return the place that a user means."""
     if not isinstance(dirname, str | os.PathLike):
         raise ArgumentTypeError("dirname must be a path or a URL", got=repr(dirname))
     text = os.fspath(dirname)
@@ -339,14 +339,14 @@ def place_at(dirname: object) -> Place:
 
 
 def reference(target: Place, seen_from: Place) -> str:
-    """How one place is named in a file of another: relative where both can be moved together."""
+    """Return how one place is named in a file of another: relative where both can be moved together."""
     if isinstance(target, Directory) and isinstance(seen_from, Directory):
         return os.path.relpath(target.path, seen_from.path)
     return target.url
 
 
 def referred(name: str, seen_from: Place) -> Place:
-    """The place that ``reference`` has named."""
+    """Return the place that ``reference`` has named."""
     if isinstance(seen_from, Directory) and "://" not in name:
         return Directory((seen_from.path / name).resolve())
     return place_at(name)
@@ -394,7 +394,7 @@ class Claimed:
 
 
 def proven(url: str, proof: str) -> Place | None:
-    """The folder that somebody else claimed, if this process sees it and can write there as well."""
+    """Return the folder that somebody else claimed, if this process sees it and can write there as well."""
     try:
         place = place_at(url)
         found = place.read(MARK, 2 * _PROOF_BYTES + 1)
@@ -407,7 +407,7 @@ def proven(url: str, proof: str) -> Place | None:
 
 
 def is_abandoned(folder: Place) -> bool:
-    """Whether nobody writes here any more."""
+    """Say whether nobody writes here any more."""
     if not isinstance(folder, Directory):
         return False  # nobody can tell
     try:

@@ -55,7 +55,8 @@ def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, 
 
 
 def short(table: str) -> str:
-    """What a table is called beside its rows: the name of its embedding, if its parameter has torch's usual name."""
+    """Return what a table is called beside its rows: the name of its embedding, if its parameter has torch's usual
+    name."""
     return table.removesuffix(f".{WEIGHT}")
 
 
@@ -75,7 +76,7 @@ def _chosen(checkpoint: Checkpoint, names: list[str]) -> list[TableSpec]:
 def _planned(
     checkpoint: Checkpoint, out: str, chosen: list[TableSpec], *, everything: bool, state: bool
 ) -> dict[Path, Callable[[Path], None]]:
-    """The files there are to be, each with what writes it."""
+    """Return the files there are to be, each with what writes it."""
 
     def parquet(spec: TableSpec) -> Callable[[Path], None]:
         return lambda draft: _write_parquet(checkpoint, spec, draft, state)

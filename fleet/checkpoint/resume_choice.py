@@ -117,13 +117,13 @@ def _choice(raw: Any) -> Choice:
 
 
 def without_state(seen: Sequence[Seen]) -> list[int]:
-    """The servers that lack the job although others have been trained in it."""
+    """Return the servers that lack the job although others have been trained in it."""
     is_trained = any(each.held is not None and each.held.base is None for each in seen)
     return [server for server, each in enumerate(seen) if each.held is None] if is_trained else []
 
 
 def are_apart(steps: Sequence[int]) -> bool:
-    """Whether servers are further apart than one step, which may be under way."""
+    """Say whether servers are further apart than one step, which may be under way."""
     return max(steps) - min(steps) > 1
 
 
@@ -164,7 +164,7 @@ def not_at_the_same_step(servers: Sequence[object], steps: Sequence[int | None])
 
 
 def choose(servers: Sequence[object], seen: Sequence[Seen], *, strict: bool = True) -> Choice | None:
-    """What the job begins from; None where every server has it already. ``servers`` are named so in errors."""
+    """Return what the job begins from; None where every server has it already. ``servers`` are named so in errors."""
     lost = without_state(seen)
     if lost:
         there = [f"{servers[i]} at step {each.held.step}" for i, each in enumerate(seen) if each.held is not None]
@@ -249,8 +249,8 @@ def step_of_server(seen: Sequence[Seen], choice: Choice | None, me: int) -> Resu
 
 
 def _kept_at(held: Sequence[Held], mine: int, step: int) -> int:
-    """Where the job was when all of its servers started again, if that is just now, for whoever was at ``mine`` then:
-    others may have trained on since. Else ``step``, where it is."""
+    """Return where the job was when all of its servers started again, if that is just now, for whoever was at ``mine``
+    then: others may have trained on since. Else ``step``, where it is."""
     kept = [each.kept_at for each in held if each.kept_at is not None]
     if len(kept) < len(held) or mine - min(kept) > 1:
         return step

@@ -63,7 +63,7 @@ def _named(state: object) -> dict[str, Any]:
 
 
 def encoded(state: object) -> Bytes:
-    """What the objects of a dict say of themselves now, and its plain values."""
+    """Return what the objects of a dict say of themselves now, and its plain values."""
     encoder = _Encoder()
     entries: dict[str, Any] = {}
     for name, value in _named(state).items():
@@ -122,7 +122,7 @@ def _give(taker: Any, entry: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def decoded(data: Bytes, where: str) -> dict[str, dict[str, Any]]:
-    """What is in some bytes, by name; whatever is not as ``encoded`` makes it is refused."""
+    """Return what is in some bytes, by name; whatever is not as ``encoded`` makes it is refused."""
     line, _, body = bytes(data).partition(b"\n")
     decoder = _Decoder(body)
     try:
@@ -138,7 +138,7 @@ def decoded(data: Bytes, where: str) -> dict[str, dict[str, Any]]:
 
 
 def values(data: Bytes, where: str) -> dict[str, Any]:
-    """What is in some bytes, for people: by the path of each value, as `schedule.last_epoch`."""
+    """Return what is in some bytes, for people: by the path of each value, as `schedule.last_epoch`."""
     found: dict[str, Any] = {}
 
     def enter(value: Any, path: str) -> None:
@@ -175,7 +175,7 @@ def _add(pieces: PieceWriter, shares: list[tuple[int, int, Bytes]]) -> None:
 
 
 def states_in(checkpoint: Checkpoint) -> Iterator[tuple[int, int, Bytes]]:
-    """The states that a checkpoint has, as ``write_states`` was given them."""
+    """Yield the states that a checkpoint has, as ``write_states`` was given them."""
     for about, tensors in checkpoint.pieces(STATES):
         try:
             found = shares_of(about, tensors)
@@ -186,7 +186,8 @@ def states_in(checkpoint: Checkpoint) -> Iterator[tuple[int, int, Bytes]]:
 
 
 def steps_in(checkpoint: Checkpoint) -> dict[int, int]:
-    """The workers whose states a checkpoint has, each with how many of its steps it had taken: the manifest says so."""
+    """Return the workers whose states a checkpoint has, each with how many of its steps it had taken: the manifest says
+    so."""
     abouts = [piece.about for _, piece in checkpoint.files(STATES)]
     return {worker: steps for about in abouts for worker, steps in zip(about[STATES], about["steps"], strict=True)}
 
@@ -207,7 +208,7 @@ def warn_of_none(worker: int, step: int) -> None:
 
 
 def shares_of(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Bytes]]:
-    """The states in one piece; a ``ValueError`` or one of its like if it makes no sense."""
+    """Return the states in one piece; a ``ValueError`` or one of its like if it makes no sense."""
     if any(tensor.dtype is not torch.uint8 or tensor.dim() != 1 for tensor in tensors):
         raise ValueError("a state is not a row of bytes")
     shares = zip(about[STATES], about["steps"], tensors, strict=True)
@@ -224,7 +225,7 @@ def _is_object(value: object) -> bool:
 
 
 def _groups(value: object) -> list[dict[str, Any]]:
-    """The groups of options that a learning-rate scheduler sets."""
+    """Return the groups of options that a learning-rate scheduler sets."""
     groups = getattr(getattr(value, "optimizer", None), "param_groups", None)
     return groups if isinstance(groups, list) else []
 
@@ -331,7 +332,7 @@ class _Decoder:
 
 
 def _called(value: object) -> str:
-    """What a value is, in words."""
+    """Return what a value is, in words."""
     if callable(value) and hasattr(value, "__qualname__"):
         return "a class" if isinstance(value, type) else f"a {type(value).__name__}"
     name = type(value).__name__

@@ -120,12 +120,12 @@ class CheckpointWriter:
 
     @property
     def folder(self) -> Place:
-        """Where the pieces go."""
+        """Return where the pieces go."""
         return self._claimed.folder
 
     @property
     def proof(self) -> str:
-        """What another process finds in the folder if it looks at the same one."""
+        """Return what another process finds in the folder if it looks at the same one."""
         return self._claimed.proof
 
     def pieces(self, prefix: str) -> PieceWriter:
@@ -216,7 +216,7 @@ class CheckpointWriter:
         refuse_unwritable(_WHAT, self._final.url, error)
 
     def _may_be_there(self) -> bool:
-        """Whether the manifest that names the pieces is there, or may be: then they must stay."""
+        """Say whether the manifest that names the pieces is there, or may be: then they must stay."""
         try:
             present = Checkpoint.open_manifest(self._final)[1].id
         except CheckpointError:
@@ -225,7 +225,7 @@ class CheckpointWriter:
 
 
 def _check_present(saved: Saved, present: Manifest) -> None:
-    """Whether the checkpoint that a delta goes on from is still where it was saved."""
+    """Say whether the checkpoint that a delta goes on from is still where it was saved."""
     if present.id != saved.id:
         raise CheckpointError(
             "the checkpoint that a delta would go on from has been replaced",
@@ -241,7 +241,7 @@ def _folder(file: str) -> str:
 
 
 def _manifest_of(place: Place) -> Manifest | None:
-    """What is at a place, if it can be read."""
+    """Return what is at a place, if it can be read."""
     try:
         return Checkpoint.open_manifest(place)[1]
     except CheckpointError:

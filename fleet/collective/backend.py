@@ -142,7 +142,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
             worker.reductions.barrier()
 
     def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
-        """What reduces (value, output, op) over the workers, on behalf of ``call``."""
+        """Return what reduces (value, output, op) over the workers, on behalf of ``call``."""
         worker = self._running_worker(f"{call}()")
 
         def reduce(value: object, output: object, op: object) -> Any:
@@ -167,7 +167,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def begin_saving(
         self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = ""
     ) -> Callable[[None], None]:
-        """What is returned saves; there is nothing to be done before it."""
+        """Return what is returned saves; there is nothing to be done before it."""
         worker = self._running_worker("save_persistables()")
         return lambda _: checkpoint.save(worker, dirname, mode, own, wanted)
 
@@ -179,7 +179,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         return self._running_worker("steps_taken").steps
 
     def checkpoint_states(self, *, gives: bool) -> object_states.CheckpointStates:
-        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        """Return how the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
         return object_states.CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
 
     def keep_state(self, state: object) -> NoReturn:  # noqa: ARG002

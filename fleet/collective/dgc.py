@@ -29,7 +29,7 @@ LEAST_ELEMENTS = 16384
 
 
 def sparsity_at(options: DGC, step: int) -> float | None:
-    """The share of elements that stay behind in this step, counted from 0; None while gradients travel whole."""
+    """Return the share of elements that stay behind in this step, counted from 0; None while gradients travel whole."""
     since = step - options.rampup_begin_step
     if since < 0:
         return None
@@ -38,12 +38,13 @@ def sparsity_at(options: DGC, step: int) -> float | None:
 
 
 def kept(elements: int, sparsity: float) -> int:
-    """How many elements travel."""
+    """Return how many elements travel."""
     return max(1, round(elements * (1.0 - sparsity)))
 
 
 def clip_factor(norm: float, clip_norm: float, workers: int) -> float:
-    """What a gradient of this norm is multiplied by: N clipped gradients add up to no more than one clipped sum."""
+    """Return what a gradient of this norm is multiplied by: N clipped gradients add up to no more than one clipped
+    sum."""
     limit = clip_norm / float(workers) ** 0.5
     return min(1.0, limit / norm) if norm > 0 else 1.0
 

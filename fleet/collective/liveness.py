@@ -24,5 +24,5 @@ class Liveness:
 
 
 def stopped(before: Mapping[int, int], after: Mapping[int, int]) -> list[int]:
-    """The workers whose counter has not moved from one look to the next."""
+    """Return the workers whose counter has not moved from one look to the next."""
     return [worker for worker, count in after.items() if before[worker] == count]

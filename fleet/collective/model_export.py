@@ -11,7 +11,8 @@ from fleet.collective.worker import CollectiveWorker
 
 
 def state_dict(model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
-    """A copy of ``model.state_dict()``. Remote tables have no rows in such a job: they are left out or refused."""
+    """Return a copy of ``model.state_dict()``. Remote tables have no rows in such a job: they are left out or
+    refused."""
     if tables:
         return _copied(serving.state_in_job(model, ()))
     state = serving.own_state(model)

@@ -47,7 +47,7 @@ def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[
 
 
 def _may_come(worker: CollectiveWorker, store: Store, name: str, other: int, everyone: bool) -> bool:
-    """Whether to wait for a worker: not if it waits for this one itself, in a round or a gathering."""
+    """Say whether to wait for a worker: not if it waits for this one itself, in a round or a gathering."""
     monitor = worker.group.monitor
     if other == monitor.rank or store.check([f"state/{name}/{other}"]) or store.check([f"left/{other}"]):
         return False
@@ -105,7 +105,8 @@ class CheckpointStates:
 
     @property
     def needs_notice(self) -> bool:
-        """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
+        """Say whether others have to hear of a checkpoint before its step: their states right after that belong into
+        it."""
         return self._gives and self._worker.group.size > 1
 
     def ask(self, step: int) -> None:
@@ -116,12 +117,12 @@ class CheckpointStates:
 
     @property
     def asked(self) -> str:
-        """The name under which all have been asked after this step; empty if they have not."""
+        """Return the name under which all have been asked after this step; empty if they have not."""
         return self._after(self._asked_at) if self._asked_at == self._worker.steps else ""
 
     @property
     def wanted(self) -> str | None:
-        """The name under which this worker's state is wanted now; None if it is not."""
+        """Return the name under which this worker's state is wanted now; None if it is not."""
         step = self._worker.group.monitor.ask(lambda store: int(store.get("asked")) if store.check(["asked"]) else -1)
         return self._after(step) if step == self._worker.steps else None
 
@@ -130,7 +131,7 @@ class CheckpointStates:
         return f"checkpoint after step {step}"
 
     def name_of_call(self, call: str) -> str:
-        """The name of what is wanted in a call that every worker makes; empty where this one gives none."""
+        """Return the name of what is wanted in a call that every worker makes; empty where this one gives none."""
         return f"{call} after step {self._worker.steps}" if self._gives else ""
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:

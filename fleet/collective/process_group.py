@@ -80,7 +80,7 @@ class Group:
         self.monitor = StoreMonitor(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
 
     def gather_texts(self, what: str, told: str) -> list[str]:
-        """What every worker says here, in their order; all of them come within the start-up deadline."""
+        """Return what every worker says here, in their order; all of them come within the start-up deadline."""
         self._post_and_wait(what, told, self._knobs.startup_deadline_s)
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         return [self.monitor.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
@@ -227,7 +227,7 @@ class Group:
         return self._control or self.everyone
 
     def split(self, backend: str | None = None, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """A further group, of all workers or some; every worker makes the same ones in the same order."""
+        """Return a further group, of all workers or some; every worker makes the same ones in the same order."""
         made = dist.new_group(ranks, backend=backend, timeout=_PATIENCE)
         if isinstance(made, dist.ProcessGroup):  # it is something else where this worker is no member
             self._made.append(made)
@@ -301,7 +301,7 @@ class Group:
 
 
 def _is_over(store: Store) -> bool:
-    """Whether it is the store of a job that has ended, or goes while it is asked."""
+    """Say whether it is the store of a job that has ended, or goes while it is asked."""
     try:
         return any(store.check([key]) for key in ENDED)
     except RuntimeError:
@@ -330,7 +330,7 @@ def _done_within(work: dist.Work, slice_s: float) -> bool:
 
 
 def _bound(endpoint: Endpoint) -> int:
-    """A socket at the endpoint and nowhere else; torch's own would listen at every address of the machine."""
+    """Return a socket at the endpoint and nowhere else; torch's own would listen at every address of the machine."""
     host = endpoint.host.strip("[]")
     made: socket.socket | None = None
     try:

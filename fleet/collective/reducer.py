@@ -103,7 +103,7 @@ class Reducer:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether a backward began a round and ended in an exception before it was complete."""
+        """Say whether a backward began a round and ended in an exception before it was complete."""
         return self._is_open
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class Reducer:
 
 
 def _accumulator(param: torch.nn.Parameter) -> Any:
-    """The autograd node that adds to ``param.grad``."""
+    """Return the autograd node that adds to ``param.grad``."""
     return torch.autograd.graph.get_gradient_edge(param).node
 
 

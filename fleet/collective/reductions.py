@@ -34,7 +34,7 @@ class StoreReductions:
         self._number = 0
 
     def is_ahead(self, store: Store, worker: int) -> bool:
-        """Whether a worker has come to the gathering that is next for this one."""
+        """Say whether a worker has come to the gathering that is next for this one."""
         return store.check([f"gather/{self._number + 1}/{worker}"])
 
     def barrier(self) -> None:
@@ -73,14 +73,14 @@ class StoreReductions:
         return found
 
     def _leads(self, store: Store, number: int) -> bool | None:
-        """Whether this worker collects; None while that is open."""
+        """Say whether this worker collects; None while that is open."""
         if store.check([f"gather/{number}/result"]):
             return False
         earlier = range(self._monitor.rank)
         return True if all(self._is_out(store, number, other) for other in earlier) else None
 
     def _is_out(self, store: Store, number: int, worker: int) -> bool:
-        """Whether a worker has left without coming to a gathering."""
+        """Say whether a worker has left without coming to a gathering."""
         left = store.check([f"left/{worker}"])  # asked first: what it brought, it brought before
         return left and not store.check([f"gather/{number}/{worker}"])
 

@@ -13,7 +13,7 @@ from fleet.collective.reducer import Round
 
 @torch.no_grad()
 def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contribute: bool) -> Round:
-    """The mean of the parameters of all workers that contribute, on every worker."""
+    """Return the mean of the parameters of all workers that contribute, on every worker."""
     marks = torch.zeros(group.size)
     marks[group.rank] = float(contribute)
     counting = dist.all_reduce(marks, group=group.control, async_op=True)

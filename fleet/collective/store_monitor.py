@@ -71,7 +71,7 @@ class StoreMonitor:
     # ---------------------------------------------------------------- the user's thread
 
     def ask(self, work: Callable[[Store], T]) -> T:
-        """What ``work`` does with the store, done by the monitor."""
+        """Return what ``work`` does with the store, done by the monitor."""
         future: Future[T] = Future()
         self._requests.put((work, future))
         while True:
@@ -84,7 +84,7 @@ class StoreMonitor:
                 raise self._failure.again() from error
 
     def until(self, ready: Callable[[Store], T | None], within_s: float | None = None) -> T | None:
-        """What ``ready`` finds once it finds anything, asked again and again; None if the time is over first."""
+        """Return what ``ready`` finds once it finds anything, asked again and again; None if the time is over first."""
         began, pause_s = self.clock.now(), 0.0005
         while True:
             found = self.ask(ready)
@@ -197,7 +197,7 @@ class StoreMonitor:
         self._thread.join(SLICE_S)
 
     def blame(self, error: RuntimeError) -> FleetError:
-        """A connection broke: find out whose worker has gone. The living keep counting while everybody looks."""
+        """Return a connection broke: find out whose worker has gone. The living keep counting while everybody looks."""
         try:
             before = self.ask(self._counts)
             limit_s = LATE_BEATS * self._heartbeat_s

@@ -84,7 +84,8 @@ class SynchronizedOptimizer(DistributedOptimizer):
             worker.set_synchronized(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of the wrapped optimizers; the same on all workers, unless they train alone for a while (local SGD)."""
+        """Return those of the wrapped optimizers; the same on all workers, unless they train alone for a while (local
+        SGD)."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self._wrapped]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

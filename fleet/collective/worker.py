@@ -100,7 +100,7 @@ class CollectiveWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker trains."""
+        """Return where this worker trains."""
         return self._trained[0].device
 
     def _outline(self) -> dict[str, object]:
@@ -132,7 +132,7 @@ class CollectiveWorker:
         return Hierarchical(self.group, neighbours(size, inner), strategy.nccl_comm_num)
 
     def _workers_here(self) -> int:
-        """How many workers this host has, 0 where only the first one's address is known."""
+        """Return how many workers this host has, 0 where only the first one's address is known."""
         workers, mine = self.assignment.workers, self.assignment.endpoint
         return sum(mine is not None and worker.host == mine.host for worker in workers) if len(workers) > 1 else 0
 
@@ -245,7 +245,7 @@ class CollectiveWorker:
                 )
 
     def set_synchronized(self, wanted: bool) -> bool:
-        """Whether backwards reduce from now on, as far as the strategy lets them; what it was before."""
+        """Say whether backwards reduce from now on, as far as the strategy lets them; what it was before."""
         if self._reducer is None:
             return wanted
         before = self._reducer.enabled
@@ -317,7 +317,7 @@ class CollectiveWorker:
         }
 
     def read_figures(self) -> dict[str, float]:
-        """What this worker tells of itself, from any thread."""
+        """Return what this worker tells of itself, from any thread."""
         return self.figures.read(step=self.steps, steps=self._own_steps, lockstep=True, sent_bytes=self._sent_bytes)
 
     @property

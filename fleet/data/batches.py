@@ -30,7 +30,7 @@ class Rows(NamedTuple):
         return len(self.bounds) - 1
 
     def part(self, begin: int, end: int | None = None) -> Rows:
-        """Some of them, without a copy."""
+        """Return some of them, without a copy."""
         return Rows(self.words, self.bounds[begin : None if end is None else end + 1])
 
 
@@ -85,7 +85,7 @@ def _spread(
 
 
 def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
-    """The picked rows as tensors, in this order."""
+    """Return the picked rows as tensors, in this order."""
     size = len(picks)
     real, ragged = layout.kinds == FLOATS, layout.widths == 0
     totals = size * layout.widths
@@ -111,7 +111,7 @@ def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
 
 
 def samples_of(batch: Batch) -> Iterator[Batch]:
-    """The samples of a batch one by one: a vector for each column."""
+    """Yield the samples of a batch one by one: a vector for each column."""
     taken = [_single(column) for column in batch.values()]
     for values in zip(*taken, strict=True):
         yield dict(zip(batch, values, strict=True))
@@ -124,7 +124,7 @@ def _single(column: torch.Tensor | Ragged) -> Sequence[torch.Tensor]:
 
 
 def collated(samples: Sequence[Batch], layout: Layout) -> Batch:
-    """The batch that these samples are."""
+    """Return the batch that these samples are."""
     batch: Batch = {}
     for name, width in zip(layout.names, layout.widths.tolist(), strict=True):
         values: list[Any] = [sample[name] for sample in samples]

@@ -95,11 +95,11 @@ class SampleFiles(IterableDataset[Batch], ABC):
 
     @abstractmethod
     def _pieces(self, file: str) -> list[Piece]:
-        """What the file consists of, each to be read by one process."""
+        """Return what the file consists of, each to be read by one process."""
 
     @abstractmethod
     def _read(self, piece: Piece, faults: Faults) -> Iterator[Rows]:
-        """The rows of a piece, in portions that depend on nothing but the file, each valid until the next."""
+        """Yield the rows of a piece, in portions that depend on nothing but the file, each valid until the next."""
 
     # ---------------------------------------------------------------- for users
 
@@ -122,7 +122,8 @@ class SampleFiles(IterableDataset[Batch], ABC):
         return self._batches(start, reader, readers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process is: ``load_state_dict`` goes on with the sample after the last one that was yielded."""
+        """Return where this process is: ``load_state_dict`` goes on with the sample after the last one that was
+        yielded."""
         info = get_worker_info()
         if info is None and self._shared[_ELSEWHERE]:
             raise StateError(
@@ -154,13 +155,13 @@ class SampleFiles(IterableDataset[Batch], ABC):
         self._loaded = dict(state)
 
     def collate(self, samples: Sequence[Batch]) -> Batch:
-        """The batch of these samples, as a ``DataLoader``'s ``collate_fn``."""
+        """Return the batch of these samples, as a ``DataLoader``'s ``collate_fn``."""
         return collated(samples, self._layout)
 
     # ---------------------------------------------------------------- reading
 
     def _settings(self, readers: int) -> dict[str, Any]:
-        """All that decides what comes when."""
+        """Return all that decides what comes when."""
         sizes = repr([piece[1:] for piece in self._all_pieces]).encode()
         return {
             "files": len(self.files),
@@ -252,7 +253,7 @@ class _Held:
         return self.number >= self.batch and 8 * (self._end + self.number) >= self._most_bytes
 
     def window(self, all_of_them: bool = False) -> _Window:
-        """What is held, as far as it makes whole batches; the rest stays."""
+        """Return what is held, as far as it makes whole batches; the rest stays."""
         self._taken = self.number if all_of_them else self.number - self.number % self.batch
         self._bounds = [np.concatenate(self._bounds)]
         return _Window(self._begins[0][1], Rows(self._words, self._bounds[0][: self._taken + 1]))
@@ -270,7 +271,7 @@ class _Held:
 
 
 def _position_in(state: Mapping[str, Any], settings: Mapping[str, Any], reader: int) -> Position:
-    """Where a state says to go on, if it is one of the same reading."""
+    """Return where a state says to go on, if it is one of the same reading."""
     for name, now in {**settings, "reader": reader}.items():
         then = state[name] if name == "reader" else state["settings"].get(name)
         if then != now:

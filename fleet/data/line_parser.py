@@ -62,7 +62,8 @@ def _after_word(text: Any, at: int) -> int:
 
 @compiled
 def _whole(text: Any, at: int) -> tuple[int, Any, int]:
-    """Where a whole number ends, its 64 bits, and what the word was. What does not fit an int64 wraps, as a uint64."""
+    """Return where a whole number ends, its 64 bits, and what the word was. What does not fit an int64 wraps, as a
+    uint64."""
     negative = text[at] == _MINUS
     if negative or text[at] == _PLUS:
         at += 1
@@ -84,7 +85,7 @@ def _whole(text: Any, at: int) -> tuple[int, Any, int]:
 
 @compiled
 def _letters(text: Any, at: int, word: Any) -> bool:
-    """Whether these letters, large or small, are the whole word."""
+    """Say whether these letters, large or small, are the whole word."""
     for letter in word:
         if text[at] | 32 != letter:
             return False
@@ -97,7 +98,7 @@ _NAN, _INF, _INFINITY = (np.frombuffer(name, np.uint8) for name in (b"nan", b"in
 
 @compiled
 def _real(text: Any, at: int) -> tuple[int, Any, int]:
-    """Where a number ends, its value, and what the word was."""
+    """Return where a number ends, its value, and what the word was."""
     sign = 1.0
     if text[at] == _MINUS or text[at] == _PLUS:
         if text[at] == _MINUS:
@@ -259,7 +260,7 @@ def _parse(text: Any, kinds: Any, widths: Any, words: Any, reals: Any, bounds: A
 
 
 def nearest_float32(text: str) -> np.float32:
-    """The float32 next to a decimal number; of two that are equally near the one whose last bit is 0."""
+    """Return the float32 next to a decimal number; of two that are equally near the one whose last bit is 0."""
     exact = Fraction(text)
     with np.errstate(over="ignore"):
         near = np.float32(float(exact))  # to float64 and on to float32: wrong at most by one, and only near halfway
@@ -304,30 +305,30 @@ class Parser:
         return fault
 
     def rows(self) -> Rows:
-        """All that was not malformed; in memory that the next chunk takes."""
+        """Return all that was not malformed; in memory that the next chunk takes."""
         return Rows(self._words, self._bounds[: self._state[ROW] + 1])
 
     @property
     def line(self) -> int:
-        """The malformed line, counted from 0 where the chunk begins."""
+        """Return the malformed line, counted from 0 where the chunk begins."""
         return int(self._state[LINE]) - 1
 
     @property
     def slot(self) -> str:
-        """Which slot is malformed; the last one, where the line goes on behind it."""
+        """Return which slot is malformed; the last one, where the line goes on behind it."""
         return self._slots.names[min(int(self._state[SLOT]), len(self._slots.names) - 1)]
 
     @property
     def word(self) -> bytes:
-        """What stands where the line goes wrong."""
+        """Return what stands where the line goes wrong."""
         return self._bytes[self._state[BEGIN] : self._state[END]]
 
     @property
     def number(self) -> int:
-        """How many values of the slot were read."""
+        """Return how many values of the slot were read."""
         return int(self._state[NUMBER])
 
     @property
     def wanted(self) -> int:
-        """How many values the slot said it has."""
+        """Return how many values the slot said it has."""
         return int(self._state[WANTED])

@@ -34,8 +34,8 @@ class MomentRows:
 
 
 def decay_and_shrink(options: Mapping[str, Any]) -> tuple[float, float]:
-    """How much of the weight is added to its gradient, and by what the weight is multiplied: weight decay is one of
-    the two."""
+    """Return how much of the weight is added to its gradient, and by what the weight is multiplied: weight decay is one
+    of the two."""
     if options["decoupled_weight_decay"]:
         return 0.0, 1 - options["lr"] * options["weight_decay"]
     return options["weight_decay"], 1.0

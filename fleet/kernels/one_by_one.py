@@ -27,7 +27,7 @@ class OneByOne(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew and returns it."""
+        """Return one step; ``closure`` computes the loss anew and returns it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -39,10 +39,10 @@ class RowKernel(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Every option the formula honours, with torch's default."""
+        """Return every option the formula honours, with torch's default."""
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
-        """The state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
+        """Return the state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
 
     def step(
         self,
@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def joinable(self) -> bool:
-        """Whether several parameters may be updated as one."""
+        """Say whether several parameters may be updated as one."""
         return self.sliceable and self.seamless
 
     @property
@@ -79,8 +79,8 @@ class Rule:
 
 
 def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
-    """A state column. Where the options need none, the weights stand for it, which the update must then leave alone: an
-    argument of the same type lets all options share one compilation."""
+    """Return a state column. Where the options need none, the weights stand for it, which the update must then leave
+    alone: an argument of the same type lets all options share one compilation."""
     return state.get(name, weights)
 
 

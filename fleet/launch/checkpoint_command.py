@@ -24,7 +24,7 @@ from fleet.plan.specs import INITIALIZERS
 
 
 def carry_out(command: str, options: argparse.Namespace) -> int:
-    """One of the commands that ``checkpoint_options`` has read; the exit code."""
+    """Return one of the commands that ``checkpoint_options`` has read; the exit code."""
     return {"ls": _list, "verify": _verify, "diff": _diff, "export": _export}[command](options)
 
 
@@ -97,7 +97,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _list_several(places: Sequence[Place], as_json: bool) -> bool:
-    """Whether all of them could be opened."""
+    """Say whether all of them could be opened."""
     found, broken = [], []
     for place in places:
         try:

@@ -73,12 +73,12 @@ the job, a second one kills it. After a mistake in the options nothing is starte
 
 
 def fleetrun(argv: list[str] | None = None) -> int:
-    """The ``fleetrun`` command; returns the exit code."""
+    """Return the ``fleetrun`` command; returns the exit code."""
     return _guarded(_run, sys.argv[1:] if argv is None else argv, "fleetrun")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The ``fleet`` command; returns the exit code."""
+    """Return the ``fleet`` command; returns the exit code."""
     return _guarded(_dispatch, sys.argv[1:] if argv is None else argv, "fleet")
 
 
@@ -177,7 +177,8 @@ def _report(argv: list[str], prog: str) -> int:
 
 
 def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
-    """A command that asks a job: not every error is a mistake in the arguments, so most say no word of --help."""
+    """Return a command that asks a job: not every error is a mistake in the arguments, so most say no word of
+    --help."""
     try:
         return command(argv, prog)
     except (DeadlineError, AuthenticationError) as error:
@@ -267,7 +268,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _checked(command: list[str], *, as_module: bool) -> list[str]:
-    """The arguments for Python, once it is known that there is something to run."""
+    """Return the arguments for Python, once it is known that there is something to run."""
     if not command:
         raise ConfigurationError("no script given", todo="Name it after the options.")
     script = command[0]
@@ -287,7 +288,7 @@ def _checked(command: list[str], *, as_module: bool) -> list[str]:
 
 
 def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
-    """What the options ask for, checked against this machine."""
+    """Return what the options ask for, checked against this machine."""
     alone = [f"--{name}" for name in ("server_num", "worker_num", "start_port") if getattr(options, name) is not None]
     part = [f"--{name}" for name in ("servers", "workers", "node_ip") if getattr(options, name) is not None]
     if alone and part:
@@ -356,7 +357,7 @@ def _make_writable(name: str, directory: Path) -> None:
 
 
 def _record_dir(options: argparse.Namespace) -> Path:
-    """Where the processes keep their figures, for the view and ``fleet report``."""
+    """Return where the processes keep their figures, for the view and ``fleet report``."""
     return Path(PROCESS_ENVIRONMENT.get("FLEET_RECORD_DIR", "").strip() or options.log_dir).resolve()
 
 
@@ -374,7 +375,7 @@ def _wants_live_view(asked: str) -> bool:
 
 
 def _metrics_port(options: argparse.Namespace) -> int | None:
-    """The first one, if figures are to be shown to Prometheus."""
+    """Return the first one, if figures are to be shown to Prometheus."""
     port: int | None = options.metrics_port
     if port is None:
         port = Knobs.read(PROCESS_ENVIRONMENT).observing.metrics_port

@@ -35,7 +35,8 @@ def end_groups(groups: Iterable[int], grace_s: float) -> None:
 
 
 def is_there(group: int) -> bool:
-    """Whether any process of ``group`` is left, once those that have ended and are ours to collect are collected."""
+    """Say whether any process of ``group`` is left, once those that have ended and are ours to collect are
+    collected."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG) != (0, 0):
             pass

@@ -50,7 +50,7 @@ def check_free(endpoint: Endpoint) -> None:
 
 
 def hosts_here(hosts: Iterable[str], node_ip: str | None) -> frozenset[str]:
-    """Those of ``hosts`` that are this machine; with ``node_ip``, those that are the machine of that name.
+    """Return those of ``hosts`` that are this machine; with ``node_ip``, those that are the machine of that name.
 
     A host is here if a socket can be bound to it. That asks the kernel, which knows, and holds for every interface,
     alias and loopback name.
@@ -75,7 +75,7 @@ def hosts_here(hosts: Iterable[str], node_ip: str | None) -> frozenset[str]:
 
 
 def machine_names() -> list[str]:
-    """The names and addresses of this machine, as far as they are easily found."""
+    """Return the names and addresses of this machine, as far as they are easily found."""
     loopback, *others = own_addresses()
     return list(dict.fromkeys([socket.gethostname(), *others, loopback]))
 

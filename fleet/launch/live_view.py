@@ -44,12 +44,12 @@ class LiveView:
         self._ended.pop(process, None)
 
     def clear(self) -> bytes:
-        """What takes it off the terminal, so that a line can be written."""
+        """Return what takes it off the terminal, so that a line can be written."""
         drawn, self._drawn = self._drawn, 0
         return f"\x1b[{drawn}A\r\x1b[J".encode() if drawn else b""
 
     def draw(self, now: float) -> bytes:
-        """What puts it below what was written, with new figures if the old ones are."""
+        """Return what puts it below what was written, with new figures if the old ones are."""
         if self._drawn and now - self._made_at < PERIOD_S:
             return b""
         columns, lines = _size(self.fd)

@@ -50,12 +50,12 @@ class LaunchPlan:
 
     @property
     def has_every_worker(self) -> bool:
-        """Whether this machine's workers are all there are, so that their end is the end of the job."""
+        """Say whether this machine's workers are all there are, so that their end is the end of the job."""
         return sum(process.role is Role.WORKER for process in self.processes) == self.worker_num
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the job is on this machine."""
+        """Say whether all of the job is on this machine."""
         return len(self.processes) == self.worker_num + self.server_num
 
 
@@ -71,9 +71,9 @@ def plan_launch(
     record_dir: str = "",
     metrics_port: int | None = None,
 ) -> LaunchPlan:
-    """The processes whose host is in ``here``; an index is a place in the list of the whole job. A collective job has
-    no servers, and ``workers`` are the endpoints of those on ``worker_hosts``. Each process keeps its figures in
-    ``record_dir``, and shows them at a port of its own from ``metrics_port`` on."""
+    """Return the processes whose host is in ``here``; an index is a place in the list of the whole job. A collective
+    job has no servers, and ``workers`` are the endpoints of those on ``worker_hosts``. Each process keeps its figures
+    in ``record_dir``, and shows them at a port of its own from ``metrics_port`` on."""
     addresses = (
         {"PADDLE_TRAINER_ENDPOINTS": ",".join(map(str, workers))}
         if workers
@@ -130,7 +130,7 @@ def plan_launch(
 
 
 def child_environment(inherited: Mapping[str, str], process: ProcessSpec) -> dict[str, str]:
-    """The whole environment of ``process``, without what an earlier job left to contradict it."""
+    """Return the whole environment of ``process``, without what an earlier job left to contradict it."""
     kept = {
         name: value
         for name, value in inherited.items()

@@ -24,18 +24,18 @@ class Source(Protocol):
     def look(self) -> View: ...
 
     def whole(self) -> tuple[View, View, View] | None:
-        """The beginning and the end of its training, and its own end, if it is over."""
+        """Return the beginning and the end of its training, and its own end, if it is over."""
         ...
 
     def ending(self) -> Cause | None:
-        """Who has ended it, where that is known."""
+        """Return who has ended it, where that is known."""
         ...
 
     def close(self) -> None: ...
 
 
 def source_of(target: str) -> Source:
-    """What ``host:port,host:port`` or the name of a directory means."""
+    """Return what ``host:port,host:port`` or the name of a directory means."""
     if not target.strip():
         raise ConfigurationError("nothing to look at", expected="host:port of every server, or a log directory")
     if Path(target).is_dir():

@@ -180,13 +180,13 @@ class Lines:
         return lines
 
     def close(self) -> list[bytes]:
-        """The last line, if it was left without a newline."""
+        """Return the last line, if it was left without a newline."""
         rest, self._rest = _as_drawn(self._rest), b""
         return [rest] if rest else []
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns in it."""
+    """Return what a terminal would show of a line with carriage returns in it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -308,7 +308,7 @@ class _Pump:
         self._write(stream.console, text)
 
     def _not_held(self, stream: _Stream, lines: list[bytes]) -> list[bytes]:
-        """Those that are shown now."""
+        """Return those that are shown now."""
         if stream.held is None or not lines:
             return lines
         begins = 0
@@ -410,7 +410,7 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
 def _next_effects(
     watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path, job_id: str
 ) -> tuple[_Event | None, list[Effect]]:
-    """What happens next, if it is not just that time passes, and what is to be done about it."""
+    """Return what happens next, if it is not just that time passes, and what is to be done about it."""
     timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
     try:
         event = events.get(timeout=timeout)

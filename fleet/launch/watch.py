@@ -81,7 +81,7 @@ class Watch:
 
     @property
     def failing(self) -> bool:
-        """Whether the job is known to end badly, by no wish of the user's."""
+        """Say whether the job is known to end badly, by no wish of the user's."""
         return self._first_failed is not None
 
     def exited(
@@ -143,7 +143,7 @@ class Watch:
         return [Say(f"{process.name} did not end cleanly: {how_ended(returncode)}; {self._where(process)}")]
 
     def _judge(self, first: ProcessSpec, now: float) -> list[Effect]:
-        """The job fails, as ``first`` was seen to: name who has caused it, or wait for its end."""
+        """Return the job fails, as ``first`` was seen to: name who has caused it, or wait for its end."""
         cause = self._cause
         if cause is not None and any(process.name == cause.process for process in self._alive):
             self.deadline = self.deadline if self._awaits_cause else now + _ON_ITS_WAY_S
@@ -197,7 +197,7 @@ def how_ended(returncode: int) -> str:
 
 
 def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, records: str) -> str:
-    """The last line of a job that went well. ``steps`` are those of each worker here that has told of some."""
+    """Return the last line of a job that went well. ``steps`` are those of each worker here that has told of some."""
     workers = sum(process.role is Role.WORKER for process in plan.processes)
     parts = [f"{workers} worker{'s' * (workers != 1)}"]
     if steps:
@@ -213,7 +213,7 @@ def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, 
 
 
 def state_stays(folders: Sequence[Path], job_id: str) -> str:
-    """What to do with what durable servers have kept, when their job is over and they have not removed it."""
+    """Return what to do with what durable servers have kept, when their job is over and they have not removed it."""
     names = ", ".join(folder.name for folder in folders)
     return (
         f"what the servers kept of this job stays in {folders[0].parent} ({names}): remove that, or go on with the job "

@@ -38,7 +38,8 @@ def packed_ids(ids: npt.ArrayLike) -> Ids:
 
 @compiled
 def mix(x: np.uint64) -> np.uint64:
-    """The finalizer of splitmix64: a bijection of 64 bits in which every output bit depends on every input bit."""
+    """Return the finalizer of splitmix64: a bijection of 64 bits in which every output bit depends on every input
+    bit."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -50,7 +51,7 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 def unique(ids: npt.ArrayLike) -> tuple[Ids, Ids]:
-    """The distinct ids in the order they first appear, and for every id its place among them."""
+    """Return the distinct ids in the order they first appear, and for every id its place among them."""
     return _unique(packed_ids(ids))
 
 
@@ -124,7 +125,7 @@ def accumulate_bags(places: Ids, bags: Ids, scales: Array, grads: Array, total: 
 
 
 def owner(ids: npt.ArrayLike, servers: int) -> Ids:
-    """The server each id lives on."""
+    """Return the server each id lives on."""
     return _owner(packed_ids(ids), servers)
 
 
@@ -216,7 +217,7 @@ def _touch_pages(memory: Array, apart: int) -> None:
 
 
 def table_key(name: str) -> np.uint64:
-    """A table's name as 64 bits, the same in every process."""
+    """Return a table's name as 64 bits, the same in every process."""
     return np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 

@@ -50,7 +50,7 @@ _building = threading.RLock()
 
 
 def _numba() -> Any:
-    """The module, whole: an import that failed half-way is not gone on with, but begun anew by the next call."""
+    """Return the module, whole: an import that failed half-way is not gone on with, but begun anew by the next call."""
     try:
         import numba
     except BaseException:
@@ -61,7 +61,7 @@ def _numba() -> Any:
 
 
 def _undisturbed(work: Callable[[], R]) -> R:
-    """What ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
+    """Return what ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
     return start_uninterrupted(work, "fleet-compiling").result()
 
 
@@ -135,14 +135,14 @@ def _code(signed: Callable[..., Any]) -> Callable[[Callable[P, R]], Intrinsic[P,
 
 
 def _matrix(rows: Any) -> Any:
-    """The type of ``rows``, or of the segment in it."""
+    """Return the type of ``rows``, or of the segment in it."""
     from numba import types
 
     return rows if isinstance(rows, types.Array) else rows.types[1]
 
 
 def _located(context: Any, builder: Any, kind: Any, rows: Any, number: Any) -> tuple[Any, Any]:
-    """A pointer to the first byte of a row, and the matrix or segment whose rows are like it."""
+    """Return a pointer to the first byte of a row, and the matrix or segment whose rows are like it."""
     from llvmlite import ir
     from numba import types
 
@@ -225,7 +225,7 @@ def _touch(_context: Any, rows: Any, _number: Any) -> Any:
 
 @_code(_row)
 def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
-    """One row, to read and to write in place. Nobody checks whether there is one."""
+    """Return one row, to read and to write in place. Nobody checks whether there is one."""
 
 
 @_code(_copy_bytes)

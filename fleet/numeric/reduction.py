@@ -31,7 +31,8 @@ MAX_BYTES = 1 << 30
 
 
 def result_dtype(op: str, dtype: str) -> str:
-    """The element type of a reduction: the input's, but for sums (int64) and means (float64) of integers and bools."""
+    """Return the element type of a reduction: the input's, but for sums (int64) and means (float64) of integers and
+    bools."""
     if CARRIED[dtype] != "int64" or op in ("max", "min"):
         return dtype
     return "int64" if op == "sum" else "float64"
@@ -53,7 +54,7 @@ class Asked:
 
 
 def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) -> PlanMismatchError:
-    """What is told to workers that came to one gathering for different things."""
+    """Return what is told to workers that came to one gathering for different things."""
     return PlanMismatchError(
         "workers asked for different things at the same time",
         where=f"gathering {number} of each",
@@ -131,7 +132,7 @@ class Gatherings:
         return refused + self._effects()
 
     def wait(self, ticket: Hashable, worker: int, number: int) -> list[Effect]:
-        """A request of ``worker`` can be answered once it is decided what came of gathering ``number``."""
+        """Return a request of ``worker`` can be answered once it is decided what came of gathering ``number``."""
         self._waiting[ticket] = (worker, number)
         return self._effects()
 
@@ -143,12 +144,12 @@ class Gatherings:
 
     @property
     def came(self) -> dict[int, int]:
-        """The newest gathering of every worker that is still part of this."""
+        """Return the newest gathering of every worker that is still part of this."""
         return dict(self._came)
 
     @property
     def open(self) -> frozenset[int]:
-        """The gatherings that are not decided yet."""
+        """Return the gatherings that are not decided yet."""
         return frozenset(self._open)
 
     def resume(self, came: Mapping[int, int], decided: Iterable[int]) -> None:
@@ -160,11 +161,12 @@ class Gatherings:
         self._came[worker] = max(self._decided, default=0)
 
     def reached(self, worker: int) -> int:
-        """The newest gathering ``worker`` has come to."""
+        """Return the newest gathering ``worker`` has come to."""
         return self._came[worker]
 
     def lacking(self) -> list[tuple[int, Asked, tuple[int, ...]]]:
-        """Every gathering that somebody waits in, what it is and whom it waits for, for whoever explains a wait."""
+        """Return every gathering that somebody waits in, what it is and whom it waits for, for whoever explains a
+        wait."""
         return [
             (number, next(iter(here.values())), self._absent(number))
             for number, here in sorted(self._open.items())

@@ -62,7 +62,7 @@ class WireTensor:
         return [_bytes_of(self.array)] if self.array.size else []
 
     def kept(self) -> WireTensor:
-        """What travels as it is now, whatever becomes of it."""
+        """Return what travels as it is now, whatever becomes of it."""
         return self
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -114,7 +114,7 @@ def padded(nbytes: int) -> int:
 
 
 def checked_size(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor a peer announces, before anything is allocated for it."""
+    """Return the bytes of a tensor a peer announces, before anything is allocated for it."""
     if dtype not in _NUMPY:
         raise ProtocolError("a tensor has an unknown element type", expected=", ".join(_NUMPY), got=repr(dtype)[:40])
     if len(shape) > 16:
@@ -126,6 +126,6 @@ def checked_size(dtype: str, shape: Sequence[int]) -> int:
 
 
 def view(buffer: np.ndarray[Any, Any], offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> WireTensor:
-    """A tensor inside a received payload; nothing is copied. ``nbytes`` is its checked size."""
+    """Return a tensor inside a received payload; nothing is copied. ``nbytes`` is its checked size."""
     flat = buffer[offset : offset + nbytes].view(_NUMPY[dtype])
     return WireTensor(dtype, flat if len(shape) == 1 else flat.reshape(shape))

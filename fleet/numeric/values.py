@@ -55,14 +55,14 @@ class UserValue:
             )
 
     def wire(self) -> WireTensor:
-        """A copy: what is sent again must be what was sent before, whatever the user does to it meanwhile."""
+        """Return a copy: what is sent again must be what was sent before, whatever the user does to it meanwhile."""
         name = CARRIED[self.dtype]
         if isinstance(self._value, torch.Tensor):
             return WireTensor.of(torch.empty(self.shape, dtype=getattr(torch, name)).copy_(self._value.detach()))
         return WireTensor.of(np.array(self._value, dtype=name, order="C"))
 
     def back(self, result: WireTensor, dtype: str) -> Any:
-        """The result as a value of the same kind, with elements of ``dtype``."""
+        """Return the result as a value of the same kind, with elements of ``dtype``."""
         if isinstance(self._value, torch.Tensor):
             return result.torch().to(self._value.device, getattr(torch, dtype))
         array = result.numpy().astype(dtype, copy=False)
@@ -117,8 +117,8 @@ def _dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def reduced(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
-    """All of one element type and shape, made one in the order given: float16 and bfloat16 in float32, integers in
-    int64, everything else as it is."""
+    """Return all of one element type and shape, made one in the order given: float16 and bfloat16 in float32, integers
+    in int64, everything else as it is."""
     first = tensors[0]
     narrow = first.dtype in ("float16", "bfloat16")
     # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.

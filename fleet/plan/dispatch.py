@@ -13,8 +13,8 @@ class Dispatcher(Protocol):
     def __init__(self, server_num: int) -> None: ...
 
     def dispatch(self, blocks: Sequence[str]) -> list[int]:
-        """One server index for each block, given their names: ``weight`` of a whole parameter, ``weight.block0`` and
-        so on of one that is cut."""
+        """Return one server index for each block, given their names: ``weight`` of a whole parameter, ``weight.block0``
+        and so on of one that is cut."""
         ...
 
 

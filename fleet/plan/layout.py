@@ -77,7 +77,7 @@ class DenseLayout:
 
 
 def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None = None) -> DenseLayout:
-    """The layout of all blocks of ``server``, or of those marked in ``present``."""
+    """Return the layout of all blocks of ``server``, or of those marked in ``present``."""
     slots: list[Slot] = []
     sizes: dict[str, int] = {}
     for position, block in enumerate(plan.by_server[server]):

@@ -41,7 +41,7 @@ class Plan:
 
     @cached_property
     def by_server(self) -> tuple[tuple[Block, ...], ...]:
-        """The blocks of each server, in plan order."""
+        """Return the blocks of each server, in plan order."""
         lists: list[list[Block]] = [[] for _ in range(self.spec.settings.server_num)]
         for block, server in zip(self.blocks, self.servers, strict=True):
             lists[server].append(block)
@@ -54,11 +54,11 @@ class Plan:
         return _name(self.param_of(block), block)
 
     def dense_bytes(self, server: int) -> int:
-        """What the dense blocks of one server weigh."""
+        """Return what the dense blocks of one server weigh."""
         return sum(block.numel * DTYPES[self.param_of(block).dtype] for block in self.by_server[server])
 
     def table(self) -> str:
-        """The plan as text: parameter, block, server, elements."""
+        """Return the plan as text: parameter, block, server, elements."""
         rows = [("parameter", "block", "server", "elements")]
         for block, server in zip(self.blocks, self.servers, strict=True):
             rows.append((self.param_of(block).name, str(block.index), str(server), str(block.numel)))

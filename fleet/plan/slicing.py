@@ -9,7 +9,7 @@ from fleet.base import checks
 
 
 def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> list[int]:
-    """The sizes in elements of the blocks of one parameter, at most ``slice_count`` of them."""
+    """Return the sizes in elements of the blocks of one parameter, at most ``slice_count`` of them."""
     numel = math.prod(shape)
     if numel == 0:
         return [0]

@@ -60,7 +60,7 @@ class Initializer:
 
     @property
     def mean(self) -> float:
-        """What an id that was never trained reads in evaluation."""
+        """Return what an id that was never trained reads in evaluation."""
         return (self.a + self.b) / 2 if self.kind == "uniform" else self.a
 
     @classmethod
@@ -142,15 +142,16 @@ class JobSpec:
 
     @property
     def common(self) -> JobSpec:
-        """What all processes say alike: those of an elastic job may have been told of different numbers of workers."""
+        """Return what all processes say alike: those of an elastic job may have been told of different numbers of
+        workers."""
         return self.among(0) if self.settings.elastic else self
 
     def among(self, worker_num: int) -> JobSpec:
-        """The same job with another number of workers."""
+        """Return the same job with another number of workers."""
         return replace(self, settings=replace(self.settings, worker_num=worker_num))
 
     def continues(self, earlier: JobSpec) -> bool:
-        """Whether this is ``earlier`` with further parameters, tables or groups at the end."""
+        """Say whether this is ``earlier`` with further parameters, tables or groups at the end."""
         return (
             self.settings == earlier.settings
             and self.params[: len(earlier.params)] == earlier.params
@@ -237,7 +238,7 @@ class JobSpec:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be written as UTF-8; JSON can smuggle in half a surrogate pair."""
+    """Say whether a name can be written as UTF-8; JSON can smuggle in half a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -252,7 +253,8 @@ def _tuple(value: object) -> tuple[Any, ...]:
 
 
 def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
-    """One that was written before there was a field that has a default, in a checkpoint perhaps, has its default."""
+    """Return one that was written before there was a field that has a default, in a checkpoint perhaps, has its
+    default."""
     hints = _hints(kind)
     if not _required(kind) <= set(item) <= set(hints):
         raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
@@ -274,7 +276,7 @@ def _hints(kind: Any) -> Mapping[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is exactly of an annotated type: no bool for an int, no int for a float."""
+    """Say whether a value is exactly of an annotated type: no bool for an int, no int for a float."""
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
     return type(value) in (get_args(hint) or (hint,))

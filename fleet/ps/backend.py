@@ -193,7 +193,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._started(worker)
 
     def _describe(self) -> Description:
-        """The user's optimizers and model as they are now."""
+        """Return the user's optimizers and model as they are now."""
         assert self._parts is not None
         optimizers, model, strategy = self._parts
         go_remote(optimizers, model)
@@ -215,7 +215,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._running_worker("barrier_worker()").barrier()
 
     def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
-        """What reduces (value, output, op) over the workers, on behalf of ``call``."""
+        """Return what reduces (value, output, op) over the workers, on behalf of ``call``."""
         worker = self._running_worker(f"{call}()")
         return lambda value, output, op: worker.all_reduce(f"{call}()", value, output, op)
 
@@ -226,7 +226,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return self._running_worker(call).turns
 
     def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
-        """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
+        """Return the part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
         return checkpoint_save.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
@@ -238,7 +238,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return self._running_worker("steps_taken").progress.taken
 
     def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
-        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        """Return how the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
         return CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
 
     def keep_state(self, state: object) -> None:

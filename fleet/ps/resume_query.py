@@ -75,8 +75,8 @@ def resume(
     strict: bool,
     own: OwnServer | None,
 ) -> Resumed:
-    """Where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are; ``own`` is
-    this process's server."""
+    """Return where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are;
+    ``own`` is this process's server."""
     questions = _Questions(assignment, network, own)
     look = pb.Look(root=root, job_id=knobs.job_id, by_server=own is not None)
     began = noticed = clock.now()
@@ -125,7 +125,7 @@ def resume(
 def _agree(
     questions: _Questions, assignment: Assignment, seen: list[Seen], strict: bool, root: str, rest_s: float
 ) -> tuple[Choice | None, Missing]:
-    """What the job goes on from, which all servers have been told; None if they have it already."""
+    """Return what the job goes on from, which all servers have been told; None if they have it already."""
     choice = choose(assignment.servers, seen, strict=strict)
     if choice is None:
         return None, {}
@@ -171,7 +171,7 @@ class _Questions:
         self._channels: dict[int, Channel] = {}
 
     def ask(self, servers: Iterable[int], rest_s: float, **kind: object) -> tuple[dict[int, str], Missing]:
-        """The same question to some servers: what they answer, and who does not."""
+        """Return the same question to some servers: what they answer, and who does not."""
         worker = 0 if self._own is not None else self._assignment.index
         request = pb.Request(worker=worker, **kind)  # type: ignore[arg-type]
         answers: dict[int, str] = {}
@@ -213,7 +213,7 @@ class _Questions:
 
 
 def _is_barred(missing: Missing) -> bool:
-    """Whether those who do not answer are there, and this process is not let in, or would not know them."""
+    """Say whether those who do not answer are there, and this process is not let in, or would not know them."""
     return all(isinstance(error, FleetError) and not isinstance(error, ServerBusyError) for error in missing.values())
 
 

@@ -10,7 +10,7 @@ from fleet.errors import ArgumentTypeError, ConfigurationError
 
 
 def endpoints(name: str, value: object) -> tuple[Endpoint, ...]:
-    """A list of distinct ``host:port`` strings."""
+    """Return a list of distinct ``host:port`` strings."""
     if not isinstance(value, list):
         raise ArgumentTypeError(f"{name} must be a list", expected="a list of 'host:port' strings", got=repr(value))
     if not value:

@@ -27,11 +27,12 @@ class RoleMakerBase(ABC):
 
     @abstractmethod
     def assignment(self) -> Assignment:
-        """The whole cluster, the same from every node, and this process's own place in it."""
+        """Return the whole cluster, the same from every node, and this process's own place in it."""
 
 
 def collective(workers: tuple[Endpoint, ...], index: int, origin: str) -> Assignment:
-    """A job of equals; the local rank counts the earlier workers on the same host, as a choice of GPU needs it."""
+    """Return a job of equals; the local rank counts the earlier workers on the same host, as a choice of GPU needs
+    it."""
     local_rank = sum(worker.host == workers[index].host for worker in workers[:index])
     return Assignment(
         role=Role.WORKER,

@@ -35,8 +35,8 @@ def _paddle(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _slurm(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A batch script is the first process of a job of several tasks; those of a step are found by their role maker, and
-    an interactive shell is no task."""
+    """Return a batch script is the first process of a job of several tasks; those of a step are found by their role
+    maker, and an interactive shell is no task."""
     variables = Variables(environ)
     in_a_step = bool(variables.given("SLURM_STEP_NUM_TASKS"))
     is_task = bool(variables.given("SLURM_PROCID")) and not in_a_step

@@ -29,7 +29,7 @@ _STEP_STRIDE = 101
 
 
 def at_work(environ: Mapping[str, str], *, even_alone: bool = False) -> bool:
-    """Whether srun started this process as one of several tasks. The script of a batch job and an interactive shell
+    """Say whether srun started this process as one of several tasks. The script of a batch job and an interactive shell
     have a job, but no such step."""
     in_a_step = len(Variables(environ).given(*_TASK, *_TASKS)) == 2
     return in_a_step and (even_alone or environ[_TASKS[0]].strip() != "1")
@@ -87,8 +87,8 @@ class SlurmRoleMaker(RoleMakerBase):
 
 
 def _at_once(variables: Variables) -> int:
-    """How many tasks a node is dealt before the next one gets some: all it takes (block), 1 (cyclic), or as srun was
-    told (plane)."""
+    """Return how many tasks a node is dealt before the next one gets some: all it takes (block), 1 (cyclic), or as srun
+    was told (plane)."""
 
     def parse(text: str) -> str:
         way = text.replace(",", ":").partition(":")[0]  # of nodes; what follows speaks of sockets and cores
@@ -105,7 +105,7 @@ def _at_once(variables: Variables) -> int:
 def _nodes(
     variables: Variables, size: int, rank: int, hosts: Sequence[str], counts: Sequence[int], at_once: int
 ) -> list[int]:
-    """The node of every task, as far as the variables agree about it."""
+    """Return the node of every task, as far as the variables agree about it."""
     if not (size and hosts and counts):
         return []
     if len(hosts) != len(counts):
@@ -128,7 +128,7 @@ def _nodes(
 
 
 def _places(nodes: Sequence[int]) -> list[int]:
-    """Which of its node's tasks each one is."""
+    """Return which of its node's tasks each one is."""
     before: Counter[int] = Counter()
     places = []
     for node in nodes:

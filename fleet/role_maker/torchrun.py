@@ -12,7 +12,7 @@ from fleet.role_maker.variables import Variables, whole
 
 
 def at_work(environ: Mapping[str, str]) -> bool:
-    """Both variables, because cluster managers set one or the other for purposes of their own."""
+    """Return both variables, because cluster managers set one or the other for purposes of their own."""
     return len(Variables(environ).given("RANK", "WORLD_SIZE")) == 2
 
 

@@ -87,7 +87,7 @@ class StrategyFactory:
     def create_sync_strategy(
         *, check_finite: bool = False, wire_dtype: str | None = None, needs_all_workers: bool = False
     ) -> Strategy:
-        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite;
+        """Return all workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite;
         ``wire_dtype`` has gradients travel as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job ends when a
         worker is given up on; without, the others go on.
 
@@ -160,7 +160,7 @@ class StrategyFactory:
         elastic: bool = False,
         wire_dtype: str | None = None,
     ) -> Strategy:
-        """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
+        """Return each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
         workers may join the running job, and leave.
 
         Examples:
@@ -187,7 +187,8 @@ class StrategyFactory:
     def create_geo_strategy(
         update_frequency: int = 100, *, check_finite: bool = False, wire_dtype: str | None = None
     ) -> Strategy:
-        """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come.
+        """Return each worker trains on its own and every ``update_frequency`` steps tells the others how far it has
+        come.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_geo_strategy(20)
@@ -285,7 +286,7 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
 
 
 def _text(name: str, value: object) -> str:
-    """What a variable of the environment would hold."""
+    """Return what a variable of the environment would hold."""
     if not isinstance(value, str):
         raise ArgumentTypeError(f"{name} must be a str", got=repr(value))
     if not value.strip():

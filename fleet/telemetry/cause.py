@@ -36,7 +36,7 @@ def claim(directory: str, job: str, process: str, reason: str) -> None:
 
 
 def claimed(directory: Path, job: str | None = None) -> Cause | None:
-    """What ended the job of this id, or whichever has left its word there."""
+    """Return what ended the job of this id, or whichever has left its word there."""
     try:
         told = json.loads((directory / _NAME).read_text())
         cause = Cause(str(told["process"]), str(told["why"]))

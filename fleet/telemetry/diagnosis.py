@@ -60,7 +60,7 @@ class _Time:
 
     @property
     def waits_unseen(self) -> bool:
-        """Whether it does not compute, though it is neither in Fleet's hands nor in want of a processor."""
+        """Say whether it does not compute, though it is neither in Fleet's hands nor in want of a processor."""
         return self.own >= 0.5 and self.cpu + self.delay < self.own / 2
 
     @property
@@ -180,7 +180,7 @@ def _workers_away(case: _Case) -> Iterator[str]:
 
 
 def _stuck_for(case: _Case) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-    """Who waits, by what for and for whom."""
+    """Return who waits, by what for and for whom."""
     stuck: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, worker in case.last.workers.items():
         if worker.standing == "live" and worker.wait is not None and worker.wait.seconds >= _STUCK_S:

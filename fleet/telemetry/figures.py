@@ -55,7 +55,7 @@ SERVER = {
 
 
 def reported(figures: Figures) -> dict[str, float]:
-    """Those of a worker that its script has told under names of its own."""
+    """Return those of a worker that its script has told under names of its own."""
     return {name: value for name, value in figures.items() if name not in WORKER}
 
 

@@ -25,7 +25,7 @@ _MOST_IN_LEGEND = 16
 
 
 def page(story: Story, name: str) -> str:
-    """The whole page; ``name`` says which run it is."""
+    """Return the whole page; ``name`` says which run it is."""
     title = f"Fleet: {name}"
     body = "\n".join(_body(story, title))
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def _section(chart: Chart, moments: Sequence[float], happenings: Sequence[Happen
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
-    """A line with gaps where nothing is known; what stands alone is a dot."""
+    """Return a line with gaps where nothing is known; what stands alone is a dot."""
     drawn, pen = [], "M"
     for place, point in enumerate(points):
         if point is None or not all(map(math.isfinite, point)):
@@ -208,5 +208,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(value: float | None) -> float | None:
-    """What JSON has a number for."""
+    """Return what JSON has a number for."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

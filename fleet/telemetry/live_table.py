@@ -21,7 +21,7 @@ _FRAME = 3
 
 
 def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
-    """What stands in a row; ``names`` are figures of scripts' own that have a column."""
+    """Return what stands in a row; ``names`` are figures of scripts' own that have a column."""
     return (
         row.process,
         _NOTHING if row.step is None else str(row.step),
@@ -39,7 +39,7 @@ def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def with_heads(shown: Sequence[Row]) -> list[tuple[str, ...]]:
-    """What stands in a table: its heads, what these scripts report among them, then a line for each row."""
+    """Return what stands in a table: its heads, what these scripts report among them, then a line for each row."""
     names = list(dict.fromkeys(name for row in shown for name in row.reported))
     return [(*HEADS[:_OWN], *names, *HEADS[_OWN:]), *(cells(row, names) for row in shown)]
 
@@ -66,7 +66,7 @@ def plain(shown: Sequence[Row]) -> str:
 
 
 def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
-    """What rich prints, no wider than ``width`` and no higher than ``height``."""
+    """Return what rich prints, no wider than ``width`` and no higher than ``height``."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -107,7 +107,7 @@ def most_telling(of: Sequence[Row], room: int) -> list[Row]:
 
 
 def fitting(widths: Sequence[int], room: int) -> list[int]:
-    """The columns that there is room for, and some for the note."""
+    """Return the columns that there is room for, and some for the note."""
     needed = [*widths[:-1], min(widths[-1], _ROOM_FOR_NOTE)]
     columns = list(range(len(widths)))
     own = len(widths) - len(HEADS)

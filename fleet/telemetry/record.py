@@ -110,13 +110,13 @@ def path_of(directory: Path, process: str) -> Path:
 
 
 def read_records(directory: Path) -> list[Line]:
-    """All that is recorded there, in the order of time."""
+    """Return all that is recorded there, in the order of time."""
     lines = (line for path in sorted(directory.glob(f"*{SUFFIX}")) for line in path.read_bytes().splitlines())
     return sorted((line for line in map(_parsed, lines) if line is not None), key=lambda line: line.at)
 
 
 def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line]:
-    """The last line of every process, or of these."""
+    """Return the last line of every process, or of these."""
     paths = (
         sorted(directory.glob(f"*{SUFFIX}"))
         if processes is None
@@ -127,8 +127,8 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
 
 
 def has_broken_off(directory: Path, process: str, at: float) -> bool:
-    """Whether a process ended as part of a job without having left it. Old lines prove nothing: a record ends before
-    its process if the disk is full."""
+    """Say whether a process ended as part of a job without having left it. Old lines prove nothing: a record ends
+    before its process if the disk is full."""
     path = path_of(directory, process)
     last = _last(path)
     try:
@@ -154,7 +154,7 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
 
 
 def is_over(lines: Sequence[Line], at: float) -> bool:
-    """Whether every launcher has seen the end of its processes, or every process has left or written nothing for so
+    """Say whether every launcher has seen the end of its processes, or every process has left or written nothing for so
     long that it must have ended; ``lines`` are their newest."""
     launchers = [line for line in lines if line.kind == EVENT]
     if launchers and all(line.is_last for line in launchers):
@@ -163,7 +163,8 @@ def is_over(lines: Sequence[Line], at: float) -> bool:
 
 
 def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
-    """How a job stood when the last of its workers had begun to train, while all of them still did, and in the end."""
+    """Return how a job stood when the last of its workers had begun to train, while all of them still did, and in the
+    end."""
     trained: dict[str, list[float]] = {}
     for line in lines:
         if line.kind == "worker" and line.told.get("steps", 0) > 0:
@@ -176,13 +177,14 @@ def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
 
 
 def view_at(lines: Iterable[Line], at: float) -> View:
-    """How a job stood at one moment; ``lines`` are in the order of time."""
+    """Return how a job stood at one moment; ``lines`` are in the order of time."""
     latest = {line.process: line for line in lines if line.at <= at}
     return view_of(at, latest.values())
 
 
 def evenly_spread(instants: Sequence[float]) -> list[int]:
-    """Which half of some lines to keep: of each of so many spans of equal length the first, and the last of all."""
+    """Return which half of some lines to keep: of each of so many spans of equal length the first, and the last of
+    all."""
     if not instants:
         return []
     spans = max(1, len(instants) // 2)
@@ -204,7 +206,7 @@ def _instants(lines: Sequence[bytes]) -> list[float]:
 
 
 def _last(path: Path) -> Line | None:
-    """The newest whole line, wherever its writer is in the next one."""
+    """Return the newest whole line, wherever its writer is in the next one."""
     size = 1 << 14
     try:
         with path.open("rb") as file:
@@ -224,7 +226,7 @@ def _last(path: Path) -> Line | None:
 
 
 def _parsed(line: bytes) -> Line | None:
-    """None for what is no line of ours, or not all of one."""
+    """Return None for what is no line of ours, or not all of one."""
     try:
         told = json.loads(line)
         made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)

@@ -88,7 +88,7 @@ def _views(lines: Sequence[Line], moments: Sequence[float]) -> list[View]:
 
 
 def _losses(views: Sequence[View], began: float) -> list[Happening]:
-    """What servers alone have noticed."""
+    """Return what servers alone have noticed."""
     return [
         Happening(now.at - began, f"worker {index}", "was given up on by the servers")
         for before, now in itertools.pairwise(views)

@@ -69,12 +69,12 @@ class View:
 
     @property
     def is_heard(self) -> bool:
-        """Whether any process has reported anything."""
+        """Say whether any process has reported anything."""
         return bool(self.workers) or any(server.figures for server in self.servers.values())
 
     @property
     def is_over(self) -> bool:
-        """Whether its servers say so; where there are none, whether all its workers have left."""
+        """Say whether its servers say so; where there are none, whether all its workers have left."""
         heard = [server.phase for server in self.servers.values() if server.figures]
         if not self.servers:
             return bool(self.workers) and all(worker.standing == "left" for worker in self.workers.values())
@@ -87,8 +87,8 @@ def seen(
     own: Mapping[int, tuple[Figures, float]],
     gone: Container[int] = (),
 ) -> View:
-    """A view of what servers answered, by their names, or why they did not; and of workers' own figures, where known,
-    with how old they are. Workers that are ``gone`` have said so themselves."""
+    """Return a view of what servers answered, by their names, or why they did not; and of workers' own figures, where
+    known, with how old they are. Workers that are ``gone`` have said so themselves."""
     servers: dict[str, ServerView] = {}
     workers: dict[int, WorkerView] = {}
     for name, status in statuses.items():
@@ -109,7 +109,7 @@ def seen(
 
 
 def server_name(status: Mapping[str, Any]) -> str:
-    """What rows call it: by its number, where it knows that."""
+    """Return what rows call it: by its number, where it knows that."""
     index = status.get("index")
     return f"server {status['server'] if index is None else index}"
 
@@ -129,7 +129,7 @@ def _worker(told: Mapping[str, Any]) -> WorkerView:
 
 
 def _both(one: WorkerView, other: WorkerView) -> WorkerView:
-    """What two servers know of one worker. It waits at all of them at once, so its waits are not added up."""
+    """Return what two servers know of one worker. It waits at all of them at once, so its waits are not added up."""
     fresher = max(one, other, key=lambda each: each.figures.get("uptime_seconds", 0.0))
     waits = [each.wait for each in (one, other) if each.wait is not None]
     heard = [each.heard_seconds for each in (one, other) if each.heard_seconds is not None]
@@ -161,7 +161,7 @@ class History:
 
     @property
     def ends(self) -> tuple[View, View]:
-        """The oldest and the newest."""
+        """Return the oldest and the newest."""
         return self._views[0], self._views[-1]
 
 
@@ -243,7 +243,7 @@ def _note(before: WorkerView | None, now: WorkerView, held: float) -> str:
 
 
 def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float]:
-    """The part of its time that a worker waited for each of the others between two views."""
+    """Return the part of its time that a worker waited for each of the others between two views."""
     if before is None:
         return {}
     earlier = waited_seconds(before)

@@ -61,7 +61,7 @@ class WorkerFigures:
         self._reported.update(kept)
 
     def read(self, **known: float) -> dict[str, float]:
-        """All there is, with what the caller ``known`` beside it."""
+        """Return all there is, with what the caller ``known`` beside it."""
         return {
             **known,
             "examples": self._examples,
@@ -103,7 +103,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """What goes on counts as well: a wait that never ends is not to look like time of the script's own."""
+        """Return what goes on counts as well: a wait that never ends is not to look like time of the script's own."""
         now = self._clock.now()
         over, began = self._state
         return over if began is None else over + max(0.0, now - began)

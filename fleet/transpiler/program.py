@@ -61,7 +61,7 @@ class Program:
 
     @classmethod
     def last(cls) -> Program:
-        """The one made last in this process: what ``transpile`` works on when it is given none."""
+        """Return the one made last in this process: what ``transpile`` works on when it is given none."""
         if cls._last is None:
             raise NotInitializedError(
                 "there is no program yet", todo="Make one with fleet.Program(model, optimizer), or pass program=."
@@ -152,7 +152,7 @@ class DistributeTranspiler:
         return self._trainer
 
     def get_pserver_program(self, endpoint: str | None = None) -> ServerProgram:
-        """What the server at ``endpoint``, one of ``pservers``, runs."""
+        """Return what the server at ``endpoint``, one of ``pservers``, runs."""
         job = self._transpiled("get_pserver_program")
         if job.workers:
             raise StateError(
@@ -181,7 +181,8 @@ class DistributeTranspiler:
         pserver_program: ServerProgram | None = None,
         startup_program: Program | None = None,
     ) -> StartupProgram:
-        """What the server at ``endpoint`` runs first. ``pserver_program`` is what get_pserver_program gave for it."""
+        """Return what the server at ``endpoint`` runs first. ``pserver_program`` is what get_pserver_program gave for
+        it."""
         job = self._transpiled("get_startup_program")
         server = self.get_pserver_program(endpoint)
         if pserver_program not in (None, server):
@@ -194,11 +195,11 @@ class DistributeTranspiler:
         return StartupProgram(server)
 
     def get_pserver_programs(self, endpoint: str | None = None) -> tuple[ServerProgram, StartupProgram]:
-        """Both programs of a server."""
+        """Return both programs of a server."""
         return self.get_pserver_program(endpoint), self.get_startup_program(endpoint)
 
     def _config_for(self, sync_mode: bool | None) -> DistributeTranspilerConfig:
-        """The config with ``sync_mode`` as ``transpile`` was given it: it can be said in both places."""
+        """Return the config with ``sync_mode`` as ``transpile`` was given it: it can be said in both places."""
         config = copy.copy(self._config or DistributeTranspilerConfig())
         checks.switch_or_none("sync_mode", sync_mode)
         if sync_mode and not config.sync_mode:

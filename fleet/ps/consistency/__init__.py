@@ -26,11 +26,11 @@ class Settings(Protocol):
 
 
 def gate_of(settings: Settings, worker_num: int, version: int = 0) -> Gate:
-    """The gate of a job of so many workers that begins at a version."""
+    """Return the gate of a job of so many workers that begins at a version."""
     return MODES[settings.mode].gate(range(worker_num), version)
 
 
 def policy_of(settings: Settings, update_frequency: int = 1) -> Policy:
-    """The policy of a job with these settings. How often its workers push is for them alone to know."""
+    """Return the policy of a job with these settings. How often its workers push is for them alone to know."""
     policy = MODES[settings.mode].policy
     return (compensated(policy) if settings.dc_lambda else policy)(settings.staleness, update_frequency)

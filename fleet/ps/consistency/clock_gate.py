@@ -64,11 +64,11 @@ class ClockGate(ABC):
 
     @abstractmethod
     def _deliver(self, worker: int, step: int) -> list[Effect]:
-        """What a step that is new brings about at once."""
+        """Return what a step that is new brings about at once."""
 
     @abstractmethod
     def _effects(self) -> list[Effect]:
-        """What can be applied and answered now."""
+        """Return what can be applied and answered now."""
 
     def _answer(self, reached: int) -> list[Effect]:
         """Whatever waited for this version or an earlier one."""

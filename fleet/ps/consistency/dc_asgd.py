@@ -16,5 +16,5 @@ class Compensated(Policy):
 
 
 def compensated(policy: type[Policy]) -> type[Policy]:
-    """A mode's policy with delay compensation."""
+    """Return a mode's policy with delay compensation."""
     return type(f"Compensated{policy.__name__}", (Compensated, policy), {})

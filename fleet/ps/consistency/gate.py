@@ -34,7 +34,7 @@ class Gate(Protocol):
 
     @property
     def version(self) -> int:
-        """How many steps have been applied."""
+        """Return how many steps have been applied."""
         ...
 
     def push(self, worker: int, step: int) -> list[Effect]:
@@ -42,7 +42,7 @@ class Gate(Protocol):
         ...
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
-        """A request of ``worker`` can be answered once ``version`` is there."""
+        """Return a request of ``worker`` can be answered once ``version`` is there."""
         ...
 
     def leave(self, worker: int) -> list[Effect]:
@@ -51,12 +51,13 @@ class Gate(Protocol):
 
     @property
     def clocks(self) -> dict[int, int]:
-        """The newest step of every worker that is still part of this."""
+        """Return the newest step of every worker that is still part of this."""
         ...
 
     @property
     def gone(self) -> dict[int, int]:
-        """The newest step of every worker that has left, which goes on from there if it is part of this again."""
+        """Return the newest step of every worker that has left, which goes on from there if it is part of this
+        again."""
         ...
 
     def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
@@ -68,7 +69,7 @@ class Gate(Protocol):
         ...
 
     def delivered(self, worker: int) -> int:
-        """The newest step ``worker`` has delivered."""
+        """Return the newest step ``worker`` has delivered."""
         ...
 
     def make_up(self, worker: int, step: int) -> list[Effect]:
@@ -77,5 +78,5 @@ class Gate(Protocol):
         ...
 
     def lacking(self) -> tuple[int, tuple[int, ...]]:
-        """The step that is open now and the workers it waits for, for whoever explains a wait."""
+        """Return the step that is open now and the workers it waits for, for whoever explains a wait."""
         ...

@@ -33,7 +33,7 @@ class GeoPolicy(Policy):
         return True
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """A change has the ids of many steps."""
+        """Return a change has the ids of many steps."""
         return False
 
 

@@ -101,8 +101,8 @@ class Membership:
         return None if member.standing is Standing.EXPECTED else member.standing
 
     def _is_free(self, member: Member, incarnation: int) -> bool:
-        """Whether a place is free because its process was given up on, or has left a job in which others may follow;
-        that process itself stays out, as does everybody when the job is over."""
+        """Say whether a place is free because its process was given up on, or has left a job in which others may
+        follow; that process itself stays out, as does everybody when the job is over."""
         if self.finished or member.incarnation == incarnation:
             return False
         if member.standing is Standing.LOST:
@@ -115,19 +115,19 @@ class Membership:
             self._members[worker].refusal = reason
 
     def succeeds(self, worker: int, incarnation: int) -> Standing | None:
-        """Whether this is another process than the one that had the place: how that one stands, else None."""
+        """Say whether this is another process than the one that had the place: how that one stands, else None."""
         member = self._members.get(worker)
         if member is None or member.standing is Standing.EXPECTED or member.incarnation == incarnation:
             return None
         return member.standing
 
     def has(self, worker: int, incarnation: int) -> bool:
-        """Whether this process is a live member."""
+        """Say whether this process is a live member."""
         member = self._members.get(worker)
         return member is not None and member.incarnation == incarnation and member.standing is Standing.LIVE
 
     def met(self, worker: int) -> bool:
-        """Whether a worker is here, and not only surmised to be."""
+        """Say whether a worker is here, and not only surmised to be."""
         member = self._members.get(worker)
         return member is not None and member.standing is Standing.LIVE and not member.surmised
 
@@ -159,15 +159,15 @@ class Membership:
         self._members[worker].standing = Standing.LOST
 
     def awaited(self) -> tuple[int, ...]:
-        """Who is here or may still come."""
+        """Return who is here or may still come."""
         return self._select(lambda member: member.standing in (Standing.LIVE, Standing.EXPECTED))
 
     def absent(self) -> tuple[int, ...]:
-        """Who has not come yet."""
+        """Return who has not come yet."""
         return self._select(lambda member: member.standing is Standing.EXPECTED)
 
     def gone(self) -> tuple[int, ...]:
-        """Who has said goodbye."""
+        """Return who has said goodbye."""
         return self._select(lambda member: member.standing is Standing.LEFT)
 
     def standing(self, worker: int) -> Standing | None:
@@ -189,7 +189,7 @@ class Membership:
         ]
 
     def tick(self, now: float) -> list[Lost | NeverCame]:
-        """What the passing of time alone has decided since the last call."""
+        """Return what the passing of time alone has decided since the last call."""
         effects: list[Lost | NeverCame] = []
         for worker, member in self._members.items():
             if member.standing is Standing.LIVE and now - member.last_heard > self._silence_s:

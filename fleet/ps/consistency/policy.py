@@ -38,35 +38,35 @@ class Policy:
 
     @property
     def may_lose_steps(self) -> bool:
-        """Whether a job goes on where a server has lost steps: what it has is right without them."""
+        """Say whether a job goes on where a server has lost steps: what it has is right without them."""
         return not (self.shares_steps or self.remembers_reads)
 
     # ---------------------------------------------------------------- a worker asks
 
     def version_needed(self, step: int) -> int:
-        """The version of the servers' values that a worker needs to go on after a step."""
+        """Return the version of the servers' values that a worker needs to go on after a step."""
         return 0
 
     def steps_per_push(self, most_merged: int) -> int:
-        """How many steps a worker makes one push of; ``most_merged`` is the communicator's setting."""
+        """Return how many steps a worker makes one push of; ``most_merged`` is the communicator's setting."""
         return 1
 
     def sends_gradients_early(self, most_merged: int) -> bool:
-        """Whether gradients may leave while the backward still runs."""
+        """Say whether gradients may leave while the backward still runs."""
         return self.steps_per_push(most_merged) == 1
 
     # ---------------------------------------------------------------- a server asks
 
     def remembers_read(self, *, dense: bool, training: bool) -> bool:
-        """Whether it remembers that a worker read dense values, or rows that are to be trained."""
+        """Say whether it remembers that a worker read dense values, or rows that are to be trained."""
         return self.remembers_reads and (dense or training)
 
     def remembers_push(self, *, brings_values: bool) -> bool:
-        """Whether it remembers the answer to a push."""
+        """Say whether it remembers the answer to a push."""
         return self.remembers_reads and brings_values
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """Whether the rows that are updated together are those that one forward has looked up."""
+        """Say whether the rows that are updated together are those that one forward has looked up."""
         return True
 
 

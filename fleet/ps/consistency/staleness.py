@@ -40,12 +40,12 @@ class Staleness:
 
 
 def bucket(staleness: int) -> int:
-    """The lower end of the range that a staleness falls into."""
+    """Return the lower end of the range that a staleness falls into."""
     return staleness if staleness < EXACT else 1 << (staleness.bit_length() - 1)
 
 
 def total(parts: Iterable[Counts]) -> dict[int, dict[str, dict[int, int]]]:
-    """The histograms of several servers as one, workers, names and ranges in order."""
+    """Return the histograms of several servers as one, workers, names and ranges in order."""
     sums: dict[int, dict[str, Counter[int]]] = {}
     for part in parts:
         for worker, by_name in part.items():

@@ -47,7 +47,7 @@ class SyncPolicy(Policy):
         return step
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """The gradients of several workers are summed."""
+        """Return the gradients of several workers are summed."""
         return worker_num == 1
 
 

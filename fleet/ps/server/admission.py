@@ -93,7 +93,7 @@ def check_job_id(endpoint: Endpoint, ours: str, theirs: str) -> None:
 
 
 def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello: Any) -> Plan:
-    """The plan that a worker knows, which is the job's, or was before parameters joined it."""
+    """Return the plan that a worker knows, which is the job's, or was before parameters joined it."""
     check_job_id(endpoint, ours, hello.job_id)
     plan = job.plans.of(spec)
     if plan is None:

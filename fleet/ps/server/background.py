@@ -117,7 +117,7 @@ class Background:
     taken: str = ""
 
     def is_at(self, name: str) -> bool:
-        """Whether the work of this name is what is done, or was last."""
+        """Say whether the work of this name is what is done, or was last."""
         return self.task is not None and self.task.name == name
 
     def begin_checkpoint(self, checkpoint: str, since: int, worker: int) -> None:

@@ -71,7 +71,7 @@ class Restore:
 
 
 def restore_from(dirname: object, *, strict: bool = True) -> Restore:
-    """How to start from a checkpoint; its manifest is read now, its pieces when the job is known. Unless it is
+    """Return how to start from a checkpoint; its manifest is read now, its pieces when the job is known. Unless it is
     ``strict``, what does not fit is logged and left out."""
     checkpoint = Checkpoint.open(dirname)
 

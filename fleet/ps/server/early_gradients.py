@@ -49,7 +49,7 @@ class EarlyGradients:
             begun.present[position] = 1
 
     def joined(self, request: Any, rest: Gradient, dense: DenseBlocks) -> Gradient:
-        """A push's gradient with the parts that came ahead of it."""
+        """Return a push's gradient with the parts that came ahead of it."""
         begun = self._by_worker.pop(request.worker, None)
         present, flats = rest
         if begun is None or begun.named != (request.step, request.push.attempt):

@@ -114,8 +114,8 @@ class Handshake:
         return self._durability is not None and self._durability.replaying
 
     def _job_for(self, job: Job | None, request: Any) -> tuple[Job, Plan]:
-        """The job that a hello is for, which it may be the first of, and the plan that the worker knows; it fits, or is
-        refused."""
+        """Return the job that a hello is for, which it may be the first of, and the plan that the worker knows; it
+        fits, or is refused."""
         hello, most_bytes = request.hello, self._knobs.security.max_message_bytes
         spec = JobSpec.from_json(hello.spec)
         check_cluster(self._endpoint, self._expected, spec, request.worker, hello)

@@ -66,14 +66,14 @@ class Initialization:
 
     @property
     def is_complete(self) -> bool:
-        """Whether worker 0 has nothing to bring to what a job begins with."""
+        """Say whether worker 0 has nothing to bring to what a job begins with."""
         return self._lacking is not None and not self._lacking
 
     # ---------------------------------------------------------------- a checkpoint or none
 
     @property
     def origin(self) -> Origin:
-        """What a job begins with here."""
+        """Return what a job begins with here."""
         return NOTHING if self.restore is None else self.restore.origin
 
     def begin_with(self, origin: Origin) -> None:
@@ -205,7 +205,7 @@ class Initialization:
         arrival.answer(pb.Reply())
 
     def _comes_early(self, job: Job, act: Callable[[Job, Arrival], None], arrival: Arrival) -> bool:
-        """Whether a request of worker 0 has to wait until the checkpoint has been read, beside which it brings
+        """Say whether a request of worker 0 has to wait until the checkpoint has been read, beside which it brings
         values."""
         if self._lacking and job.shard is None:
             self._early.append((act, arrival))
@@ -215,7 +215,7 @@ class Initialization:
     def _lacked(
         self, shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]
     ) -> tuple[pb.Upload, Sequence[WireTensor]]:
-        """What of an upload the checkpoint did not bring."""
+        """Return what of an upload the checkpoint did not bring."""
         lacking = self._lacking
         if not lacking:
             return upload, tensors

@@ -64,7 +64,8 @@ class Plans:
         self.outgrown.pop(worker, None)
 
     def of(self, spec: JobSpec) -> Plan | None:
-        """The plan of this spec, which the job has or had: a worker that starts again describes itself as at first."""
+        """Return the plan of this spec, which the job has or had: a worker that starts again describes itself as at
+        first."""
         plans = (self.current, *self.former)
         return next((plan for plan in plans if plan.spec.common == spec.common), None)
 
@@ -92,7 +93,8 @@ class Rounds:
         self.snapshot = self.previous = None
 
     def previous_for(self, worker: int, version: int) -> PreviousRound | None:
-        """What there was at a version, for a worker that has started again and computes its last step once more."""
+        """Return what there was at a version, for a worker that has started again and computes its last step once
+        more."""
         previous = self.previous
         is_last = previous is not None and previous.version == version
         return previous if is_last and self.gate.delivered(worker) > version else None
@@ -147,20 +149,20 @@ class Job:
     began: Origin = NOTHING
 
     def held(self) -> Shard:
-        """The shard, where a request needs one."""
+        """Return the shard, where a request needs one."""
         if self.shard is None:
             raise ProtocolError("worker 0 has not said hello here yet", where=self.where)
         return self.shard
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters have their values, and no others are on their way."""
+        """Say whether all parameters have their values, and no others are on their way."""
         return self.initialized and not self.plans.growing and not self.background.uploads
 
     # ---------------------------------------------------------------- requests that wait
 
     def all_waiting(self) -> list[Waiting]:
-        """Every request that waits for its answer."""
+        """Return every request that waits for its answer."""
         early = (waiting for _, waiting in self.rounds.early)
         return [*self.rounds.parked.values(), *early, *self.claims.waiting(), *self.states.waiting()]
 
@@ -176,7 +178,7 @@ class Job:
             )
 
     def waited_for(self, waiting: Waiting) -> list[int]:
-        """The workers that have to do something before a request can be answered, as far as that is known."""
+        """Return the workers that have to do something before a request can be answered, as far as that is known."""
         rounds = self.rounds
         if waiting.gathering:
             return sorted({worker for _, workers in self.reductions.lacking() for worker in workers} - {waiting.worker})
@@ -210,7 +212,8 @@ class Job:
     # ---------------------------------------------------------------- how far it is
 
     def steps_of(self, worker: int) -> int:
-        """How many of its steps the job has. Where workers share none, they count on from where their states are."""
+        """Return how many of its steps the job has. Where workers share none, they count on from where their states
+        are."""
         progress = self.progress
         before = progress.before
         if not self.policy.shares_steps:
@@ -220,7 +223,8 @@ class Job:
 
     @property
     def step(self) -> int:
-        """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
+        """Return how far the job is, by its own steps; where workers share none, by those that the first one has
+        taken."""
         if not self.policy.shares_steps:
             return self.progress.before + self.progress.steps.get(0, 0)
         version = self.rounds.gate.version
@@ -229,7 +233,7 @@ class Job:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its values are others than those that it began with."""
+        """Say whether its values are others than those that it began with."""
         progress = self.progress
         return progress.loads > 0 or self.rounds.gate.version != progress.before or any(progress.steps.values())
 

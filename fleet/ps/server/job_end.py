@@ -38,7 +38,7 @@ class JobEnd:
 
     @property
     def begun(self) -> bool:
-        """Whether the job is over, or this process stops."""
+        """Say whether the job is over, or this process stops."""
         return self.over or self.suspended
 
     # ---------------------------------------------------------------- how it ends
@@ -87,8 +87,8 @@ class JobEnd:
             self.ended.set()
 
     def _all_informed(self) -> bool:
-        """A server is not gone before every worker has heard why its job failed, or that its goodbye has come, within a
-        few of its heartbeats. One that was killed may have had goodbyes that it did not answer."""
+        """Return a server is not gone before every worker has heard why its job failed, or that its goodbye has come,
+        within a few of its heartbeats. One that was killed may have had goodbyes that it did not answer."""
         asking = self._members.gone() if self.failure is None else self._members.awaited()
         linger_s = LINGER_BEATS * self._knobs.heartbeat_s
         return self._informed.issuperset(asking) or self._clock.now() - self._over_at > linger_s

@@ -59,17 +59,17 @@ class Members:
             return None if self._members is None else self._members.succeeds(worker, incarnation)
 
     def has(self, request: Any) -> bool:
-        """Whether this very process has been let in, and still is."""
+        """Say whether this very process has been let in, and still is."""
         with self._lock:
             return self._members is not None and self._members.has(request.worker, request.incarnation)
 
     def has_met(self, worker: int) -> bool:
-        """Whether a worker has come to this process, and is here as far as is known."""
+        """Say whether a worker has come to this process, and is here as far as is known."""
         with self._lock:
             return self._members is not None and self._members.met(worker)
 
     def is_stranger(self, worker: int) -> bool:
-        """Whether there is a job, and no such worker in it."""
+        """Say whether there is a job, and no such worker in it."""
         with self._lock:
             return self._members is not None and self._members.standing(worker) is None
 
@@ -118,7 +118,7 @@ class Members:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has said hello yet."""
+        """Say whether nobody has said hello yet."""
         with self._lock:
             return self._members is None
 

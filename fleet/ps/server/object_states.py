@@ -95,7 +95,7 @@ class ObjectStates:
             self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, state)]
 
     def of(self, worker: int, step: int) -> ObjectState | None:
-        """What a worker gets back that goes on after ``step``."""
+        """Return what a worker gets back that goes on after ``step``."""
         kept = [state for at, state in self._kept.get(worker, ()) if at <= step]
         if kept:
             return kept[-1]
@@ -113,7 +113,7 @@ class ObjectStates:
         return bool(self._giving - {worker})
 
     def wanted(self, step: int) -> str:
-        """The name under which states are wanted after a step; empty if they are not."""
+        """Return the name under which states are wanted after a step; empty if they are not."""
         return self._asked[1] if self._asked[0] == step else ""
 
     def give(self, worker: int, state: ObjectState, *, last: bool) -> None:
@@ -197,7 +197,7 @@ class ObjectStates:
     # ---------------------------------------------------------------- a snapshot
 
     def dump(self) -> Iterator[Frame]:
-        """All of it but who waits, who will ask again."""
+        """Yield all of it but who waits, who will ask again."""
         outline = {"giving": sorted(self._giving), "asked": self._asked, "workers_then": self._workers_then}
         yield Frame(pb.Reply(about=json.dumps(outline)))
         states = [

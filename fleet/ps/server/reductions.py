@@ -64,29 +64,29 @@ class Reductions:
         self._decisions.join(worker)
 
     def reached(self, worker: int) -> int:
-        """The newest gathering a worker has come to."""
+        """Return the newest gathering a worker has come to."""
         return self._decisions.reached(worker)
 
     def answer(self, number: int) -> Frame:
-        """What came of a gathering."""
+        """Return what came of a gathering."""
         outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))
         if isinstance(outcome, FleetError):
             return error_reply(outcome)
         return Frame(pb.Reply(), [] if outcome is None else [outcome])
 
     def is_open(self, number: int) -> bool:
-        """Whether it is not decided yet what comes of a gathering."""
+        """Say whether it is not decided yet what comes of a gathering."""
         return number in self._decisions.open
 
     def dump(self) -> dict[int, int]:
-        """The newest decided gathering that every worker has come to."""
+        """Return the newest decided gathering that every worker has come to."""
         return {
             worker: max((n for n in range(came, 0, -1) if not self.is_open(n)), default=0)
             for worker, came in self._decisions.came.items()
         }
 
     def outcomes(self) -> Iterator[tuple[int, Frame]]:
-        """What came of the gatherings that somebody may still ask for."""
+        """Yield what came of the gatherings that somebody may still ask for."""
         for number in self._outcomes:
             yield number, self.answer(number)
 
@@ -99,7 +99,7 @@ class Reductions:
         self._outcomes[number] = outcome
 
     def lacking(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Every gathering that waits, in words, and the workers it waits for."""
+        """Return every gathering that waits, in words, and the workers it waits for."""
         return [
             (f"barrier {number}" if asked.op == BARRIER else f"all_reduce {number} ({asked.op})", workers)
             for number, asked, workers in self._decisions.lacking()

@@ -82,14 +82,14 @@ class Resumption:
             )
 
     def _has_begun(self, job: Job | None) -> bool:
-        """Whether there is a job with values to go on from. That of an earlier process of this server which was killed
-        before it had any is yet to begin."""
+        """Say whether there is a job with values to go on from. That of an earlier process of this server which was
+        killed before it had any is yet to begin."""
         if job is None:
             return False
         return self._kept_at is None or self._chosen is not None or job.initialized or bool(job.began.id)
 
     def look(self, request: Any) -> pb.Reply:
-        """What this server has, and sees where it has nothing. Places are read outside of the lock."""
+        """Return what this server has, and sees where it has nothing. Places are read outside of the lock."""
         with self._lock:
             self._check(request)
             self._warn_of_another_root(request)

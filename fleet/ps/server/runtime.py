@@ -72,7 +72,7 @@ class ServerRuntime:
             raise
 
     def ask(self, request: pb.Request) -> Frame:
-        """What this server answers to a request that it can answer at once."""
+        """Return what this server answers to a request that it can answer at once."""
         replies: list[Frame] = []
         self._service.handle(Frame(request), replies.append)
         (reply,) = replies
@@ -80,7 +80,7 @@ class ServerRuntime:
 
     @property
     def chosen(self) -> Choice | None:
-        """What the job goes on from, if this server has been told."""
+        """Return what the job goes on from, if this server has been told."""
         return self._service.chosen
 
     def close(self) -> None:

@@ -262,7 +262,7 @@ class Service:
 
     @property
     def chosen(self) -> Choice | None:
-        """What the job goes on from, if this server has been told."""
+        """Return what the job goes on from, if this server has been told."""
         return self._resumption.chosen
 
     @property
@@ -271,13 +271,13 @@ class Service:
         return self.end.failure
 
     def absent(self) -> str:
-        """Which workers have not come yet, in words."""
+        """Return which workers have not come yet, in words."""
         return self._status.absent()
 
     def explain(self) -> str:
-        """What this server is waiting for, in words."""
+        """Return what this server is waiting for, in words."""
         return self._status.explain()
 
     def status(self) -> dict[str, Any]:
-        """How the job does, as far as this server sees it, for whoever shows it."""
+        """Return how the job does, as far as this server sees it, for whoever shows it."""
         return self._status.status()

@@ -78,7 +78,8 @@ class StateRequests:
 
 
 def state_of(tensors: Sequence[WireTensor], steps: int, name: str = "") -> ObjectState:
-    """The state that came as the only one of some tensors: a copy, which holds on to nothing that came with it."""
+    """Return the state that came as the only one of some tensors: a copy, which holds on to nothing that came with
+    it."""
     if len(tensors) != 1 or tensors[0].dtype != "uint8" or len(tensors[0].shape) != 1:
         raise ProtocolError("a state is not one flat tensor of bytes", got=[each.dtype for each in tensors][:20])
     return ObjectState(tensors[0].numpy().copy(), steps, name)

@@ -69,7 +69,7 @@ class Statistics:
         self._figures[worker] = dict(figures)
 
     def figures(self) -> dict[str, float]:
-        """What this server has counted, and what its process uses."""
+        """Return what this server has counted, and what its process uses."""
         return {
             "updates": self._updates,
             "requests": self._requests,
@@ -80,7 +80,7 @@ class Statistics:
         }
 
     def figures_of(self, worker: int) -> dict[str, float]:
-        """What a worker's last heartbeat brought."""
+        """Return what a worker's last heartbeat brought."""
         return self._figures.get(worker, {})
 
     def waited_by(self, worker: int) -> dict[int, float]:

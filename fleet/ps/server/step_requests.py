@@ -146,7 +146,7 @@ class StepRequests:
     # ---------------------------------------------------------------- requests that wait
 
     def ticket(self) -> Hashable:
-        """A new one."""
+        """Return a new one."""
         return next(self._tickets)
 
     def hold_back(self, job: Job, ticket: Hashable, waiting: Waiting) -> None:
@@ -264,8 +264,8 @@ class StepRequests:
         return Frame(reply, tensors)
 
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
-        """The answer to a push; in a GEO job also the rows that the worker holds and others have changed, and the
-        clocks of all tables."""
+        """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
+        the clocks of all tables."""
         values = self._values(job, worker, step, not quiet, ())
         values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
@@ -280,8 +280,8 @@ class StepRequests:
 
 
 def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:
-    """What a worker pushed, out of its request: every size is checked before it becomes part of a round, and before
-    memory is taken for what travelled in fewer bits."""
+    """Return what a worker pushed, out of its request: every size is checked before it becomes part of a round, and
+    before memory is taken for what travelled in fewer bits."""
     shard = job.held()
     push, present = request.push, bytes(request.push.present)
     if len(present) != len(shard.dense.layout.slots):
@@ -331,7 +331,7 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
 
 
 def _dense_at(job: Job, version: int) -> list[torch.Tensor]:
-    """All dense values, which are at this version now, and stay as they are."""
+    """Return all dense values, which are at this version now, and stay as they are."""
     rounds = job.rounds
     if rounds.snapshot is None or rounds.snapshot[0] != version:
         assert job.shard is not None
@@ -382,13 +382,14 @@ def _lacking(job: Job, worker: int, step: int) -> PlanMismatchError:
 
 
 def _wanted(pull: Any, ids: Sequence[WireTensor]) -> list[tuple[int, Any, bool]]:
-    """The tables that a pull asks, each for which rows, and whether to train them."""
+    """Return the tables that a pull asks, each for which rows, and whether to train them."""
     rows = [tensor.numpy() for tensor in ids]
     return list(zip(pull.tables, rows, pull.training, strict=True))
 
 
 def _answer_of(waiting: Waiting) -> Frame:
-    """An answer that cannot be made, for lack of memory perhaps, is the misfortune of who asked and of nobody else."""
+    """Return an answer that cannot be made, for lack of memory perhaps, is the misfortune of who asked and of nobody
+    else."""
     try:
         return waiting.answer()
     except Exception as error:

@@ -62,7 +62,7 @@ class Changes:
                 tables[table].mark(ids)
 
     def take(self, worker: int, step: int) -> dict[int, Ids]:
-        """The ids, by table, that ``worker`` is sent with the answer to its push number ``step``."""
+        """Return the ids, by table, that ``worker`` is sent with the answer to its push number ``step``."""
         if step < self._sent_at.get(worker, 0):
             return {}  # a late copy of an older push, whose sender has gone on
         again = self._sent_at.get(worker) == step
@@ -77,7 +77,7 @@ class Changes:
     # ---------------------------------------------------------------- for whoever goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
-        """All of this, in parts: what they are, and the ids."""
+        """Yield all of this, in parts: what they are, and the ids."""
         for worker, step in self._sent_at.items():
             yield {"worker": worker, "told_at": step}, []
         for worker, tables in self._held.items():

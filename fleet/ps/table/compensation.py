@@ -52,7 +52,7 @@ class Compensation:
     # ---------------------------------------------------------------- for whoever goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
-        """All of this, in parts: what they are, and the tensors."""
+        """Yield all of this, in parts: what they are, and the tensors."""
         for worker, handed in self._handed.items():
             yield {"worker": worker, "dense": [*handed.dense]}, [*handed.dense.values()]
             for table, rows in handed.rows.items():
@@ -113,7 +113,7 @@ class Compensation:
             grad.addcmul_(grad * grad, drift, value=self._strength)
 
     def rows(self, worker: int, table: int, ids: Ids, grads: Array, now: Array) -> Array:
-        """The gradients of rows, compensated; ``now`` holds the rows' present values."""
+        """Return the gradients of rows, compensated; ``now`` holds the rows' present values."""
         kept = self._handed.get(worker, Handed()).rows.get(table)
         if kept is None:
             return grads
@@ -137,7 +137,7 @@ class Compensation:
 
 
 def _all_of(store: MemoryStore, name: str) -> list[Array]:
-    """The ids and one column, in order."""
+    """Return the ids and one column, in order."""
     column, slots = store.column(name), np.arange(len(store))
     values = np.empty((slots.size, column.like.shape[1]), column.dtype)
     gather(column, slots, values)

@@ -215,8 +215,8 @@ class DenseBlocks:
         compensation.dense(worker, self.layout_of(present), self.layout, tensors, self._flat)
 
     def snapshot(self) -> list[torch.Tensor]:
-        """All values as they are now and will stay, one flat tensor an element type, in the layout's order. Nothing is
-        copied unless values change while somebody still holds them."""
+        """Return all values as they are now and will stay, one flat tensor an element type, in the layout's order.
+        Nothing is copied unless values change while somebody still holds them."""
         shown = [buffers.window(self._flat[name]) for name in self.layout.dtypes]
         self._shown += [watch for _, watch in shown]
         return [flat for flat, _ in shown]
@@ -233,7 +233,7 @@ class DenseBlocks:
         self._shown.clear()
 
     def export(self, position: int) -> Iterator[Entry]:
-        """The values and optimizer state of one block."""
+        """Yield the values and optimizer state of one block."""
         slot, run = self.layout.slots[position], self._runs[position]
         alone = Run(self._plan, [slot], self._flat[slot.dtype])
         state = run.cut(self._optimizer_of(run).state.get(run.param, {}), alone)

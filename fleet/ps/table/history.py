@@ -24,7 +24,7 @@ class History:
 
     @property
     def epoch(self) -> int:
-        """The present one."""
+        """Return the present one."""
         return self._epoch
 
     def watch(self, tables: Sequence[Table]) -> None:
@@ -35,14 +35,14 @@ class History:
                 table.begin_epoch(self._epoch)
 
     def next_epoch(self) -> int:
-        """A new epoch begins; its number."""
+        """Return a new epoch begins; its number."""
         self._epoch += 1
         self.watch(self._tables)
         return self._epoch
 
     def begin(self, checkpoint: str, after: str) -> int:
-        """A checkpoint begins to be written: from which epoch on rows belong into it if it is to follow on ``after``.
-        0: all of them do."""
+        """Return a checkpoint begins to be written: from which epoch on rows belong into it if it is to follow on
+        ``after``. 0: all of them do."""
         known, since = self._last
         self._begun = (checkpoint, self.next_epoch())
         return since if after and after == known else 0

@@ -51,14 +51,14 @@ class Index:
         return self._now.nbytes + (0 if self._old is None else self._old.nbytes)
 
     def find(self, keys: Rows, ids: Ids) -> Ids:
-        """The slot of every id, -1 where there is none."""
+        """Return the slot of every id, -1 where there is none."""
         slots = np.empty(ids.size, np.int64)
         _find(*self._tables(), keys, ids, slots)
         return slots
 
     def insert(self, keys: Rows, ids: Ids) -> tuple[Ids, int]:
-        """The slot of every id, those without one get the next ones; and how many there are now. ``keys`` has room for
-        all of them, and the new ids are put there."""
+        """Return the slot of every id, those without one get the next ones; and how many there are now. ``keys`` has
+        room for all of them, and the new ids are put there."""
         if self._count + ids.size > self._now.size * _MAX_LOAD:
             self.reserve(keys, self._count + int((self.find(keys, ids) < 0).sum()))
         self._move(keys, MOVED_PER_ID * ids.size)
@@ -67,7 +67,7 @@ class Index:
         return slots, self._count
 
     def _tables(self) -> tuple[Entries, int, Entries, int, int]:
-        """The table that stays, the one that is left, and how many of that one's homes have moved."""
+        """Return the table that stays, the one that is left, and how many of that one's homes have moved."""
         if self._old is None:
             return self._now, _shift(self._now), self._now, _shift(self._now), 0
         return self._now, _shift(self._now), self._old, _shift(self._old), self._moved
@@ -95,7 +95,7 @@ class Index:
 
 
 def _shift(entries: Entries) -> int:
-    """How far hashes are shifted right to be homes."""
+    """Return how far hashes are shifted right to be homes."""
     return 65 - entries.size.bit_length()
 
 
@@ -144,7 +144,7 @@ def _find(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, ke
 
 @compiled
 def _searched(entries: Entries, shift: int, keys: Rows, id: np.int64) -> np.int64:
-    """The place where an id is or would be, when the 24 bits of another one are the same."""
+    """Return the place where an id is or would be, when the 24 bits of another one are the same."""
     hashed = mix(np.uint64(id))
     at = _likely(entries, np.int64(hashed >> np.uint64(shift)), hashed)
     while entries[at] != 0 and row(keys, _slot(entries[at]))[0] != id:

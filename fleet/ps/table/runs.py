@@ -97,7 +97,7 @@ def split(run: Run, parts: Sequence[Run], optimizer: torch.optim.Optimizer, grou
 
 
 def agree(one: BlockState, other: BlockState) -> bool:
-    """Whether one run can have both: they differ in nothing but their elements."""
+    """Say whether one run can have both: they differ in nothing but their elements."""
     (mine, flat), (theirs, also_flat) = one, other
     return (
         flat == also_flat
@@ -113,7 +113,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def together(states: Sequence[BlockState]) -> BlockState:
-    """The state of a run whose blocks have these, which agree."""
+    """Return the state of a run whose blocks have these, which agree."""
     first, flat = states[0]
     return {
         key: torch.cat([pieces[key].reshape(-1) for pieces, _ in states]) if key in flat else value

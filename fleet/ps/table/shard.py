@@ -67,7 +67,7 @@ class Piece:
 
 
 def is_of_rows(cursor: str) -> bool:
-    """Whether rows begin at a cursor: all parameters come before them."""
+    """Say whether rows begin at a cursor: all parameters come before them."""
     return cursor.startswith("table:")
 
 
@@ -93,7 +93,7 @@ class Shard:
 
     @property
     def readers(self) -> Compensation | Changes | None:
-        """What is remembered of what each worker was given."""
+        """Return what is remembered of what each worker was given."""
         return self.compensation if self.changes is None else self.changes
 
     @property
@@ -102,7 +102,7 @@ class Shard:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The param groups' options as they were pushed last."""
+        """Return the param groups' options as they were pushed last."""
         return self._options_text
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class Shard:
 
     @staticmethod
     def rule_of(plan: Plan, group: int, *, rows: bool) -> Rule:
-        """The rule that updates a group's parameters, or the rows of its tables."""
+        """Return the rule that updates a group's parameters, or the rows of its tables."""
         name = plan.spec.groups[group].rule
         rule = RULES.get(name)
         if rule is None or (rule.rows is None if rows else not rule.dense):
@@ -186,9 +186,9 @@ class Shard:
         return tables[index]
 
     def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
-        """One optimizer step on the mean of the contributions; the first one's options rule the round. In a mode whose
-        workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have changed
-        and the weights that they had before.
+        """Return one optimizer step on the mean of the contributions; the first one's options rule the round. In a mode
+        whose workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have
+        changed and the weights that they had before.
 
         Dense values have changed when this returns. Rows follow with ``apply_pending``, or when somebody looks at a
         table, and so does what is returned."""
@@ -212,7 +212,7 @@ class Shard:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is left of the last round."""
+        """Say whether something is left of the last round."""
         return self._pending is not None
 
     def apply_pending(self) -> None:
@@ -322,8 +322,8 @@ class Shard:
     def export(
         self, cursor: str, since: int = 0, *, dense_state: bool = True, frozen: FrozenView | None = None
     ) -> Piece:
-        """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
-        the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``frozen`` there
+        """Return the part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables
+        only the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``frozen`` there
         still, without tables that came later; of the blocks the values alone if their state is not wanted."""
         found = _CURSOR.fullmatch(cursor)
         if found and found["kind"] == "dense":
@@ -372,17 +372,17 @@ class Shard:
         return piece
 
     def _step_to_keep(self, table: Table) -> int:
-        """The step count goes with the rows' optimizer state; where workers have that, it starts afresh."""
+        """Return the step count goes with the rows' optimizer state; where workers have that, it starts afresh."""
         return table.step if self.changes is None else 0
 
 
 def _cursor(index: int, row: int, tables: int) -> str:
-    """Where the rows of one of so many tables go on."""
+    """Return where the rows of one of so many tables go on."""
     return f"table:{index}:{row}" if index < tables else ""
 
 
 def _is_plain(value: object) -> bool:
-    """Whether an optimizer can compute with it."""
+    """Say whether an optimizer can compute with it."""
     if isinstance(value, int):
         return abs(value) < 1 << 63
     return value is None or isinstance(value, float | str)

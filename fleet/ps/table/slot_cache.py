@@ -35,7 +35,7 @@ class SlotCache:
         self._count += ids.size
 
     def take(self, table: str, ids: Ids) -> Ids | None:
-        """The slots that just these ids had, if that is known. It is given once."""
+        """Return the slots that just these ids had, if that is known. It is given once."""
         if not ids.size or (key := _key(table, ids)) not in self._known:
             return None
         known, slots = self._forget(key)

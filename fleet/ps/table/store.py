@@ -25,13 +25,13 @@ class Store(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns, in the order they were made."""
+        """Return the names of the columns, in the order they were made."""
 
     def find(self, ids: Ids) -> Ids:
-        """The slot of every id, -1 where there is none."""
+        """Return the slot of every id, -1 where there is none."""
 
     def insert(self, ids: Ids) -> Ids:
-        """The slot of every id; those without one get the next ones, with every column at its fill."""
+        """Return the slot of every id; those without one get the next ones, with every column at its fill."""
 
     def reserve(self, count: int) -> None:
         """Be ready for so many rows in all: nothing need be moved while they come. Only a guess."""
@@ -41,13 +41,13 @@ class Store(Protocol):
         tells for how many rows it is there. On any thread, and while rows come."""
 
     def ids(self, slots: Ids) -> Ids:
-        """The ids at slots."""
+        """Return the ids at slots."""
 
     def ensure_column(self, name: str, width: int, fill: float, dtype: npt.DTypeLike) -> None:
         """Make a column unless it is there; rows inserted from now on get ``fill``."""
 
     def column(self, name: str) -> Segments:
-        """The numbers of a column by slot, for compiled functions to read and write in place.
+        """Return the numbers of a column by slot, for compiled functions to read and write in place.
 
         Good while the store lives and until the next call that inserts; only the first ``len(self)`` rows are there.
         """

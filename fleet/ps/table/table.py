@@ -64,11 +64,12 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """What belongs to a row: its values and its optimizer's."""
+        """Return what belongs to a row: its values and its optimizer's."""
         return [name for name in self._store.columns if name != _CHANGED]
 
     def read(self, ids: Ids, training: bool) -> Array:
-        """The rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside training."""
+        """Return the rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside
+        training."""
         ids = self._checked(ids)
         slots = self._store.find(ids)
         if training and self._slot_cache is not None:
@@ -168,15 +169,15 @@ class Table:
             stamp(self._store.column(_CHANGED), slots, self._epoch)
 
     def export(self, start: int = 0, stop: int | None = None) -> tuple[Ids, dict[str, Array]]:
-        """Copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
+        """Return copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
         return self.rows_at(np.arange(start, len(self) if stop is None else min(stop, len(self))))
 
     def rows_at(self, slots: Ids) -> tuple[Ids, dict[str, Array]]:
-        """Copies of the ids at slots, and of all their columns."""
+        """Return copies of the ids at slots, and of all their columns."""
         return self._store.ids(slots), {name: self._copied(name, slots) for name in self.columns}
 
     def of_epochs(self, slots: Ids, since: int, until: int | None = None) -> Ids:
-        """Those of slots whose rows were changed last in the epoch ``since`` or later, and before ``until``."""
+        """Return those of slots whose rows were changed last in the epoch ``since`` or later, and before ``until``."""
         epochs = self._copied(_CHANGED, slots)[:, 0]
         return slots[(epochs >= since) if until is None else (epochs >= since) & (epochs < until)]
 
@@ -220,7 +221,7 @@ class Table:
         return slots
 
     def _completed(self, ids: Ids, slots: Ids) -> Ids:
-        """The slots of ids, of which some had none."""
+        """Return the slots of ids, of which some had none."""
         missing = np.flatnonzero(slots < 0)
         if missing.size:
             slots[missing] = self._store.insert(ids[missing])

@@ -103,7 +103,7 @@ class DirectChannel:
     # ---------------------------------------------------------------- connections
 
     def _take(self, timeout_s: float) -> socket.socket | None:
-        """A connection that carries nothing; None if there is none to be had."""
+        """Return a connection that carries nothing; None if there is none to be had."""
         while True:
             with self._lock:
                 if self._closed:
@@ -212,7 +212,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 def _is_quiet(connection: socket.socket) -> bool:
-    """Whether nothing has come, not even the end: a server that went away is noticed before it is sent anything."""
+    """Say whether nothing has come, not even the end: a server that went away is noticed before it is sent anything."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

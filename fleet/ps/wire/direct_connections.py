@@ -81,7 +81,7 @@ class Connection:
         self.sock.setsockopt(socket.SOL_SOCKET, kind, struct.pack("@ll", seconds, 0))
 
     def peek(self) -> bytes | None:
-        """What the next frame begins with, as far as it is there, or None; ``OSError`` if nothing will come."""
+        """Return what the next frame begins with, as far as it is there, or None; ``OSError`` if nothing will come."""
         try:
             begun = self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -242,7 +242,7 @@ class Connections:
             self._serve(*taken)
 
     def _take_up(self, connection: Connection) -> Callable[[Connection], tuple[Exchange, Frame] | None] | None:
-        """What is to be done; None if somebody is at it."""
+        """Return what is to be done; None if somebody is at it."""
         if connection not in self._all:
             return None
         if connection.state is State.NEW:
@@ -368,5 +368,5 @@ class Connections:
 
 
 def _has_its_time(connection: Connection) -> bool:
-    """Whether what comes over a connection is for who waits, and not for a thread that is at it."""
+    """Say whether what comes over a connection is for who waits, and not for a thread that is at it."""
     return connection.state in (State.IDLE, State.WAITING)

@@ -85,7 +85,7 @@ class DirectListener:
 
 
 def _peer(sock: socket.socket, address: Any) -> Hashable:
-    """The address a connection comes from, or the process of this machine."""
+    """Return the address a connection comes from, or the process of this machine."""
     if sock.family != getattr(socket, "AF_UNIX", None):
         return str(address[0])
     process, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

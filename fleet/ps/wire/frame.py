@@ -61,15 +61,15 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """What its tensors weigh."""
+        """Return what its tensors weigh."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def kept(self) -> Frame:
-        """The same, whatever becomes of what its tensors are made of."""
+        """Return the same, whatever becomes of what its tensors are made of."""
         return Frame(self.message, [tensor.kept() for tensor in self.tensors])
 
     def pieces(self) -> Iterator[bytes]:
-        """The frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
+        """Yield the frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
         buffers = self.buffers()
         total = sum(len(buffer) for buffer in buffers)
         if total <= PIECE_BYTES:
@@ -90,7 +90,7 @@ class Frame:
             yield b"".join(pending)
 
     def buffers(self) -> list[bytes | memoryview]:
-        """The frame's bytes where they are; tensors are not copied."""
+        """Return the frame's bytes where they are; tensors are not copied."""
         message: Message = self.message
         del message.tensors[:]  # type: ignore[attr-defined]
         payload: list[bytes | memoryview] = []
@@ -148,7 +148,7 @@ def receive_frame(kind: type[M], fill: Fill, limit: int = MAX_PAYLOAD_BYTES) -> 
 
 
 def announced_bytes(begun: bytes) -> int:
-    """How large a frame says it is that begins like this; 0 where it does not say yet."""
+    """Return how large a frame says it is that begins like this; 0 where it does not say yet."""
     if len(begun) < PREFIX_BYTES:
         return 0
     _, header_size, payload_size = _PREFIX.unpack_from(begun)

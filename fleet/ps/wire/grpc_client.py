@@ -88,7 +88,7 @@ class GrpcChannel:
         return reply
 
     def _why_unavailable(self) -> FleetError | None:
-        """A server that was never reached may be up and not let us in, which gRPC does not tell apart."""
+        """Return a server that was never reached may be up and not let us in, which gRPC does not tell apart."""
         return None if self._answered else why_no_handshake(self._endpoint, self._security.tls)
 
 

@@ -264,7 +264,7 @@ class _Lanes:
             following = self._next(lane)
 
     def _next(self, lane: Hashable) -> Callable[[], None] | None:
-        """What waits in this lane; with nothing left, one place in it becomes free."""
+        """Return what waits in this lane; with nothing left, one place in it becomes free."""
         with self._lock:
             waiting = self._waiting.get(lane)
             if waiting:

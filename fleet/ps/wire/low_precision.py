@@ -42,7 +42,7 @@ class Format:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds whole numbers only, so that the small elements of a line are rounded to nothing."""
+        """Say whether it holds whole numbers only, so that the small elements of a line are rounded to nothing."""
         return self.dtype == "int8"
 
 
@@ -64,19 +64,19 @@ class Narrow:
         return self._format is not None and self._format.is_whole
 
     def of(self, dtype: str) -> Format | None:
-        """What tensors of an element type travel in, if not in that."""
+        """Return what tensors of an element type travel in, if not in that."""
         return self._format if dtype in WIDE else None
 
     def parts(self, dtype: str) -> int:
-        """How many tensors travel for one."""
+        """Return how many tensors travel for one."""
         found = self.of(dtype)
         return 1 if found is None else found.parts
 
     def encode(
         self, tensor: torch.Tensor, noise: torch.Tensor | None = None, *, keep: bool = False
     ) -> list[WireTensor]:
-        """What travels for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way whole numbers are
-        rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not travel itself,
+        """Return what travels for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way whole numbers
+        are rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not travel itself,
         becomes what rounding has left of it, which is nothing where it is not finite."""
         found = self.of(str(tensor.dtype).removeprefix("torch."))
         if found is None:
@@ -101,12 +101,12 @@ class Narrow:
         return [WireTensor.of(numbers), WireTensor.of(scales)][: found.parts]
 
     def decode_flats(self, parts: Iterable[WireTensor], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """The flat tensors, one an element type, that have travelled one after the other."""
+        """Return the flat tensors, one an element type, that have travelled one after the other."""
         rest = iter(parts)
         return {dtype: self.decode([*islice(rest, self.parts(dtype))], dtype, (size,)) for dtype, size in sizes.items()}
 
     def decode(self, parts: Sequence[WireTensor], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of this type and shape that has travelled; nothing is taken for one that does not fit."""
+        """Return the tensor of this type and shape that has travelled; nothing is taken for one that does not fit."""
         found = self.of(dtype)
         expected = [(dtype if found is None else found.dtype, shape), (dtype, (_count(shape),))][: self.parts(dtype)]
         got = [(part.dtype, part.shape) for part in parts]
@@ -127,7 +127,7 @@ def _read(numbers: torch.Tensor, scales: torch.Tensor, found: Format) -> torch.T
 
 
 def _count(shape: Sequence[int]) -> int:
-    """How many lines there are."""
+    """Return how many lines there are."""
     return shape[0] if len(shape) == 2 else -(-math.prod(shape) // LINE)
 
 
@@ -144,7 +144,7 @@ class _Part:
 
 
 def _parts(shape: Sequence[int]) -> Iterator[_Part]:
-    """All of a tensor, in parts small enough that what is computed in between stays in the caches."""
+    """Yield all of a tensor, in parts small enough that what is computed in between stays in the caches."""
     numel, width = math.prod(shape), shape[1] if len(shape) == 2 else LINE
     at_once = max(1, _ELEMENTS_AT_ONCE // width) * width
     whole = numel // width * width

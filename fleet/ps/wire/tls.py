@@ -30,7 +30,7 @@ class Tls:
 
     @classmethod
     def read(cls, knobs: SecurityKnobs) -> Tls | None:
-        """None where no file is named."""
+        """Return None where no file is named."""
         if not (knobs.cert or knobs.ca):
             return None
         tls = cls(
@@ -47,7 +47,7 @@ class Tls:
 
     @property
     def mutual(self) -> bool:
-        """Whether a server with these asks its clients for certificates."""
+        """Say whether a server with these asks its clients for certificates."""
         return self.authority is not None
 
     def check_for_server(self) -> None:
@@ -67,7 +67,7 @@ class Tls:
             )
 
     def context(self) -> ssl.SSLContext:
-        """What a worker demands and shows."""
+        """Return what a worker demands and shows."""
         assert self.authority is not None
         context = _trusting(self.authority, "FLEET_TLS_CA", self.knobs.ca)
         context.set_alpn_protocols(["h2"])
@@ -77,7 +77,7 @@ class Tls:
 
 
 def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError | None:
-    """What keeps a worker from a server that is up; None if it is not up, or may yet answer.
+    """Return what keeps a worker from a server that is up; None if it is not up, or may yet answer.
 
     Only what the other side makes known counts: a connection that just ends may be a server on its way up.
     """
@@ -101,8 +101,8 @@ def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError
 
 
 def _is_greeted(line: ssl.SSLSocket) -> bool:
-    """A server looks at its client's certificate after the client's part of the handshake is over, and hangs up on one
-    it does not take, gRPC's without a word. To any other it speaks first."""
+    """Return a server looks at its client's certificate after the client's part of the handshake is over, and hangs up
+    on one it does not take, gRPC's without a word. To any other it speaks first."""
     try:
         return bool(line.recv(1))
     except TimeoutError:

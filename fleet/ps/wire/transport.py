@@ -87,7 +87,8 @@ class Channel(Protocol):
         ...
 
     def forked(self) -> Channel:
-        """The same for a forked child of this process, with connections of its own, and without a lock of this one."""
+        """Return the same for a forked child of this process, with connections of its own, and without a lock of this
+        one."""
         ...
 
     def close(self) -> None:

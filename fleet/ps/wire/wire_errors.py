@@ -77,7 +77,7 @@ def serve(
 
 
 def failure_reply(error: Exception) -> Frame:
-    """The answer to a request whose handler has failed: this peer hears why, and nobody else."""
+    """Return the answer to a request whose handler has failed: this peer hears why, and nobody else."""
     if isinstance(error, FleetError):
         return error_reply(error)
     _log.error("a request failed inside the server", exc_info=error)

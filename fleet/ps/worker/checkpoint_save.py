@@ -173,17 +173,17 @@ class CheckpointStates:
 
     @property
     def asked(self) -> str:
-        """The name under which all have been asked after this step; empty if they have not."""
+        """Return the name under which all have been asked after this step; empty if they have not."""
         return self._own_states.asked
 
     @property
     def wanted(self) -> str | None:
-        """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know
-        when one is, and it is after every step."""
+        """Return the name under which this worker's state is wanted now; None if it is not. Without rounds nobody can
+        know when one is, and it is after every step."""
         return (self._progress.wanted or None) if self._shares_steps else ""
 
     def name_of_call(self, call: str) -> str:
-        """The name of what is wanted in a call that every worker makes; empty where nobody gives any."""
+        """Return the name of what is wanted in a call that every worker makes; empty where nobody gives any."""
         return self._progress.name_of_call(call) if self._is_any_given else ""
 
     @property

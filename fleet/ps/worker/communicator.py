@@ -111,7 +111,7 @@ class Communicator:
 
     @property
     def queued(self) -> int:
-        """How many steps wait to be sent."""
+        """Return how many steps wait to be sent."""
         return len(self._queue)
 
     def end(self) -> None:

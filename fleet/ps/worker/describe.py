@@ -32,7 +32,7 @@ class Description:
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     def has_newcomers(self) -> bool:
-        """Whether a parameter joined an optimizer after this was made; one that left it is an error."""
+        """Say whether a parameter joined an optimizer after this was made; one that left it is an error."""
         present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         groups, things = self._known
         if not groups <= {id(group) for group in present}:
@@ -44,7 +44,7 @@ class Description:
 
     @cached_property
     def _known(self) -> tuple[set[int], set[int]]:
-        """The identities of all groups and of all parameters: looked at in every step, so made once."""
+        """Return the identities of all groups and of all parameters: looked at in every step, so made once."""
         weights = (handle.weight for handle in self.handles)
         return {id(group) for group in self.groups}, {id(param) for param in (*self.params, *weights)}
 
@@ -93,11 +93,11 @@ class Description:
         )
 
     def options(self) -> tuple[str, ...]:
-        """The options of every group as they are now, as JSON: they travel with each push."""
+        """Return the options of every group as they are now, as JSON: they travel with each push."""
         return tuple(json.dumps(self.option_values(index)) for index in range(len(self.groups)))
 
     def option_values(self, index: int) -> dict[str, Any]:
-        """The options of one group as they are now, in plain values."""
+        """Return the options of one group as they are now, in plain values."""
         spec, group = self.spec.groups[index], self.groups[index]
         defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
         return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
@@ -206,7 +206,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there is state that came from steps; Adagrad's constructor makes some that did not."""
+    """Say whether there is state that came from steps; Adagrad's constructor makes some that did not."""
     for state in optimizer.state.values():
         steps = state.get("step")
         if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
@@ -253,7 +253,7 @@ def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule, options:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """An option as JSON can carry it without loss."""
+    """Return an option as JSON can carry it without loss."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):

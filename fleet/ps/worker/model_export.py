@@ -35,7 +35,7 @@ class Collector(Protocol):
     def add(self, ids: torch.Tensor, rows: torch.Tensor) -> None: ...
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """What stands in the result for the table of this key, once all rows have come."""
+        """Return what stands in the result for the table of this key, once all rows have come."""
 
 
 #: Of a table, how its initial values are drawn (the seed), and how many rows it has.
@@ -43,8 +43,8 @@ MakeCollector = Callable[[TableHandle, TableSpec, int, int], Collector]
 
 
 def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
-    """The keys of ``model.state_dict()`` with the job's values. Tables of known size come whole, others as ids and
-    rows, and none at all unless ``tables``."""
+    """Return the keys of ``model.state_dict()`` with the job's values. Tables of known size come whole, others as ids
+    and rows, and none at all unless ``tables``."""
 
     def collector(handle: TableHandle, spec: TableSpec, seed: int, count: int) -> Collector:
         return SortedRows(spec, count) if spec.num_embeddings is None else AllRows(handle, spec, seed)
@@ -81,7 +81,7 @@ def _facts(handle: TableHandle) -> TableFacts:
 def _collect(
     worker: WorkerRuntime, state: dict[str, torch.Tensor], make: MakeCollector | None
 ) -> dict[str, torch.Tensor]:
-    """The ``state`` of a model with the job's values; ``make`` collects its tables."""
+    """Return the ``state`` of a model with the job's values; ``make`` collects its tables."""
     params, tables = worker.trained.parts()
     dense = {key: params[id(value)] for key, value in state.items() if id(value) in params}
     remote = {key: (handle, tables[id(handle)]) for key, handle in serving.remote_tables(state).items()}

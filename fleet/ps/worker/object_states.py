@@ -74,7 +74,7 @@ class OwnStates:
 
     @property
     def asked(self) -> str:
-        """The name under which all have been asked after this step; empty if they have not."""
+        """Return the name under which all have been asked after this step; empty if they have not."""
         return _after(self._asked_at) if self._asked_at == self._progress.completed else ""
 
     def give(self, name: str, data: Bytes, *, last: bool = False) -> None:

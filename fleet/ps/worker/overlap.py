@@ -24,7 +24,7 @@ SMALLEST_BYTES = 1 << 20
 
 
 def worthwhile(params: Sequence[torch.Tensor]) -> bool:
-    """Whether any gradient of these is large enough to leave by itself."""
+    """Say whether any gradient of these is large enough to leave by itself."""
     return any(map(_is_large, params))
 
 
@@ -71,7 +71,7 @@ class EarlyGradients:
             self._armed = False
 
     def _are_seen(self) -> bool:
-        """Whether a gradient has a hook beside the one of this object."""
+        """Say whether a gradient has a hook beside the one of this object."""
         return sum(len(param._post_accumulate_grad_hooks or ()) for param in self._params) > len(self._hooks)
 
     def _complete(self, index: int, param: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class EarlyGradients:
         return self._send(attempt, index, flat), before
 
     def sent(self, grads: Sequence[torch.Tensor | None]) -> tuple[int, frozenset[int]]:
-        """The attempt under which servers have gradients of this step, and of which parameters; 0 for none."""
+        """Return the attempt under which servers have gradients of this step, and of which parameters; 0 for none."""
         sent, under_way, self._sent, self._under_way = self._sent, self._under_way, {}, {}
         try:
             left = {index: each.result() for index, each in under_way.items()}

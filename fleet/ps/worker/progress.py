@@ -61,7 +61,7 @@ class Progress:
             self.steps = self.taken = self.went_on_at = resumed.step
 
     def version_needed(self, more_steps: int = 0) -> int:
-        """The version that this worker needs to go on, now or when it has completed some more steps."""
+        """Return the version that this worker needs to go on, now or when it has completed some more steps."""
         return self._policy.version_needed(self.completed + more_steps)
 
     def notice(self, replies: Sequence[Frame]) -> None:

@@ -281,7 +281,7 @@ class Pusher:
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients travel as they are."""
+        """Say whether gradients travel as they are."""
         return self._narrow.is_plain
 
     def drop_residues(self) -> None:

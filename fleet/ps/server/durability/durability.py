@@ -210,9 +210,9 @@ class Durability:
         self._unfinished = {key: frame for key, frame in self._unfinished.items() if is_unfinished(job, *key)}
 
     def _is_due(self, job: Job) -> bool:
-        """Whether it is time for a snapshot, and everything is there that one is made of. None can be taken while
-        somebody who has left has a part in something unfinished: what it brought would be refused when it is done
-        over."""
+        """Say whether it is time for a snapshot, and everything is there that one is made of. None can be taken while
+        somebody who has left has a part in something unfinished: what it brought would be refused when it is done over.
+        """
         if self._closed or self._end.begun or not job.is_whole or self.replaying or not self._directory.is_due:
             return False
         self._forget_finished(job)
@@ -234,7 +234,7 @@ class Durability:
             _log.warning("%s: no snapshot could be taken, and the journal grows: %r", self._where, error)
 
     def _begin(self, job: Job, *, behind: bool) -> Shot:
-        """A snapshot of a job whose parameters all are there, as they are now."""
+        """Return a snapshot of a job whose parameters all are there, as they are now."""
         shard = job.shard
         assert shard is not None
         self._forget_finished(job)
@@ -377,7 +377,7 @@ class Durability:
 
 
 def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
-    """Whether a request of worker 0 would wait for values that worker 0 has brought already: it asks for none, and
+    """Say whether a request of worker 0 would wait for values that worker 0 has brought already: it asks for none, and
     trains on none, before they are acknowledged."""
     if not job.initialized:
         return not job.began.id

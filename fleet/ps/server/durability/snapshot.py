@@ -56,12 +56,12 @@ class Shot:
 
 
 def is_unfinished(job: Job, kind: str, worker: int, number: int) -> bool:
-    """Whether a push or a gathering has not come to its end."""
+    """Say whether a push or a gathering has not come to its end."""
     return (worker, number) in job.rounds.pushed if kind == "push" else job.reductions.is_open(number)
 
 
 def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished) -> dict[str, Any]:
-    """The state of a job as it was before everything that is unfinished, which is done over."""
+    """Return the state of a job as it was before everything that is unfinished, which is done over."""
     pending: dict[int, int] = {}
     steps = dict(job.progress.steps)
     for (kind, worker, number), frame in unfinished.items():
@@ -99,7 +99,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
 
 
 def carried_over(job: Job, shard: Shard, unfinished: Unfinished) -> Iterator[Record]:
-    """The records that a journal begins with."""
+    """Yield the records that a journal begins with."""
     previous = job.rounds.previous
     small: list[Record] = [
         *((Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.reductions.outcomes()),
@@ -111,7 +111,7 @@ def carried_over(job: Job, shard: Shard, unfinished: Unfinished) -> Iterator[Rec
 
 
 def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
-    """Copies of all parameters, and the cursor at which the rows begin."""
+    """Return copies of all parameters, and the cursor at which the rows begin."""
     pieces, cursor = [], FIRST
     while cursor and not is_of_rows(cursor):
         pieces.append(shard.export(cursor))
@@ -120,7 +120,7 @@ def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
 
 
 def _given(shard: Shard) -> Iterator[Record]:
-    """What is remembered of what workers were given, in parts: one at a time, as they may be large."""
+    """Yield what is remembered of what workers were given, in parts: one at a time, as they may be large."""
     for about, tensors in [] if shard.readers is None else shard.readers.dump():
         yield Kind.GIVEN, Frame(pb.Reply(about=json.dumps(about)), [*map(WireTensor.of, tensors)]).buffers()
 
@@ -191,7 +191,7 @@ def _by_worker(raw: Mapping[str, int]) -> dict[int, int]:
 
 
 def _outcome_of(reply: Frame) -> Any:
-    """What came of a gathering, out of the reply that told it."""
+    """Return what came of a gathering, out of the reply that told it."""
     try:
         raise_if_error(reply)
     except FleetError as error:

@@ -122,7 +122,7 @@ class Journal:
                 self._synced = size
 
     def read(self, *, is_last: bool) -> Iterator[bytearray]:
-        """Every whole record, in order. Only the last of several journals can have a torn end."""
+        """Yield every whole record, in order. Only the last of several journals can have a torn end."""
         at = 0
         while at < self.bytes:
             record = self._record(at)
@@ -137,7 +137,7 @@ class Journal:
         self._synced = min(self._synced, at)
 
     def _record(self, at: int) -> bytearray | None:
-        """The record at a place; None if it is the torn end."""
+        """Return the record at a place; None if it is the torn end."""
         head = os.pread(self._file, _HEAD.size, at)
         if len(head) < _HEAD.size:
             return None
@@ -160,7 +160,7 @@ class Journal:
         return data
 
     def _is_zero(self, at: int) -> bool:
-        """Whether there is nothing from a place on, as in a file that was made longer and never written."""
+        """Say whether there is nothing from a place on, as in a file that was made longer and never written."""
         while part := os.pread(self._file, _PART_BYTES, at):
             if any(part):
                 return False
@@ -265,12 +265,12 @@ class StateDirectory:
             raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
 
     def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """The shard's pieces in the snapshot, in the order in which they are to be taken."""
+        """Yield the shard's pieces in the snapshot, in the order in which they are to be taken."""
         for file in self._files():
             yield file.about, read(Directory(self.directory), file)
 
     def records(self) -> Iterator[tuple[Kind, memoryview]]:
-        """What happened after the snapshot."""
+        """Yield what happened after the snapshot."""
         for journal in self._journals:
             for record in journal.read(is_last=journal is self._journals[-1]):
                 yield Kind(bytes(record[:1])), memoryview(record)[1:]
@@ -279,7 +279,7 @@ class StateDirectory:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a snapshot."""
+        """Say whether it is time for a snapshot."""
         return sum(journal.bytes for journal in self._journals) >= self._due_at
 
     def record(self, kind: Kind, buffers: Iterable[bytes | memoryview]) -> None:
@@ -307,8 +307,8 @@ class StateDirectory:
         on_top: bool,
         behind: bool,
     ) -> Draft:
-        """A snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at once.
-        ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
+        """Return a snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at
+        once. ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
         in no piece. With ``on_top`` the pieces come after those of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
         # Should this one fail, however early, the next is due when as much again has come.
@@ -326,7 +326,7 @@ class StateDirectory:
         return Draft(number, state, before, pieces, journal, journal.bytes)
 
     def publish(self, draft: Draft) -> Snapshot:
-        """All pieces are written: from now on this is the snapshot to start from."""
+        """Return all pieces are written: from now on this is the snapshot to start from."""
         snapshot = Snapshot(draft.state, (*draft.before, *draft.pieces.files))
         content = json.dumps({"state": snapshot.state, "files": [asdict(file) for file in snapshot.files]}).encode()
         draft.journal.sync()
@@ -355,7 +355,7 @@ class StateDirectory:
 
     @property
     def table_bytes(self) -> int:
-        """How large the rows in the last snapshot are, those that come in it twice counted twice."""
+        """Return how large the rows in the last snapshot are, those that come in it twice counted twice."""
         return sum(file.bytes for file in self._files() if TABLE in file.about)
 
     def clean(self) -> None:
@@ -399,7 +399,7 @@ def _crc32(content: bytes) -> bytes:
 
 
 def _lacks_a_page(data: memoryview, at: int) -> bool:
-    """Whether some page of a file has nothing of these bytes, which begin at a place in it."""
+    """Say whether some page of a file has nothing of these bytes, which begin at a place in it."""
     starts = [0, *range(-at % _PAGE_BYTES or _PAGE_BYTES, len(data), _PAGE_BYTES)]
     return any(not any(data[start:stop]) for start, stop in zip(starts, [*starts[1:], len(data)], strict=True))
 
