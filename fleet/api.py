@@ -1,5 +1,5 @@
-"""Defines ``Fleet``, every call a user makes. ``fleet.init`` and its like are the bound methods of one default
-instance.
+"""Defines ``Fleet``, which has every call that a user makes. ``fleet.init`` and the others are the bound methods of one
+default instance.
 
 Importing this module imports neither torch nor gRPC nor numba; a backend does, when ``init`` has chosen one.
 """
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """One process's part in one job. Several live side by side in one process; the functions of ``import fleet`` are
-    the methods of one of them.
+    """Holds one process's part in one job. Several may live side by side in one process; the functions of ``import
+    fleet`` are the methods of one of them.
 
     Examples:
         >>> another = fleet.Fleet()
@@ -59,7 +59,8 @@ class Fleet:
     # ---------------------------------------------------------------- who am I
 
     def init(self, role_maker: RoleMakerBase | None = None, *, is_collective: bool | None = None) -> None:
-        """Resolve who this process is: from ``role_maker``, or else from the environment, or else alone.
+        """Find out who this process is: from ``role_maker`` if it is given, else from the environment, else it runs
+        alone.
 
         Examples:
             >>> fleet.stop_worker()  # a running job has to end first
@@ -114,7 +115,7 @@ class Fleet:
             be_lean()
 
     def is_worker(self) -> bool:
-        """Say whether this process trains. One that runs alone does; its server is a part of it.
+        """Say whether this process trains. A process that runs alone does, and its server is a part of it.
 
         Examples:
             >>> fleet.is_worker()
@@ -136,7 +137,7 @@ class Fleet:
         return self._me("is_server").is_server
 
     def is_first_worker(self) -> bool:
-        """Say whether this is worker 0, which does what has to be done once.
+        """Say whether this is worker 0, which does what has to be done once for the whole job.
 
         Examples:
             >>> if fleet.is_first_worker():
@@ -146,7 +147,7 @@ class Fleet:
         return me.is_worker and me.index == 0
 
     def worker_index(self) -> int:
-        """Return which worker this is, from 0. On a server it is an error.
+        """Return which worker this is, counted from 0. On a server this is an error.
 
         Examples:
             >>> fleet.worker_index()
@@ -155,7 +156,7 @@ class Fleet:
         return self._index("worker_index", self._me("worker_index").is_worker)
 
     def server_index(self) -> int:
-        """Return which server this is, from 0. On a worker it is an error.
+        """Return which server this is, counted from 0. On a worker this is an error.
 
         Examples:
             >>> fleet.server_index()
@@ -175,7 +176,7 @@ class Fleet:
         return self._me("worker_num").worker_num
 
     def server_num(self) -> int:
-        """Return how many servers the job has; none in a collective one.
+        """Return how many servers the job has; 0 in a collective job.
 
         Examples:
             >>> fleet.server_num()
@@ -184,7 +185,7 @@ class Fleet:
         return self._me("server_num").server_num
 
     def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
-        """Return the workers' addresses, where they are known: in collective jobs, and where a variable lists them.
+        """Return the workers' addresses where they are known: in collective jobs, and where a variable lists them.
 
         Examples:
             >>> fleet.worker_endpoints()
@@ -193,7 +194,7 @@ class Fleet:
         return _listed(self._me("worker_endpoints").workers, to_string)
 
     def server_endpoints(self, to_string: bool = False) -> list[str] | str:
-        """Return the servers' addresses, in their order: a list, or text with commas.
+        """Return the servers' addresses in their order, as a list or as text with commas.
 
         Examples:
             >>> from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -205,7 +206,8 @@ class Fleet:
         return _listed(self._me("server_endpoints").servers, to_string)
 
     def split_files(self, files: list[T]) -> list[T]:
-        """This worker's share: contiguous; the first ``len(files) % n`` workers get one more.
+        """Return this worker's share of ``files``, which is contiguous; the first ``len(files) % n`` workers get one
+        more.
 
         Examples:
             >>> from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -232,7 +234,7 @@ class Fleet:
         *,
         model: torch.nn.Module | None = None,
     ) -> DistributedOptimizer:
-        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous.
+        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous training.
 
         Examples:
             >>> fleet.stop_worker()
@@ -253,10 +255,10 @@ class Fleet:
         return backend.distributed_optimizer(given, strategy, model)
 
     def resume_from(self, root: str | PathLike[str], *, strict: bool = True) -> int:
-        """Have the job go on where it was, on every role, after ``init()`` and before ``init_server()`` and
-        ``init_worker()``: from what durable servers have kept of it, else from the newest complete checkpoint in
-        ``root`` that all servers see, else from the beginning. The step that it goes on from is returned, the same on
-        every role; that of a running job to a process that starts again.
+        """Let the job go on where it was, and return the step that it goes on from, which is the same on every role. It
+        goes on from what durable servers have kept, else from the newest complete checkpoint in ``root`` that all
+        servers see, else from the beginning. Call it on every role after ``init()`` and before ``init_server()`` or
+        ``init_worker()``. A process that starts again while the job runs gets the running job's step.
 
         ``root`` is the directory of ``fleet.Checkpoints``, or a URL, and need not be there yet. With ``strict=False`` a
         checkpoint of another model is loaded as far as names and shapes agree; the rest is logged, and begins anew.
@@ -293,7 +295,7 @@ class Fleet:
         self._backend("init_server").init_server(model_dir)
 
     def run_server(self) -> None:
-        """Serve until every worker has stopped or is given up on.
+        """Serve until every worker has stopped or has been given up on.
 
         Examples:
             >>> if fleet.is_server():
@@ -303,8 +305,8 @@ class Fleet:
         self._backend("run_server").run_server()
 
     def init_worker(self) -> None:
-        """Connect to the servers, or in a collective job to each other, agree on the plan, take over the initial
-        parameters.
+        """Connect to the servers, or in a collective job to the other workers; agree on the plan, and take over the
+        initial parameters.
 
         Examples:
             >>> fleet.stop_worker()
@@ -318,7 +320,7 @@ class Fleet:
         self._backend("init_worker").init_worker()
 
     def stop_worker(self) -> None:
-        """Say goodbye to the servers. A second time does nothing.
+        """Say goodbye to the servers. A second call does nothing.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -329,7 +331,7 @@ class Fleet:
 
     def prefetch(self, batches: Iterable[T], lookup: Callable[[T], Mapping[Any, Any]], depth: int = 1) -> Iterator[T]:
         """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
-        ids that each remote embedding will be asked for, as ``{module: ids}``; forwards then find the rows there.
+        ids that each remote embedding will be asked for, as ``{module: ids}``; the forward then finds their rows there.
 
         Examples:
             >>> batches = [torch.tensor([1, 2]), torch.tensor([3, 4])]
@@ -347,8 +349,8 @@ class Fleet:
     # ---------------------------------------------------------------- among workers
 
     def barrier_worker(self) -> None:
-        """Wait until every worker has come here. Like all calls of this part: the same ones, in the same order, on
-        every worker; one that has left is not waited for.
+        """Wait until every worker has come here. As with all calls in which workers meet, every worker makes the same
+        ones in the same order; a worker that has left is not waited for.
 
         Examples:
             >>> fleet.barrier_worker()
@@ -372,7 +374,7 @@ class Fleet:
 
     @property
     def metrics(self) -> Metrics:
-        """Metrics over the data of all workers.
+        """Return the metrics over the data of all workers.
 
         Examples:
             >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
@@ -386,9 +388,9 @@ class Fleet:
     def save_persistables(
         self, dirname: str | PathLike[str], mode: str = "full", *, state: dict[str, Any] | None = None
     ) -> None:
-        """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
-        a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one.
-        ``state`` is what else belongs to it, of every worker that makes the call: see ``load_state``.
+        """Write the whole job's state as one checkpoint; one worker calls it, or all do. ``dirname`` is a directory, or
+        a URL that fsspec knows. ``mode="delta"`` writes only the rows that changed since the last checkpoint. ``state``
+        holds further objects of every worker that makes the call: see ``load_state``.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -407,10 +409,10 @@ class Fleet:
             backend.begin_saving(dirname, mode, own)(None)
 
     def load_state(self, state: dict[str, Any]) -> bool:
-        """Put back what the checkpoint that the job went on from holds for this worker (worker 0's, if there are more
-        workers now than then), and return whether there was any. ``state`` is a dict of names and objects with
-        ``state_dict()`` and ``load_state_dict()``, as schedulers and datasets have them, or plain values, which are put
-        into the dict itself. Each of its names has to be there.
+        """Restore ``state`` from the checkpoint that the job went on from, and return whether that holds any for this
+        worker. If there are more workers now than then, the new ones get worker 0's. ``state`` is a dict of names and
+        objects with ``state_dict()`` and ``load_state_dict()``, such as schedulers and datasets, or of plain values,
+        which are replaced in the dict itself. Each of its names has to be in the checkpoint.
 
         Examples:
             >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -428,9 +430,9 @@ class Fleet:
         return self._backend("load_state").load_state(state)
 
     def keep_state(self, state: dict[str, Any]) -> None:
-        """Have ``state``, a dict as ``load_state`` takes it, kept with the step that comes next: a worker that starts
-        again in this job is given back what belongs to the step it goes on after. It is as safe there as the step:
-        durable servers keep it on their disks, others as long as they live.
+        """Keep ``state``, a dict as ``load_state`` takes it, with the step that comes next. A worker that starts again
+        in this job gets back the state of the step it goes on after. It is as safe as the step itself: durable servers
+        keep it on their disks, others keep it as long as they live.
 
         Examples:
             >>> state = {"seen": 0}
@@ -446,7 +448,7 @@ class Fleet:
 
     def resume_step(self) -> int:
         """Return how many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded. Where
-        workers share no step, that is where its state in the checkpoint was saved.
+        workers share no step, it is the step at which this worker's state in the checkpoint was saved.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -457,7 +459,7 @@ class Fleet:
 
     @directory_first("load_persistables(dirname)")
     def load_persistables(self, dirname: str | PathLike[str]) -> None:
-        """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all.
+        """Load a checkpoint into a running job. One worker calls it, or all do; in a collective job all have to.
 
         Examples:
             >>> fleet.save_persistables("ckpt/before")
@@ -473,7 +475,7 @@ class Fleet:
     def save_inference_model(
         self, dirname: str, model: torch.nn.Module, example_inputs: tuple[Any, ...] | None = None
     ) -> None:
-        """Write what serving needs of ``model`` as a directory; called by one worker or by all.
+        """Write as a directory what serving needs of ``model``; one worker calls it, or all do.
 
         ``example_inputs``, a tuple of positional arguments made of tensors, adds a ``torch.export`` program that plain
         PyTorch runs on batches of any size (docs/serving.md).
@@ -491,8 +493,9 @@ class Fleet:
 
     @directory_first("load_inference_model(dirname, model)", needs_init=False)
     def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
-        """Return the tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class
-        that was saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program.
+        """Return the tensors that ``save_inference_model`` wrote, by name. With ``model``, a fresh one of the class
+        that was saved, return a copy of it that serves with these tensors. This needs no job, not even ``init``, and
+        reads no program.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -525,8 +528,8 @@ class Fleet:
         return backend.state_dict(serving.check_model(model), tables=tables)
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Give the whole job the values of plain tensors, as ``state_dict`` returns them or a model in one process
-        has them; called by one worker or by all. The optimizer's state stays.
+        """Give the whole job the values of plain tensors, as ``state_dict`` returns them or as a model in one process
+        has them; one worker calls it, or all do. The optimizer's state stays as it is.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -542,9 +545,9 @@ class Fleet:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        """Return what the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the
-        tables, how old the values were that gradients were computed on (docs/modes/index.md has every key), and this
-        worker's own figures (docs/observing.md).
+        """Return what the job has done and seen so far, on a worker of a running job: the steps of each worker, the
+        sizes of the tables, how old the values were that gradients were computed on (docs/modes/index.md has every
+        key), and this worker's own figures (docs/observing.md).
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -555,9 +558,9 @@ class Fleet:
         return self._backend("summary").summary()
 
     def report(self, *, examples: int | None = None, loss: Any = None, **figures: Any) -> None:
-        """Tell what only the script knows, on a worker: how many ``examples`` it has trained on since it said so last,
-        its ``loss``, and figures of any other name, each a number or a tensor of one element. ``fleet top``, the report
-        and the metrics show them. It costs a few assignments; ``minimize(loss)`` tells the loss by itself.
+        """Report what only the script knows, on a worker: how many ``examples`` it has trained on since its last
+        report, its ``loss``, and figures of any other name, each a number or a tensor of one element. ``fleet top``,
+        the report and the metrics show them. It costs a few assignments; ``minimize(loss)`` reports the loss by itself.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -604,7 +607,7 @@ class Fleet:
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
-    """Return one optimizer or several, as a list."""
+    """Return one optimizer, or several, as a list."""
     import torch
 
     optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]

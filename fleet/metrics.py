@@ -1,4 +1,4 @@
-"""Computes metrics over the data of all workers: ``fleet.metrics.auc(predictions, labels)`` and its like.
+"""Computes metrics over the data of all workers, such as ``fleet.metrics.auc(predictions, labels)``.
 
 Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. What
 travels are sums and counts, never the data. Importing this imports no numpy: ``import fleet`` does it.
@@ -27,7 +27,8 @@ BUCKETS = 1 << 16
 
 
 class Metrics:
-    """Figures over the data of all workers. Each call is made by every worker, in the same order, and has one answer.
+    """Computes figures over the data of all workers. Every worker makes each call, in the same order, and all get one
+    answer.
 
     Examples:
         >>> fleet.metrics.acc([0.9, 0.2, 0.6], [1, 0, 0])
@@ -35,7 +36,7 @@ class Metrics:
     """
 
     def __init__(self, all_reducer: Callable[[str], AllReduce]) -> None:
-        """``all_reducer`` gives what reduces over the workers on behalf of a call, which it is told the name of."""
+        """``all_reducer`` takes the name of a call and returns the function that reduces over the workers for it."""
         self._all_reducer = all_reducer
 
     # Of any numbers: element by element over the workers
@@ -50,7 +51,8 @@ class Metrics:
         return self._elementwise("sum", x)
 
     def max(self, x: Any) -> Any:
-        """Return the largest value any worker has, element by element: a float for one element, else a numpy array.
+        """Return the largest value that any worker has, element by element: a float for one element, else a numpy
+        array.
 
         Examples:
             >>> fleet.metrics.max(3)
@@ -59,7 +61,8 @@ class Metrics:
         return self._elementwise("max", x)
 
     def min(self, x: Any) -> Any:
-        """Return the smallest value any worker has, element by element: a float for one element, else a numpy array.
+        """Return the smallest value that any worker has, element by element: a float for one element, else a numpy
+        array.
 
         Examples:
             >>> fleet.metrics.min([3, 1])
@@ -68,8 +71,8 @@ class Metrics:
         return self._elementwise("min", x)
 
     def mean(self, x: Any) -> Any:
-        """Return the mean over the workers, each alike, element by element: a float for one element, else a numpy
-        array.
+        """Return the mean over the workers, which all count alike, element by element: a float for one element, else a
+        numpy array.
 
         Examples:
             >>> fleet.metrics.mean(0.25)
@@ -107,8 +110,9 @@ class Metrics:
         return self._running("rmse", "rmse").update(predictions, labels).compute()
 
     def acc(self, predictions: Any, labels: Any) -> float:
-        """Return the share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
-        (samples, classes) against (samples,), the class with the largest value. NaN if no worker has any data.
+        """Return the share of right predictions; NaN if no worker has any data. Probabilities in the shape of the
+        labels predict 1 above 0.5; values of shape (samples, classes) for labels of shape (samples,) predict the class
+        with the largest value.
 
         Examples:
             >>> fleet.metrics.acc([[0.1, 0.9], [0.7, 0.3]], [1, 1])
@@ -117,8 +121,8 @@ class Metrics:
         return self._running("acc", "acc").update(predictions, labels).compute()
 
     def auc(self, predictions: Any, labels: Any) -> float:
-        """Return the area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties
-        within one count half. NaN unless there are labels of both kinds, as it is not defined then.
+        """Return the area under the ROC curve of probabilities against labels of 0 and 1, computed in 65536 buckets:
+        ties within a bucket count half. It is NaN unless there are labels of both kinds, since it is not defined then.
 
         Examples:
             >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
@@ -191,7 +195,7 @@ class Metrics:
 
 
 class Running:
-    """A metric that is collected batch by batch and computed over the batches of all workers.
+    """Collects a metric batch by batch and computes it over the batches of all workers.
 
     auc = fleet.metrics.Auc()
     for x, y in batches:
@@ -215,7 +219,7 @@ class Running:
         return self
 
     def merge(self, other: Running | Array) -> Running:
-        """Take in what another one of the same metric has collected, or the ``state`` of one."""
+        """Add what another object of the same metric has collected, or the ``state`` of one."""
         import numpy as np
 
         if isinstance(other, Running) and other._metric != self._metric:
@@ -238,12 +242,12 @@ class Running:
         return self._state.copy()
 
     def compute(self) -> float:
-        """Return the metric of all that every worker has collected so far. All workers call it."""
+        """Return the metric of everything that every worker has collected so far. All workers call it."""
         return self._value(self._all_reducer()(self._state, None, "sum"))
 
 
 def _no_buckets() -> Array:
-    """Negatives and positives; a prediction of exactly 1 has a bucket to itself."""
+    """Return empty buckets of negatives and positives; a prediction of exactly 1 has a bucket to itself."""
     import numpy as np
 
     return np.zeros((2, BUCKETS + 1), np.int64)
@@ -272,7 +276,7 @@ def _area(counts: Array) -> float:
 
 
 def _nothing() -> Array:
-    """Return a sum, and of how many."""
+    """Return a sum of zero over no samples."""
     import numpy as np
 
     return np.zeros(2)
@@ -314,7 +318,7 @@ _EMPTY: dict[str, Callable[[], Array]] = dict.fromkeys(_METRICS, _nothing) | {"a
 
 
 def _right(call: str, predictions: Any, labels: Any) -> Array:
-    """For every sample whether its prediction is right."""
+    """Return for every sample whether its prediction is right."""
     import numpy as np
 
     predicted = _doubles(call, predictions)

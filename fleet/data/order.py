@@ -32,7 +32,7 @@ def _keys(parts: Any, number: int) -> Any:
 
 
 def shuffled(number: int, *key: int) -> npt.NDArray[np.int64]:
-    """Return the numbers below ``number`` in an order that the key says; another key, another order."""
+    """Return the numbers below ``number`` in an order that the key decides; another key gives another order."""
     return np.argsort(_keys(np.array(key, np.int64), number), kind="stable")
 
 

@@ -36,8 +36,9 @@ def at_work(environ: Mapping[str, str], *, even_alone: bool = False) -> bool:
 
 
 class SlurmRoleMaker(RoleMakerBase):
-    """One task of a step. Half of the tasks serve unless ``FLEET_SLURM_SERVERS`` says how many, spread over the nodes:
-    first tasks first. The others, or with ``is_collective`` all, are workers in Slurm's order.
+    """Describes one task of a step. Half of the tasks serve unless ``FLEET_SLURM_SERVERS`` says how many; they are
+    spread over the nodes, first tasks first. The others are workers in Slurm's order; with ``is_collective`` all tasks
+    are.
 
     Examples:
         >>> from fleet.role_maker import SlurmRoleMaker
@@ -138,7 +139,7 @@ def _places(nodes: Sequence[int]) -> list[int]:
 
 
 def _first_port(variables: Variables, most_on_a_node: int) -> int:
-    """Of as many ports as the fullest node has tasks."""
+    """Return the first of as many ports as the fullest node has tasks."""
     given = variables.read(_PORT, *whole(1, below=65536 - most_on_a_node))
     if variables.given(*_PORT):
         return given or _FIRST_PORT

@@ -29,7 +29,8 @@ class Variables:
         return " ".join(f"{name}={self._environ[name].strip()}" for name in self.given(*names))
 
     def need(self, names: Sequence[str], parse: Callable[[str], T], expected: str, *, otherwise: T) -> T:
-        """As ``read``, with a complaint if no spelling is set; ``otherwise`` stands in until it is raised."""
+        """Return the value as ``read`` does, and complain if no spelling is set; ``otherwise`` stands in until the
+        complaint is raised."""
         if not self.given(*names):
             self.missing(names, expected)
         value = self.read(names, parse, expected)
@@ -68,8 +69,8 @@ class Variables:
 
 
 def whole(least: int, *, below: int = 0) -> tuple[Callable[[str], int], str]:
-    """Return how to parse a whole number within bounds, and what to call it; no upper bound where ``below`` is 0,
-    unknown."""
+    """Return how to parse a whole number within bounds, and what to call it. Where ``below`` is 0, unknown, there is no
+    upper bound."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit()):

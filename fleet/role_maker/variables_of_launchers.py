@@ -38,7 +38,7 @@ def names_workers(environ: Mapping[str, str]) -> bool:
 
 
 def mentions_job(environ: Mapping[str, str]) -> bool:
-    """Say whether any variable speaks of a job, if only half of one.
+    """Say whether any variable speaks of a job, even if only half of one is described.
 
     Addresses and ports of this pod do not count: Kubernetes sets them for every pod, and a service called
     ``paddle`` sets ``PADDLE_PORT`` for all its neighbours.
@@ -49,9 +49,9 @@ def mentions_job(environ: Mapping[str, str]) -> bool:
 
 
 class EnvRoleMaker(RoleMakerBase):
-    """This process as ``PADDLE_*`` variables describe it; a collective job may be torchrun's instead.
+    """Describes this process as ``PADDLE_*`` variables say; a collective job may be torchrun's instead.
 
-    What is missing, malformed or contradictory is told in one error, all of it at once.
+    One error tells everything that is missing, malformed or contradictory at once.
 
     Examples:
         >>> from fleet.role_maker import EnvRoleMaker
@@ -122,7 +122,7 @@ def _role(text: str) -> Role:
 def _worker_num(variables: Variables, workers: Sequence[Endpoint]) -> int:
     """Return the number of workers, 0 where nothing sound says it; a list of them has to be as long.
 
-    paddle-operator puts their hosts where others put their number, and the number into the other spelling.
+    paddle-operator puts the workers' hosts where others put their number, and the number into the other spelling.
     """
     parse, expected = whole(1)
     hosts = [worker.host for worker in workers]
@@ -163,7 +163,8 @@ def _members(variables: Variables, listed: str, hosts: Sequence[str]) -> tuple[E
 
 
 def _place(variables: Variables, members: tuple[Endpoint, ...], identity: str) -> int:
-    """Return which member this process is: each variable that says so leaves some candidates, all together one."""
+    """Return which member this process is: each variable that says so leaves some candidates, and all together leave
+    one."""
     claims: dict[tuple[str, ...], set[int]] = {}
     number = variables.read((identity,), *whole(0, below=len(members)))
     if number is not None:

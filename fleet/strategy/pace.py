@@ -1,4 +1,4 @@
-"""Which steps of a worker do what: updates of gradient merge, averages of local SGD. Pure."""
+"""Says which steps of a worker do what: updates of gradient merge, averages of local SGD. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleet.strategy.collective import DistributedStrategy
 
 @dataclass(frozen=True)
 class Pace:
-    """Steps count from 1."""
+    """Counts steps from 1."""
 
     merged: int = 1
     local: int = 0
