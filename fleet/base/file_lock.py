@@ -6,8 +6,7 @@ import errno
 
 
 def locked(descriptor: int) -> bool | None:
-    """Say whether this process has the lock on a file now, and until it closes the file; None where there are no
-    locks."""
+    """Lock a file until this process closes it, and say whether that worked; None on systems without locks."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One variable, or several that belong together: as the page names them, who sets or needs them, what they mean."""
+    """Describes one variable, or several that belong together: the names on the page, who sets or needs them, what they
+    mean."""
 
     names: str
     whose: str

@@ -16,7 +16,7 @@ from fleet.errors import ArgumentTypeError, UnknownNameError
 
 class _Begun(Protocol):
     def _me(self, call: str) -> object:
-        """Return an error if ``fleet.init()`` has not been called, which is to be said first."""
+        """Refuse a call before ``fleet.init()``, since that has to be said first."""
         ...
 
 
@@ -115,7 +115,7 @@ _FLUID = {"executor", "exe", "main_program", "program", "feeded_var_names", "tar
 
 
 def missing(owner: str, name: str, names: Mapping[str, str] = NAMES) -> AttributeError:
-    """Return what to raise where ``owner`` (in words) is asked for a name that it has not."""
+    """Return the error for ``owner`` (in words), which was asked for a name that it lacks."""
     if name not in names:
         return AttributeError(f"{owner} has no attribute {name!r}")
     return UnknownNameError(f"{owner} has no attribute {name!r}", todo=names[name])
@@ -124,8 +124,8 @@ def missing(owner: str, name: str, names: Mapping[str, str] = NAMES) -> Attribut
 def directory_first(
     example: str, *, needs_init: bool = True
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """For a method whose first argument is a directory: called as Fluid has it, with an executor before that and
-    programs or variables behind, it says how it is called here (``example``)."""
+    """Decorate a method whose first argument is a directory. Called as Fluid has it, with an executor before the
+    directory and programs or variables after it, the method says how it is called here (``example``)."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @wraps(method)

@@ -11,7 +11,7 @@ from fleet.base.cluster import Endpoint
 
 
 def is_taken(endpoint: Endpoint) -> bool:
-    """Say whether somebody listens where we want to. An address that is not ours is no port in use."""
+    """Say whether somebody listens where we want to listen. An address that is not ours does not count as taken."""
     host = endpoint.host.strip("[]")
     try:
         infos = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)

@@ -48,7 +48,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the table."""
+    """Describes one row of the table."""
 
     name: str
     kind: Kind[Any]
@@ -85,7 +85,7 @@ def setting(
     formerly: str = "",
     secret: bool = False,
 ) -> T | D:
-    """Return a field that is a row: what the variable ``name`` says, else ``default``."""
+    """Return a field that is a row of the table: its value is what the variable ``name`` says, or else ``default``."""
     words = default_in_words or _in_words(default, kind)
     row = Setting(name, kind, words, readers, meaning, formerly)
     return field(default=default, repr=not secret, metadata={"setting": row})
@@ -103,14 +103,14 @@ def rows(table: type) -> list[Setting]:
 
 
 def _given(table: type, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the environment says of the fields of ``table``, each under its name."""
+    """Return what the environment says about the fields of ``table``, by their names."""
     of_a_row = {each.name: each.metadata["setting"] for each in fields(table) if "setting" in each.metadata}
     return {name: value for name, row in of_a_row.items() for value in row.values(environ)}
 
 
 @dataclass(frozen=True)
 class CommunicatorKnobs:
-    """How workers of the relaxed modes merge, send and fetch; a strategy may say each of them itself."""
+    """Holds how workers of the relaxed modes merge, send and fetch; a strategy may say each of these itself."""
 
     max_merge_var_num: int = setting(
         *("FLAGS_communicator_max_merge_var_num", whole(), 1, _WORKERS),
@@ -150,7 +150,7 @@ class CommunicatorKnobs:
 
 @dataclass(frozen=True)
 class SecurityKnobs:
-    """Who is let in. Paths are as they were given; ``token`` appears in no text that is made of this."""
+    """Holds what decides who is let in. Paths are as they were given; ``token`` appears in no text made of this."""
 
     token: str = setting(
         *("FLEET_AUTH_TOKEN", TEXT, "", _BOTH),
@@ -185,7 +185,7 @@ class SecurityKnobs:
 
     @property
     def acting(self) -> list[str]:
-        """Return the variables by which this job was to be protected, for whoever cannot honour them."""
+        """Return the variables that were to protect this job, for the error of a job that cannot honour them."""
         given = {"AUTH_TOKEN": self.token, "TLS_CERT": self.cert, "TLS_KEY": self.key, "TLS_CA": self.ca}
         return [f"FLEET_{name}" for name, value in given.items() if value]
 
@@ -212,7 +212,7 @@ class SecurityKnobs:
 
 @dataclass(frozen=True)
 class ObservingKnobs:
-    """Where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
+    """Holds where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
 
     record_dir: str = setting(
         *("FLEET_RECORD_DIR", PATH, "", _ALL),
@@ -247,7 +247,7 @@ class ObservingKnobs:
 
 @dataclass(frozen=True)
 class Knobs:
-    """Deadlines and sizes that come from the environment; every duration is in seconds."""
+    """Holds deadlines and sizes that come from the environment; every duration is in seconds."""
 
     rpc_deadline_s: float = setting(
         *("FLAGS_rpc_deadline", MILLISECONDS, 180.0, _ALL),
@@ -324,7 +324,8 @@ class Knobs:
     environ: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def joined(self, settings: Mapping[str, str]) -> Knobs:
-        """With what a strategy says by the names of variables, which have to be unset or say the same."""
+        """Return these settings with those of a strategy, by the names of their variables, which have to be unset or
+        say the same."""
         if not settings:
             return self
         for name, value in settings.items():
@@ -395,8 +396,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with every setting under the name that it has now, for processes that are started with
-    it."""
+    """Return the environment with every setting under its present name, for processes that are started with it."""
     present = dict(environ)
     for row in {row.formerly: row for row in SETTINGS.values() if row.formerly in environ}.values():
         row.values(environ)  # refuses two names that do not agree
@@ -407,7 +407,8 @@ def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _token(token: str, path: str) -> str:
-    """Return the shared token. No error here may show it, nor what a wrong path happened to point to."""
+    """Return the shared token. No error here may show it, nor the content of a file that a wrong path happened to
+    name."""
     if token and path:
         raise ConfigurationError(
             "FLEET_AUTH_TOKEN and FLEET_AUTH_TOKEN_FILE are both set", todo="Leave one of them: they name one token."

@@ -26,8 +26,8 @@ _remarked: set[str] = set()
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
-    """Return what there is to say of variables that are set and have no effect: misspelt ones, and those with nothing
-    to act on."""
+    """Return what there is to say about variables that are set and have no effect: misspelt ones, and those with
+    nothing to act on."""
     said = []
     for name in sorted(environ):
         if name in _IDLE:
@@ -63,12 +63,12 @@ def remark(environ: Mapping[str, str]) -> None:
 
 
 def _is_service_link(name: str, value: str) -> bool:
-    """Say whether it is one of the variables that Kubernetes gives every pod for each service."""
+    """Say whether this is one of the variables that Kubernetes gives every pod for each service."""
     return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 def _unknown(name: str, meant: str | None) -> str:
-    """``meant`` under the name that it has now."""
+    """Return ``meant`` under its present name."""
     now = None if meant is None else SETTINGS[meant].name if meant in SETTINGS else meant
     hint = "" if now is None else f"; did you mean {now}?"
     return f"the environment variable {name} is not known here and has no effect{hint}"

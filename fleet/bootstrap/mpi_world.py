@@ -63,7 +63,7 @@ def launcher_of(environ: Mapping[str, str]) -> str | None:
 
 
 def world(environ: Mapping[str, str], clock: Clock, deadline_s: float) -> World:
-    """This process among the ranks of its job; MPI is started if nobody has done so yet."""
+    """Return this process among the ranks of its job; start MPI if nobody has done so yet."""
     global _world
     if _world is None:
         _world = World(environ, clock, deadline_s)
@@ -135,7 +135,7 @@ class World:
             raise StateError("MPI did not start", where=self._place, got=f"error {result}")
 
     def _refuse_mixture(self, environ: Mapping[str, str]) -> None:
-        """A library under another MPI's launcher takes every process for a job of one."""
+        """Refuse to start if the launcher is another MPI's: the library then takes every process for a job of one."""
         told = {environ[name].strip() for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if environ.get(name, "").strip()}
         if told and told != {str(self.size)}:
             raise ConfigurationError(
@@ -148,7 +148,7 @@ class World:
     # ---------------------------------------------------------------- exchanging
 
     def exchange(self, card: Mapping[str, Any], deadline_s: float, what: str) -> list[dict[str, Any]]:
-        """Give every rank this one's card, and have theirs, by rank."""
+        """Give every rank this one's card, and return theirs, by rank."""
         text = json.dumps(card).encode()
         if len(text) > CARD_BYTES:
             raise ConfigurationError(f"a card for {what} is too large", expected=CARD_BYTES, got=len(text))
@@ -183,14 +183,14 @@ class World:
     # ---------------------------------------------------------------- leaving
 
     def engage(self) -> None:
-        """This rank takes part in a job from now on; its end is announced by ``done``."""
+        """Note that this rank takes part in a job from now on; ``done`` announces the end of its part."""
         self._engaged = True
 
     def done(self) -> None:
         self._engaged = False
 
     def fail(self, reason: str) -> None:
-        """This rank's script ends before its time."""
+        """Note that this rank's script ends before its time."""
         self._failure = f"{self._place} has failed and ends the job: {reason}"
 
     def _watch(self) -> None:
@@ -206,13 +206,13 @@ class World:
         request.Wait()
 
     def _hush(self) -> None:
-        """No MPI call of ours is under way any more."""
+        """Note that no MPI call of ours is under way any more."""
         self._ended.set()
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join()
 
     def _leave(self) -> None:
-        """When the process ends: wait for the others, a failed one not for long. mpi4py finalizes MPI after it."""
+        """Wait for the other ranks when the process ends, for a failed one not long. mpi4py finalizes MPI after it."""
         if os.getpid() != self._pid:  # a forked child ends without a word: the rank is its parent's
             return
         self._hush()
@@ -241,7 +241,7 @@ class World:
         self._mpi.COMM_WORLD.Abort(1)
 
     def _soon(self, requests: Sequence[Any], within_s: float) -> bool:
-        """Say whether all are done in time."""
+        """Say whether all requests are done in time."""
         until = self._clock.now() + within_s
         while not all(request.Test() for request in requests):
             if self._clock.now() > until:
@@ -277,8 +277,8 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
 
 
 def _say_so_on_sigterm(place: str) -> None:
-    """Open MPI ends all ranks by SIGTERM when one has died: then they say what ended them. A running worker or server
-    has a handler of its own; somebody else's is left alone."""
+    """Let a rank that gets SIGTERM say what ended it: Open MPI sends one to all ranks when one has died. A running
+    worker or server has a handler of its own; a handler of the user's is left alone."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return

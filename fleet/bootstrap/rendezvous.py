@@ -34,7 +34,7 @@ _AT_ONCE = 256
 
 
 def own_addresses() -> list[str]:
-    """This machine's addresses as far as they are easily found, loopback first."""
+    """Return this machine's addresses as far as they are easily found, loopback first."""
     found = [_LOOPBACK, *sorted(addresses_of(socket.gethostname()))]
     for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
@@ -53,7 +53,7 @@ def addresses_of(host: str) -> set[str]:
 
 
 class Offer:
-    """A host's side: a port at each of ``addresses`` that can be bound."""
+    """Holds the host's side: a port at each of ``addresses`` that can be bound."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -85,8 +85,8 @@ class Offer:
         return list(self._open)
 
     def choose(self, guests: set[int], clock: Clock) -> tuple[Endpoint | None, dict[Endpoint, set[int]]]:
-        """Return the first endpoint where all guests have left their card, and who was where. The other ports are let
-        go."""
+        """Return the first endpoint where all guests have left their card, and which guests were where. The other ports
+        are let go."""
         visitors: dict[Endpoint, set[int]] = {endpoint: set() for endpoint in self._open}
         doors = {listening.fileno(): (endpoint, listening) for endpoint, listening in self._open.items()}
         inside: dict[int, tuple[Endpoint, socket.socket]] = {}
@@ -129,7 +129,7 @@ class Offer:
 
 
 def visit(offers: Sequence[tuple[Endpoint, bytes]], guest: int, clock: Clock) -> None:
-    """A guest's side: leave a card, with the token that goes with the address, wherever somebody answers."""
+    """Act the guest's side: leave a card wherever somebody answers, with the token that goes with the address."""
     for start in range(0, len(offers), _AT_ONCE):
         _visit_some(offers[start : start + _AT_ONCE], guest, clock)
 

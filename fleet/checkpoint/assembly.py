@@ -21,7 +21,7 @@ class Assembly:
         self._come: dict[str, dict[str, int]] = {name: {} for name in numel}
 
     def add(self, entries: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
-        """Take what one export says of dense blocks: entries, and a tensor for each that is not plain."""
+        """Take what one export has of dense blocks: entries, and a tensor for each that is not a plain value."""
         for entry, tensor in joined(entries, tensors):
             name, key = entry["param"], entry["key"]
             if name not in self._numel:

@@ -63,8 +63,8 @@ Finding = tuple[str, "Difference | RowDifference | Told"]
 
 
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Finding]:
-    """Yield everything that either has, in the order it is found: numbers of the job, parameters, their state, buffers,
-    the states of workers' own objects, tables."""
+    """Yield everything that either has, in the order in which it is found: numbers of the job, parameters, their state,
+    buffers, the states of workers' own objects, tables."""
     for name, mine, theirs in (
         ("step", left.manifest.version, right.manifest.version),
         ("seed of rows", left.manifest.seed, right.manifest.seed),
@@ -90,7 +90,7 @@ def _own(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _described(spec: JobSpec) -> dict[str, str]:
-    """By name, what must be the same for two parameters or tables to be compared."""
+    """Return by name what must be the same for two parameters or tables to be compared."""
     rules = [group.rule for group in spec.groups]
     params = {each.name: f"{each.dtype} {each.shape}, {rules[each.group]}" for each in spec.params}
     for each in spec.tables:
@@ -101,7 +101,8 @@ def _described(spec: JobSpec) -> dict[str, str]:
 
 
 def _parameters(left: Checkpoint, right: Checkpoint, both: set[str]) -> Iterator[Finding]:
-    """Yield both go through their parameters in an order of their own, so the second is asked for one at a time."""
+    """Compare the parameters. Each checkpoint goes through them in an order of its own, so the second is asked for one
+    at a time."""
     theirs = (each for each in parameters(right) if each.spec.name in both)
     waiting: dict[str, Parameter] = {}
     for mine in parameters(left):
@@ -173,7 +174,7 @@ def _compare_rows(left: Rows, right: Rows) -> RowDifference:
 
 
 def _places(ids: Array, known: Array) -> tuple[Array, Array]:
-    """Return which of ``ids`` are among the ``known`` ones, which are sorted, and where these stand there."""
+    """Return which of ``ids`` are among the ``known`` ones, which are sorted, and where they stand there."""
     if not len(known):
         return np.zeros(len(ids), bool), np.empty(0, np.int64)
     places = np.minimum(np.searchsorted(known, ids), len(known) - 1)

@@ -18,7 +18,8 @@ Entry = tuple[dict[str, Any], torch.Tensor | None]
 
 
 def entries_of(name: str, offset: int, param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Entry]:
-    """``param`` is the whole parameter, or the block of it that begins at ``offset``; ``state`` is its optimizer's."""
+    """Yield the entries of ``param``, a whole parameter or the block of it that begins at ``offset``; ``state`` is its
+    optimizer's."""
     yield {**_place(name, offset, param), "key": VALUE, "elementwise": True}, param.detach().reshape(-1)
     yield from state_entries(name, offset, param, state)
 
@@ -38,7 +39,7 @@ def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
 
 
 def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
-    """Return what belongs to a block's elements from ``start`` to ``stop``; what belongs to all of them goes with the
+    """Yield what belongs to a block's elements from ``start`` to ``stop``; what belongs to all of them goes with the
     first."""
     for entry, tensor in entries:
         if tensor is not None and entry["elementwise"] and stop - start < tensor.numel():
@@ -69,7 +70,7 @@ def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Te
 
 
 def joined(told: Iterable[dict[str, Any]], tensors: Iterable[torch.Tensor]) -> list[Entry]:
-    """Return the other way round: each entry with its tensor."""
+    """Join each entry with its tensor, which ``split`` has separated."""
     arriving = iter(tensors)
     return [(entry, None if "plain" in entry else next(arriving)) for entry in told]
 

@@ -26,7 +26,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Have on the disk what somebody else wrote."""
+    """Make sure that what somebody else wrote is on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -50,7 +50,8 @@ def measure(path: Path) -> tuple[int, int]:
 
 def read_past_cache(path: Path, most: int) -> memoryview | None:
     """Read at most ``most`` bytes from the beginning of a file without leaving them in the system's cache, so that what
-    is read once takes its memory once. None if the file is in the cache, or the system has no other way to read."""
+    is read once takes its memory once. Return None if the file is in the cache, or the system has no such way to read.
+    """
     if sys.platform != "linux":
         return None
     try:
@@ -89,7 +90,7 @@ def _read_directly(path: Path, size: int) -> memoryview | None:
 
 
 def remove(path: Path) -> None:
-    """As far as it can be: what stays is in nobody's way."""
+    """Remove a file as far as it can be removed; one that stays is in nobody's way."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -41,7 +41,7 @@ _OURS = re.compile(rf"\.?{_FOLDER}{_TOKEN}|\.{re.escape(MANIFEST)}-{_TOKEN}")
 
 
 class CheckpointWriter:
-    """Used as a context: leaving it without ``commit`` removes what was written."""
+    """Writes a checkpoint. Leaving it as a context without ``commit`` removes what was written."""
 
     def __init__(self, dirname: object, after: Saved | None = None) -> None:
         """``after`` is the checkpoint that this one goes on from, as a delta."""
@@ -109,7 +109,7 @@ class CheckpointWriter:
                 raise
 
     def _remove_dead_drafts(self) -> None:
-        """What writers left beside this place that were killed."""
+        """Remove what writers that were killed left beside this place."""
         if not isinstance(self._final, Directory) or self._inside:
             return
         draft = re.compile(rf"\.{re.escape(self._final.path.name)}\.{_TOKEN}")
@@ -129,7 +129,7 @@ class CheckpointWriter:
         return self._claimed.proof
 
     def pieces(self, prefix: str) -> PieceWriter:
-        """For pieces that this process writes; their files are to be given to ``add``."""
+        """Return a writer for pieces of this process; give their files to ``add``."""
         return PieceWriter(self.folder, self._folder_name, prefix)
 
     @property
@@ -137,7 +137,7 @@ class CheckpointWriter:
         return self._folder_name
 
     def add(self, files: Iterable[PieceFile]) -> None:
-        """Pieces that have been written, by this process or another."""
+        """Take pieces that have been written, by this process or another."""
         for each in files:
             name = PurePosixPath(each.file).name
             found = self.folder.size(name) if self.folder.has(name) else None

@@ -43,15 +43,14 @@ def kept(elements: int, sparsity: float) -> int:
 
 
 def clip_factor(norm: float, clip_norm: float, workers: int) -> float:
-    """Return what a gradient of this norm is multiplied by: N clipped gradients add up to no more than one clipped
-    sum."""
+    """Return the factor for a gradient of this norm: N clipped gradients add up to no more than one clipped sum."""
     limit = clip_norm / float(workers) ** 0.5
     return min(1.0, limit / norm) if norm > 0 else 1.0
 
 
 @dataclass
 class Residual:
-    """What a worker holds back of one parameter."""
+    """Holds what a worker keeps back of one parameter."""
 
     momentum: torch.Tensor
     unsent: torch.Tensor
@@ -59,7 +58,7 @@ class Residual:
     def take(
         self, gradient: torch.Tensor, momentum: float, nesterov: bool, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a gradient, and give away the ``count`` largest elements: where they are, and what."""
+        """Add a gradient, and give away the ``count`` largest elements: their places and values."""
         if nesterov:
             self.momentum.add_(gradient).mul_(momentum)
             self.unsent.add_(self.momentum).add_(gradient)
@@ -74,7 +73,7 @@ class Residual:
 
 
 class DeepCompression:
-    """The exchange of a job with DGC."""
+    """Exchanges the gradients of a job with DGC."""
 
     def __init__(self, group: Group, options: DGC, members: Sequence[Member]) -> None:
         self._group = group

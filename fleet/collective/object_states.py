@@ -27,7 +27,7 @@ def give(worker: CollectiveWorker, name: str, state: Bytes) -> None:
 
 
 def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[tuple[int, int, Bytes]]:
-    """Collect what has been given under a name, by everyone who makes this call or by those who give theirs: worker,
+    """Yield what has been given under a name, by everyone who makes this call or by those who give theirs: worker,
     steps, state."""
     monitor = worker.group.monitor
 
@@ -64,7 +64,7 @@ def _gives(store: Store, worker: int) -> bool:
 
 
 def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]:
-    """Lay out what a checkpoint has for each worker; who that is, and how many workers there were."""
+    """Lay out what a checkpoint has for each worker; return whose states there are, and how many workers there were."""
     monitor, found = worker.group.monitor, []
     for of, _, state in states_in(checkpoint):
         key, tensor = f"brought/{worker.loads}/{of}", WireTensor.of(state)
@@ -75,7 +75,7 @@ def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]
 
 
 def load(worker: CollectiveWorker, state: object) -> bool:
-    """Give this worker's own objects what the checkpoint has of them that was loaded; whether it has anything."""
+    """Give this worker's own objects what the loaded checkpoint has of them; return whether it has anything."""
     check_state(state)
     rank, of = worker.group.monitor.rank, worker.brought["of"]
     given = whose(rank, worker.brought["workers"], of)
@@ -90,7 +90,7 @@ def load(worker: CollectiveWorker, state: object) -> bool:
 
 
 class CheckpointStates:
-    """How the states of all workers come into the checkpoints that worker 0 saves from time to time."""
+    """Brings the states of all workers into the checkpoints that worker 0 saves from time to time."""
 
     def __init__(self, worker: CollectiveWorker, *, gives: bool) -> None:
         self._worker = worker
@@ -135,7 +135,7 @@ class CheckpointStates:
         return f"{call} after step {self._worker.steps}" if self._gives else ""
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
-        """Hand this worker's over; after the ``last`` one no other is to be waited for."""
+        """Hand over this worker's state; after the ``last`` one, nobody waits for another."""
         if not self._worker.stopped:
             give(self._worker, name, state)
             if last:

@@ -65,7 +65,7 @@ class Group:
     # ---------------------------------------------------------------- coming together
 
     def open(self) -> None:
-        """Open the job's store, through which workers find each other. A second time does nothing."""
+        """Open the job's store, through which workers find each other. A second call does nothing."""
         if self._store is not None:
             return
         self._adopted = dist.is_initialized()
@@ -260,7 +260,7 @@ class Group:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """The values that ``source`` has, on every worker, in place."""
+        """Copy the values that ``source`` has to every worker, in place."""
         for some in _batches(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
             self.finish(dist.broadcast(flat, source, async_op=True), flat.device)
@@ -273,7 +273,7 @@ class Group:
     # ---------------------------------------------------------------- parting
 
     def stop(self) -> None:
-        """Every worker has come here: part from the others; what was the user's stays."""
+        """Part from the others when every worker has come here; groups of the user's stay."""
         self.monitor.part()
         self.monitor.end()
         self._store = None
@@ -301,7 +301,7 @@ class Group:
 
 
 def _is_over(store: Store) -> bool:
-    """Say whether it is the store of a job that has ended, or goes while it is asked."""
+    """Say whether this is the store of a job that has ended, or one that goes away while it is asked."""
     try:
         return any(store.check([key]) for key in ENDED)
     except RuntimeError:
@@ -309,7 +309,7 @@ def _is_over(store: Store) -> bool:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors that can travel as one: of one element type and device, and not too many bytes."""
+    """Group tensors that can travel as one: of one element type and device, and not too many bytes."""
     made: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for tensor in tensors:
         batches = made.setdefault((tensor.dtype, tensor.device), [[]])

@@ -42,7 +42,8 @@ class StoreReductions:
             self._meet(Asked(BARRIER, beside=self._turns.is_other_thread), None)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
-        """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
+        """Reduce the ``value`` of all workers to one, in the kind it came in, and write it into ``output`` if that is
+        given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
             with self._turns.meeting(call):

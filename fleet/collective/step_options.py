@@ -39,7 +39,7 @@ def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contr
 
 
 class MergedGradients:
-    """The sum of the gradients of several steps."""
+    """Holds the sum of the gradients of several steps."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params = params

@@ -132,7 +132,7 @@ class StoreMonitor:
             raise error
 
     def refuse_standstill(self, absent: Iterable[int], where: str) -> None:
-        """This worker waits for the ``absent`` ones: raise if one of them waits in a round for this one."""
+        """Raise if one of the ``absent`` workers, for which this one waits, waits for this one in a round."""
 
         def find(store: Store) -> list[int]:
             waiting = [other for other in absent if store.check([f"waits/{other}"])]
@@ -175,7 +175,7 @@ class StoreMonitor:
         self._conclude(report)
 
     def part(self) -> None:
-        """Say goodbye, and return when all others have: nobody needs anybody any more."""
+        """Say goodbye, and return when all others have done so: then nobody needs anybody any more."""
         self._watching = False
         byes = [f"bye/{other}" for other in range(self.size)]
         self.ask(lambda store: store.set(byes[self.rank], "1"))
@@ -183,7 +183,7 @@ class StoreMonitor:
         self.ask(lambda store: store.set(_OVER, "1"))
 
     def linger(self) -> None:
-        """After a failure the store's host stays for a few beats, until all others have read what it was."""
+        """Stay for a few beats after a failure, if this is the store's host, until all others have read what failed."""
         heard = [f"heard/{other}" for other in range(self.size)]
         with contextlib.suppress(FleetError):
             if self._hosts_store:
@@ -197,7 +197,8 @@ class StoreMonitor:
         self._thread.join(SLICE_S)
 
     def blame(self, error: RuntimeError) -> FleetError:
-        """Return a connection broke: find out whose worker has gone. The living keep counting while everybody looks."""
+        """Find out which worker has gone, after a connection broke, and return the error that says so. The living keep
+        counting while everybody looks."""
         try:
             before = self.ask(self._counts)
             limit_s = LATE_BEATS * self._heartbeat_s

@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 class MomentRows:
-    """Rows with a first and a second moment, and with ``amsgrad`` the largest second one."""
+    """Updates rows with a first and a second moment, and with ``amsgrad`` the largest second one."""
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
         moments = {"exp_avg": Column(dim), "exp_avg_sq": Column(dim)}
@@ -35,7 +35,7 @@ class MomentRows:
 
 def decay_and_shrink(options: Mapping[str, Any]) -> tuple[float, float]:
     """Return how much of the weight is added to its gradient, and by what the weight is multiplied: weight decay is one
-    of the two."""
+    or the other."""
     if options["decoupled_weight_decay"]:
         return 0.0, 1 - options["lr"] * options["weight_decay"]
     return options["weight_decay"], 1.0

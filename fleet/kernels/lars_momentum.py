@@ -13,7 +13,7 @@ from fleet.kernels.rule import Rule
 
 
 class LarsMomentum(OneByOne):
-    """Layer-wise adaptive rate scaling (You et al., 2017), as PaddlePaddle's ``LarsMomentum`` computes it.
+    """Adapts the learning rate layer by layer (You et al., 2017), as PaddlePaddle's ``LarsMomentum`` does.
 
     Each step with gradient g does, with norms of the whole parameter::
 

@@ -40,8 +40,7 @@ class RAdamRows(MomentRows):
 
 
 def _rectification(beta2: float, step: int) -> float:
-    """Return what the adaptive rate is multiplied by; 0 where its variance is not tractable and torch does without
-    it."""
+    """Return the factor of the adaptive rate; 0 where its variance is not tractable and torch does without the rate."""
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * beta2**step / (1 - beta2**step)  # of the average, as if it were a simple one
     if length <= 5:

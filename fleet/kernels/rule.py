@@ -28,18 +28,19 @@ REFUSED_OPTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Column:
-    """State of a row: so many numbers, and what they are before the row is first touched."""
+    """Describes one kind of state of a row: how many numbers it has, and what they are before the row is first
+    touched."""
 
     width: int
     fill: float = 0.0
 
 
 class RowKernel(Protocol):
-    """The update of rows. Has no state of its own, so one object serves every table."""
+    """Updates rows. It has no state of its own, so one object serves every table."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return every option the formula honours, with torch's default."""
+        """Return every option that the formula honours, with torch's default."""
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
         """Return the state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
@@ -58,7 +59,7 @@ class RowKernel(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """One optimizer: the class that users name, which also updates dense blocks, and what updates rows."""
+    """Describes one optimizer: the class that users name, which also updates dense blocks, and what updates rows."""
 
     optimizer: type[torch.optim.Optimizer]
     dense: bool = True  #: False: it cannot update dense parameters
@@ -85,6 +86,6 @@ def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
 
 
 def scalars(dtype: npt.DTypeLike, *numbers: float) -> list[Any]:
-    """Numbers in the element type of the table: torch, too, computes them in double and rounds them once."""
+    """Return numbers in the element type of the table: torch, too, computes them in double and rounds them once."""
     kind: Any = np.dtype(dtype).type
     return [kind(number) for number in numbers]

@@ -60,7 +60,7 @@ print(json.dumps(found))
 
 
 def tell(argv: list[str], prog: str, environ: Mapping[str, str]) -> int:
-    """Return the ``fleet env`` command; returns the exit code."""
+    """Run the ``fleet env`` command, and return the exit code."""
     parser = Parser(prog, description="Print what a bug report needs. Tokens are not shown.", allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="for programs")
     as_json = parser.parse_args(argv).json
@@ -194,7 +194,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(name: str, value: str) -> str:
-    """Return a variable's value, unless it is a secret itself; a path to one is none."""
+    """Return a variable's value, unless that is a secret itself; a path to a secret is none."""
     if _SECRET.search(name) and not name.endswith("_FILE"):
         return "(set, and not shown)"
     return re.sub(r"//[^/@\s]+@", "//***@", value)

@@ -33,7 +33,7 @@ _free: deque[memoryview] = deque(maxlen=KEPT)
 
 
 def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """So many bytes, holding anything."""
+    """Return so many bytes, with any content."""
     if not SMALLEST <= nbytes <= LARGEST:
         return np.empty(nbytes, np.uint8)
     block = _fitting(nbytes) or np.empty(nbytes, np.uint8).data
@@ -44,7 +44,7 @@ def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def installed() -> int | None:
-    """Return the bytes of memory this machine has, where the system tells."""
+    """Return how many bytes of memory this machine has, where the system tells."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -52,15 +52,15 @@ def installed() -> int | None:
 
 
 def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a flat tensor, holding anything."""
+    """Return a flat tensor with any content."""
     if numel * dtype.itemsize < SMALLEST:
         return torch.empty(numel, dtype=dtype)
     return torch.from_numpy(take(numel * dtype.itemsize)).view(dtype)
 
 
 def window(flat: torch.Tensor) -> tuple[torch.Tensor, Watch]:
-    """Return a tensor of the same memory, and what finds nothing any more once nobody looks through it, or its
-    views."""
+    """Return a tensor of the same memory, and a watch that finds nothing any more once nobody looks through the tensor
+    or its views."""
     # What torch and numpy make of an array keeps the array alive; tensors made of a tensor keep its memory alone.
     array = np.frombuffer(flat.view(torch.uint8).numpy().data, np.uint8)
     return torch.from_numpy(array).view(flat.dtype), weakref.ref(array)

@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """Rows that lie in segments of 2 to the power of ``bits``; whoever made it keeps the segments alive."""
+    """Holds rows that lie in segments of 2 to the power of ``bits``; the maker of this keeps the segments alive."""
 
     addresses: npt.NDArray[np.uint64]  #: where each segment begins
     like: Array  #: one of them, for its type and width
@@ -50,7 +50,7 @@ _building = threading.RLock()
 
 
 def _numba() -> Any:
-    """Return the module, whole: an import that failed half-way is not gone on with, but begun anew by the next call."""
+    """Return the whole module: after an import that failed half-way, the next call begins anew."""
     try:
         import numba
     except BaseException:
@@ -66,7 +66,7 @@ def _undisturbed(work: Callable[[], R]) -> R:
 
 
 class Compiled(Generic[P, R]):
-    """A function that turns into machine code on its first call with each combination of argument types."""
+    """Holds a function that becomes machine code on its first call with each combination of argument types."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         assert isinstance(function, FunctionType)
@@ -110,7 +110,7 @@ def compiled(function: Callable[P, R]) -> Compiled[P, R]:
 
 
 class Intrinsic(Generic[P, R]):
-    """Machine code under a name, for what Python cannot say. It exists inside compiled functions only."""
+    """Names machine code for what Python cannot say. It exists inside compiled functions only."""
 
     def __init__(self, signed: Callable[..., Any], meaning: Callable[P, R]) -> None:
         self._signed = signed
@@ -230,7 +230,8 @@ def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
 
 @_code(_copy_bytes)
 def copy_bytes(rows: Rows, number: Any, source: Array, start: Any, size: Any) -> None:
-    """So many bytes of ``source``, which is of bytes, into the beginning of a row. Nobody checks whether they fit."""
+    """Copy so many bytes of ``source``, which is of bytes, to the beginning of a row. Nobody checks whether they
+    fit."""
 
 
 @_code(_prefetch)

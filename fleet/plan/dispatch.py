@@ -19,7 +19,7 @@ class Dispatcher(Protocol):
 
 
 class RoundRobin:
-    """One cursor over all blocks of all parameters.
+    """Deals all blocks of all parameters in turn, with one cursor.
 
     Examples:
         >>> from fleet.transpiler import RoundRobin
@@ -35,7 +35,7 @@ class RoundRobin:
 
 
 class HashName:
-    """A stable hash of the block's name: the same on every machine and in every process.
+    """Places a block by a stable hash of its name: the same on every machine and in every process.
 
     Examples:
         >>> from fleet.transpiler import HashName

@@ -17,7 +17,7 @@ from fleet.plan.specs import DTYPES, JobSpec, ParamSpec
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous range of a parameter's elements; ``param`` indexes ``JobSpec.params``."""
+    """Names a contiguous range of a parameter's elements; ``param`` indexes ``JobSpec.params``."""
 
     param: int
     index: int
@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec together with the server of every block (``servers[i]`` serves ``blocks[i]``).
+    """Holds a spec together with the server of every block (``servers[i]`` serves ``blocks[i]``).
 
     ``placement`` stands for the cuts and the servers alone: who keeps a server's blocks can tell by it that they are
     still that server's.
@@ -54,7 +54,7 @@ class Plan:
         return _name(self.param_of(block), block)
 
     def dense_bytes(self, server: int) -> int:
-        """Return what the dense blocks of one server weigh."""
+        """Return how many bytes the dense blocks of one server have."""
         return sum(block.numel * DTYPES[self.param_of(block).dtype] for block in self.by_server[server])
 
     def table(self) -> str:
@@ -87,5 +87,5 @@ def make_plan(spec: JobSpec) -> Plan:
 
 
 def _name(param: ParamSpec, block: Block) -> str:
-    """``weight`` for a whole parameter, ``weight.block1`` for the second of several."""
+    """Return ``weight`` for a whole parameter, ``weight.block1`` for the second of several blocks."""
     return param.name if block.numel == param.numel else f"{param.name}.block{block.index}"

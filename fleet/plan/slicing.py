@@ -23,7 +23,7 @@ def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> 
 
 
 def slice_variable(shapes: Sequence[Sequence[int]], slice_count: int, min_block_size: int = 8192) -> list[list[int]]:
-    """For each shape the list of its block sizes in elements.
+    """Return for each shape the list of its block sizes in elements.
 
     Examples:
         >>> from fleet.transpiler import slice_variable

@@ -35,7 +35,7 @@ _MOST_VALUES, _MOST_TABLES, _MOST_BLOCKS, _MOST_DIMENSIONS = 1 << 20, 1 << 14, 1
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One dense parameter. ``group`` indexes ``JobSpec.groups``."""
+    """Describes one dense parameter. ``group`` indexes ``JobSpec.groups``."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Initializer:
-    """How the first value of a row comes about: ``kind`` and its two numbers.
+    """Says how the first value of a row is made: ``kind`` and its two numbers.
 
     zeros; constant(a); uniform(a, b) on [a, b); normal(a = mean, b = standard deviation).
     """
@@ -92,7 +92,8 @@ class Initializer:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One sparse table. ``num_embeddings=None`` takes any int64 id; ``uploaded`` rows start from worker 0's values."""
+    """Describes one sparse table. ``num_embeddings=None`` takes any int64 id; ``uploaded`` rows start from worker 0's
+    values."""
 
     name: str
     dim: int
@@ -105,7 +106,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One param group: the rule that updates it and the names of the options that travel with every push."""
+    """Describes one param group: the rule that updates it and the names of the options that travel with every push."""
 
     rule: str
     optimizer: int
@@ -115,7 +116,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What decides the placement of blocks, how many processes there are, and what they say to each other."""
+    """Holds what decides the placement of blocks, how many processes there are, and what they say to each other."""
 
     server_num: int
     worker_num: int
@@ -133,7 +134,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything the processes of one job agree on."""
+    """Holds everything that the processes of one job agree on."""
 
     params: tuple[ParamSpec, ...]
     tables: tuple[TableSpec, ...]
@@ -142,7 +143,7 @@ class JobSpec:
 
     @property
     def common(self) -> JobSpec:
-        """Return what all processes say alike: those of an elastic job may have been told of different numbers of
+        """Return what all processes say alike: in an elastic job they may have been told different numbers of
         workers."""
         return self.among(0) if self.settings.elastic else self
 
@@ -160,7 +161,7 @@ class JobSpec:
         )
 
     def to_json(self) -> str:
-        """Canonical text: equal specs give equal text."""
+        """Return the canonical text: equal specs give equal text."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -232,7 +233,7 @@ class JobSpec:
             raise ProtocolError("a job description is impossible", got=", ".join(found))
 
     def _most_blocks(self) -> int:
-        """No plan of this has more."""
+        """Return a number of blocks that no plan of this spec exceeds."""
         servers, least = self.settings.server_num, self.settings.min_block_size
         return sum(min(servers, 1 + param.numel // least) for param in self.params)
 
@@ -253,8 +254,8 @@ def _tuple(value: object) -> tuple[Any, ...]:
 
 
 def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
-    """Return one that was written before there was a field that has a default, in a checkpoint perhaps, has its
-    default."""
+    """Build an item from its JSON. One that was written before a field was added, as in an old checkpoint, gets the
+    field's default."""
     hints = _hints(kind)
     if not _required(kind) <= set(item) <= set(hints):
         raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
