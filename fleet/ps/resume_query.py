@@ -1,5 +1,5 @@
-"""What every process of a job does to go on where the job was: ask all servers what they have and see, come to a
-choice, and tell them.
+"""Asks all servers what they have and see, comes to a choice, and tells them: every process of a job does so, to go on
+where the job was.
 
 Servers ask each other as workers ask them, and each process asks for itself; it does not matter who is first, and
 nobody waits for more than that every server is there. A server that the others do not let in, or that would not know
@@ -57,7 +57,7 @@ Missing = dict[int, Exception]
 
 
 class OwnServer(Protocol):
-    """The server of a process that serves."""
+    """Names what is needed of the server of a process that serves."""
 
     @property
     def chosen(self) -> Choice | None: ...
@@ -75,7 +75,7 @@ def resume(
     strict: bool,
     own: OwnServer | None,
 ) -> Resumed:
-    """Return where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are;
+    """Find out where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are;
     ``own`` is this process's server."""
     questions = _Questions(assignment, network, own)
     look = pb.Look(root=root, job_id=knobs.job_id, by_server=own is not None)
@@ -125,7 +125,7 @@ def resume(
 def _agree(
     questions: _Questions, assignment: Assignment, seen: list[Seen], strict: bool, root: str, rest_s: float
 ) -> tuple[Choice | None, Missing]:
-    """Return what the job goes on from, which all servers have been told; None if they have it already."""
+    """Return what the job goes on from, after telling all servers; None if they have it already."""
     choice = choose(assignment.servers, seen, strict=strict)
     if choice is None:
         return None, {}
@@ -161,7 +161,7 @@ def _agree(
 
 
 class _Questions:
-    """Questions to the servers, all under way at once."""
+    """Asks the servers questions, all under way at once."""
 
     def __init__(self, assignment: Assignment, network: Network, own: OwnServer | None) -> None:
         self.everyone = frozenset(range(len(assignment.servers)))
@@ -171,7 +171,7 @@ class _Questions:
         self._channels: dict[int, Channel] = {}
 
     def ask(self, servers: Iterable[int], rest_s: float, **kind: object) -> tuple[dict[int, str], Missing]:
-        """Return the same question to some servers: what they answer, and who does not."""
+        """Ask some servers the same question; return what they answer, and who does not."""
         worker = 0 if self._own is not None else self._assignment.index
         request = pb.Request(worker=worker, **kind)  # type: ignore[arg-type]
         answers: dict[int, str] = {}

@@ -55,12 +55,12 @@ SERVER = {
 
 
 def reported(figures: Figures) -> dict[str, float]:
-    """Return those of a worker that its script has told under names of its own."""
+    """Return those figures of a worker that its script has reported under names of its own."""
     return {name: value for name, value in figures.items() if name not in WORKER}
 
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:
-    """Return how fast a figure grew between two readings, a second; None if they do not say."""
+    """Return how much a figure grew a second between two readings; None if they do not say."""
     if before is None or name not in before or name not in now:
         return None
     seconds = now["uptime_seconds"] - before["uptime_seconds"]

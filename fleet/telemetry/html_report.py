@@ -109,7 +109,7 @@ def _section(chart: Chart, moments: Sequence[float], happenings: Sequence[Happen
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
-    """Return a line with gaps where nothing is known; what stands alone is a dot."""
+    """Return a line with gaps where nothing is known; a value without neighbours is a dot."""
     drawn, pen = [], "M"
     for place, point in enumerate(points):
         if point is None or not all(map(math.isfinite, point)):
@@ -187,7 +187,7 @@ def _told(happening: Happening) -> tuple[str, str, str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, about five, that enclose both."""
+    """Return about five round numbers that enclose both."""
     span = high - low or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(span / 4))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor * 5 >= span)
@@ -208,5 +208,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(value: float | None) -> float | None:
-    """Return what JSON has a number for."""
+    """Return the value if JSON has a number for it."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -29,7 +29,7 @@ class _Sink(Protocol):
 
 class Observer:
     def __init__(self, process: str, kind: str, read: Callable[[], Mapping[str, Any]], knobs: Knobs) -> None:
-        """``read`` gives what ``process`` ("worker 0") tells of itself, as its ``kind`` does, from any thread."""
+        """``read`` returns the figures of ``process`` ("worker 0"), as its ``kind`` has them, from any thread."""
         self._kind = kind
         self._read = read
         self._ending = threading.Event()
@@ -49,7 +49,7 @@ class Observer:
             self._thread.start()
 
     def close(self) -> None:
-        """Show the last there is to see, and end."""
+        """Show the last figures, and end."""
         self._ending.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

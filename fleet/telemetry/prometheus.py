@@ -88,7 +88,7 @@ class _Collector:
             yield from _beside(told, self._index)
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: what there will be is not known before it is read."""
+        """Return nothing: it is not known before it is read what there will be."""
         return ()
 
 

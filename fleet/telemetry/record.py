@@ -31,8 +31,8 @@ _LONGEST_LINE = 16 << 20
 
 @dataclass(frozen=True)
 class Line:
-    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``EVENT``; ``is_last``
-    is what a process writes as it leaves."""
+    """Holds one line. ``kind`` is ``worker`` (its figures), ``server`` (its status) or ``EVENT``; ``is_last`` marks the
+    line that a process writes as it leaves."""
 
     at: float
     process: str
@@ -42,7 +42,7 @@ class Line:
 
 
 class Record:
-    """The file of one process, which nobody else writes. A process that has started again goes on with it."""
+    """Writes the file of one process, which nobody else writes. A process that has started again goes on with it."""
 
     def __init__(self, directory: str | os.PathLike[str], process: str, most_bytes: int = MOST_BYTES) -> None:
         self._process = process
@@ -81,8 +81,8 @@ class Record:
 
 
 class Chronicle:
-    """What happens to the processes of a job, beside their own records. What an earlier job has left there goes first:
-    of these processes, or of all where these are the whole job."""
+    """Records what happens to the processes of a job, beside their own records. It first removes what an earlier job
+    has left there: of these processes, or of all where these are the whole job."""
 
     def __init__(self, directory: Path, processes: Sequence[str], is_whole: bool) -> None:
         stale = directory.glob(f"*{SUFFIX}") if is_whole else (path_of(directory, process) for process in processes)
@@ -116,7 +116,7 @@ def read_records(directory: Path) -> list[Line]:
 
 
 def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line]:
-    """Return the last line of every process, or of these."""
+    """Return the last line of every process, or of ``processes``."""
     paths = (
         sorted(directory.glob(f"*{SUFFIX}"))
         if processes is None
@@ -163,8 +163,8 @@ def is_over(lines: Sequence[Line], at: float) -> bool:
 
 
 def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
-    """Return how a job stood when the last of its workers had begun to train, while all of them still did, and in the
-    end."""
+    """Return how a job stood when the last of its workers had begun to train, while all of them still trained, and in
+    the end."""
     trained: dict[str, list[float]] = {}
     for line in lines:
         if line.kind == "worker" and line.told.get("steps", 0) > 0:
@@ -183,8 +183,7 @@ def view_at(lines: Iterable[Line], at: float) -> View:
 
 
 def evenly_spread(instants: Sequence[float]) -> list[int]:
-    """Return which half of some lines to keep: of each of so many spans of equal length the first, and the last of
-    all."""
+    """Return which half of some lines to keep: the first of each of many spans of equal length, and the last of all."""
     if not instants:
         return []
     spans = max(1, len(instants) // 2)
@@ -226,7 +225,7 @@ def _last(path: Path) -> Line | None:
 
 
 def _parsed(line: bytes) -> Line | None:
-    """Return None for what is no line of ours, or not all of one."""
+    """Return a line of ours; None for anything else, and for half a line."""
     try:
         told = json.loads(line)
         made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)

@@ -50,7 +50,7 @@ class Scalars:
 
 
 def scalars(kind: str, before: Figures | None, now: Figures) -> dict[str, float]:
-    """Return what is shown of two readings, by its name there."""
+    """Return what TensorBoard shows of two readings, by its name there."""
     known = WORKER if kind == "worker" else SERVER
     shown = {name: value for name, value in now.items() if not (name in known and known[name].counts)}
     grown = {f"{name}_per_second": rate(name, before, now) for name in now if name in known and known[name].counts}

@@ -26,14 +26,14 @@ class GeoPolicy(Policy):
         return False
 
     def remembers_read(self, *, dense: bool, training: bool) -> bool:
-        """Rows that were read to be trained are held by the worker."""
+        """Say whether rows were read to be trained: the worker holds those."""
         return training
 
     def remembers_push(self, *, brings_values: bool) -> bool:
         return True
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """Return a change has the ids of many steps."""
+        """Say no: a change has the ids of many steps."""
         return False
 
 

@@ -38,17 +38,17 @@ class Policy:
 
     @property
     def may_lose_steps(self) -> bool:
-        """Say whether a job goes on where a server has lost steps: what it has is right without them."""
+        """Say whether a job goes on where a server has lost steps, since what it has is right without them."""
         return not (self.shares_steps or self.remembers_reads)
 
     # ---------------------------------------------------------------- a worker asks
 
     def version_needed(self, step: int) -> int:
-        """Return the version of the servers' values that a worker needs to go on after a step."""
+        """Return which version of the servers' values a worker needs to go on after a step."""
         return 0
 
     def steps_per_push(self, most_merged: int) -> int:
-        """Return how many steps a worker makes one push of; ``most_merged`` is the communicator's setting."""
+        """Return how many steps make one push of a worker; ``most_merged`` is the communicator's setting."""
         return 1
 
     def sends_gradients_early(self, most_merged: int) -> bool:
@@ -58,11 +58,11 @@ class Policy:
     # ---------------------------------------------------------------- a server asks
 
     def remembers_read(self, *, dense: bool, training: bool) -> bool:
-        """Say whether it remembers that a worker read dense values, or rows that are to be trained."""
+        """Say whether a server remembers that a worker read dense values, or rows that are to be trained."""
         return self.remembers_reads and (dense or training)
 
     def remembers_push(self, *, brings_values: bool) -> bool:
-        """Say whether it remembers the answer to a push."""
+        """Say whether a server remembers the answer to a push."""
         return self.remembers_reads and brings_values
 
     def applies_one_lookup(self, worker_num: int) -> bool:
@@ -72,7 +72,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Mode:
-    """A consistency mode: the name that strategies and checkpoints have for it, and its two halves."""
+    """Holds a consistency mode: the name that strategies and checkpoints have for it, and its two halves."""
 
     name: str
     gate: Callable[[Iterable[int], int], Gate]

@@ -47,7 +47,7 @@ class Barrier:
         self._steps.answer(job, ready, waiting.worker, arrival.outbox)
 
     def refuse_standstill(self, job: Job, outbox: Outbox) -> None:
-        """End the job if some workers wait in a gathering, and all others in a step for them: nobody will ever go
+        """End the job if some workers wait in a gathering, and all others in a step for these: nobody would ever go
         on."""
         if not job.reductions.lacking():
             return

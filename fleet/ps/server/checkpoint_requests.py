@@ -37,7 +37,7 @@ class CheckpointRequests:
     # ---------------------------------------------------------------- one worker for all
 
     def claim(self, job: Job, arrival: Arrival) -> None:
-        """Let a worker do what only one does, or wait until another one has done it."""
+        """Let a worker do what only one does, or let it wait until another one has done it."""
         claim = arrival.request.claim
         first_is_gone, now = 0 not in self._members.awaited(), self._clock.now()
         what = on_one_line(claim.name[:80])
@@ -112,7 +112,7 @@ class CheckpointRequests:
         task.start()
 
     def finish(self, job: Job, arrival: Arrival) -> None:
-        """End what a worker began: a checkpoint is there, or what it was is given up."""
+        """End what a worker began: a checkpoint is there, or has been given up."""
         end, background = arrival.request.settle, job.background
         if not end.url and (background.task is None or background.task.name == end.id):
             background.give_up()

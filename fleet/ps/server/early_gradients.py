@@ -20,7 +20,8 @@ from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
 
 @dataclass(frozen=True)
 class _Begun:
-    """``flats`` have room for all blocks, of which ``present`` marks those that have come."""
+    """Holds what has come of a push; ``flats`` have room for all blocks, of which ``present`` marks those that have
+    come."""
 
     named: tuple[int, int]  #: step and attempt
     present: bytearray

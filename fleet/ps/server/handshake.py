@@ -86,7 +86,7 @@ class Handshake:
             self._steps.release_early(job, arrival.outbox)
 
     def refuse_successor(self, job: Job | None, worker: int, incarnation: int, job_id: str) -> None:
-        """Refuse a worker of the next job, which may be early: the process that had its place here has left, others
+        """Refuse a worker of the next job, which may be early: the process that had its place here has left, and others
         have not."""
         durability = self._durability
         before = self._members.succeeds(worker, incarnation)
@@ -114,8 +114,8 @@ class Handshake:
         return self._durability is not None and self._durability.replaying
 
     def _job_for(self, job: Job | None, request: Any) -> tuple[Job, Plan]:
-        """Return the job that a hello is for, which it may be the first of, and the plan that the worker knows; it
-        fits, or is refused."""
+        """Return the job that a hello is for, of which it may be the first, and the plan that the worker knows; refuse
+        one that does not fit."""
         hello, most_bytes = request.hello, self._knobs.security.max_message_bytes
         spec = JobSpec.from_json(hello.spec)
         check_cluster(self._endpoint, self._expected, spec, request.worker, hello)
@@ -130,8 +130,8 @@ class Handshake:
         return job, known
 
     def _take_place(self, job: Job, before: Standing, label: str, arrival: Arrival) -> None:
-        """Give a worker the place that another process had, which stood so: what that one waited for nobody waits for
-        now."""
+        """Give a worker the place of another process, which stood so; nobody waits any more for what that one waited
+        for."""
         worker = arrival.worker
         if before is Standing.LEFT:
             _log.info("%s: worker %d (%s) has joined", self._where, worker, label)

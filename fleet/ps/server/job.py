@@ -34,8 +34,8 @@ MAX_WAITING = 512
 
 @dataclass
 class Plans:
-    """The plan of the job. It grows when parameters join an optimizer, and workers learn of that one after the other.
-    Its methods alone write it."""
+    """Holds the plan of the job. It grows when parameters join an optimizer, and workers learn of that one after the
+    other. Its methods alone write it."""
 
     current: Plan
     #: the plans before further parameters joined, the first one first
@@ -46,13 +46,13 @@ class Plans:
     outgrown: dict[int, Plan] = field(default_factory=dict)
 
     def adopt(self, plan: Plan, workers: Mapping[int, int]) -> None:
-        """Go on with further parameters, of which nobody knows yet who has not announced them."""
+        """Go on with further parameters, which a worker does not know before it has announced them."""
         self.outgrown = {worker: self.outgrown.get(worker, self.current) for worker in workers}
         self.former.append(self.current)
         self.current, self.growing = plan, True
 
     def complete(self) -> None:
-        """Know that worker 0 has brought the values of all that is planned."""
+        """Note that worker 0 has brought the values of everything that is planned."""
         self.growing = False
 
     def lags(self, worker: int, known: Plan) -> None:
@@ -89,7 +89,7 @@ class Rounds:
     previous: PreviousRound | None = None
 
     def forget_values(self) -> None:
-        """Other values stand in the shard now, or more of them."""
+        """Drop what was made of the values, as other values stand in the shard now, or more of them."""
         self.snapshot = self.previous = None
 
     def previous_for(self, worker: int, version: int) -> PreviousRound | None:
@@ -102,8 +102,8 @@ class Rounds:
 
 @dataclass
 class Progress:
-    """How many steps the workers have taken, those in a checkpoint that the job went on from included. ``StepRequests``
-    counts them, all else is written by its methods."""
+    """Counts how many steps the workers have taken, those in a checkpoint that the job went on from included.
+    ``StepRequests`` counts them; its own methods write everything else."""
 
     #: what was there when the job began: 0, or what its checkpoint says
     before: int = 0
@@ -117,8 +117,8 @@ class Progress:
     loads: int = 0
 
     def go_on_from(self, restore: Restore, pushed: Iterable[int] = ()) -> None:
-        """Count on from where the workers were in a checkpoint. Of a round that is open, what these have ``pushed``
-        counts from here on."""
+        """Count on from where the workers were in a checkpoint. In a round that is open, what these workers have
+        ``pushed`` counts from here on."""
         self.before, self.workers_then, self.steps_then = restore.version, restore.workers, restore.steps
         self.steps = dict.fromkeys(pushed, 1)
 
@@ -129,7 +129,8 @@ class Progress:
 
 @dataclass
 class Job:
-    """The job, from the first hello on. ``where`` is its server, for errors; ``most_bytes`` a message may have."""
+    """Holds the job, from the first hello on. ``where`` is its server, for errors; ``most_bytes`` is what a message may
+    have."""
 
     job_id: str
     where: str
@@ -149,7 +150,7 @@ class Job:
     began: Origin = NOTHING
 
     def held(self) -> Shard:
-        """Return the shard, where a request needs one."""
+        """Return the shard; raise where a request needs one and there is none."""
         if self.shard is None:
             raise ProtocolError("worker 0 has not said hello here yet", where=self.where)
         return self.shard
@@ -201,7 +202,7 @@ class Job:
             self.shard.forget(worker)
 
     def abandon(self) -> list[Waiting]:
-        """End the waiting of all requests; what they were."""
+        """End the waiting of all requests, and return them."""
         waiting = self.all_waiting()
         self.rounds.parked.clear()
         self.rounds.early.clear()
@@ -212,7 +213,7 @@ class Job:
     # ---------------------------------------------------------------- how far it is
 
     def steps_of(self, worker: int) -> int:
-        """Return how many of its steps the job has. Where workers share none, they count on from where their states
+        """Return how many of its steps the job has. Where workers share no steps, they count on from where their states
         are."""
         progress = self.progress
         before = progress.before
@@ -223,7 +224,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Return how far the job is, by its own steps; where workers share none, by those that the first one has
+        """Return how far the job is: by its own steps, or where workers share none, by those that the first worker has
         taken."""
         if not self.policy.shares_steps:
             return self.progress.before + self.progress.steps.get(0, 0)
@@ -239,8 +240,8 @@ class Job:
 
 
 def new_job(spec: JobSpec, job_id: str, where: str, most_bytes: int, deadline_s: float) -> Job:
-    """Make a job that nobody has done anything for yet; ``deadline_s`` is how long a worker waits for what only another
-    one may do."""
+    """Make a job for which nobody has done anything yet; ``deadline_s`` is how long a worker waits for what only
+    another one may do."""
     workers, policy = spec.settings.worker_num, policy_of(spec.settings)
 
     def grant() -> Frame:

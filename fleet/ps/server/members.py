@@ -74,7 +74,7 @@ class Members:
             return self._members is not None and self._members.standing(worker) is None
 
     def check(self, request: Any, *, parting: bool) -> None:
-        """Note a sign of life, or refuse somebody who is not in the job; one who is ``parting`` may say so twice."""
+        """Note a sign of life, or refuse a process that is not in the job; one that is ``parting`` may say so twice."""
         with self._lock:
             members = self._members
             if members is not None and members.heard(request.worker, request.incarnation, self._clock.now()):
@@ -98,7 +98,7 @@ class Members:
     # ---------------------------------------------------------------- who goes
 
     def leave(self, worker: int) -> bool:
-        """Let a worker go that says goodbye; False if it had before."""
+        """Let a worker go that says goodbye; return False if it had gone before."""
         with self._lock:
             members = self._begun
             if members.standing(worker) is Standing.LEFT:
@@ -124,7 +124,7 @@ class Members:
 
     @property
     def refusals(self) -> list[str]:
-        """Of those who came while nobody had been let in: why each was turned away."""
+        """Return why each worker was turned away that came while nobody had been let in."""
         with self._lock:
             return list(self._refusals.values())
 
@@ -163,7 +163,7 @@ class Members:
             self._members.restore(records, self._clock.now())
 
     def surmise(self) -> None:
-        """Know everybody from an earlier process only: this one has heard nobody yet."""
+        """Take everybody from an earlier process: this one has heard nobody yet."""
         with self._lock:
             if self._members is not None:
                 self._members.surmise(self._clock.now())

@@ -72,7 +72,7 @@ class ServerRuntime:
             raise
 
     def ask(self, request: pb.Request) -> Frame:
-        """Return what this server answers to a request that it can answer at once."""
+        """Answer a request that can be answered at once."""
         replies: list[Frame] = []
         self._service.handle(Frame(request), replies.append)
         (reply,) = replies
@@ -119,7 +119,7 @@ class ServerRuntime:
 
 @contextmanager
 def _signals_end(stop: Callable[[str], None]) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT end the serving in order; outside the main thread signals belong to somebody else."""
+    """End the serving in order on SIGTERM and SIGINT; outside the main thread signals belong to somebody else."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

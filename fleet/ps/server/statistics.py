@@ -50,7 +50,7 @@ class Statistics:
             self._busy_s += self._clock.now() - began
 
     def updated(self) -> None:
-        """Count what has been applied, a round or one push."""
+        """Count an update, a round or one push."""
         self._updates += 1
 
     def released(self, waiting: Waiting, by: int) -> None:
@@ -84,5 +84,5 @@ class Statistics:
         return self._figures.get(worker, {})
 
     def waited_by(self, worker: int) -> dict[int, float]:
-        """For how many seconds a worker has waited, for each other one."""
+        """Return for how many seconds a worker has waited for each other one."""
         return {other: s for (waiter, other), s in self._waited.items() if waiter == worker}

@@ -29,7 +29,7 @@ _SQUARES = "mean_square"
 
 @dataclass
 class Handed:
-    """What one worker was last given."""
+    """Holds what one worker was last given."""
 
     dense: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, MemoryStore] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Compensation:
     # ---------------------------------------------------------------- for whoever goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
-        """Yield all of this, in parts: what they are, and the tensors."""
+        """Yield everything that is kept, in parts: what they are, and the tensors."""
         for worker, handed in self._handed.items():
             yield {"worker": worker, "dense": [*handed.dense]}, [*handed.dense.values()]
             for table, rows in handed.rows.items():
@@ -62,7 +62,8 @@ class Compensation:
             yield {"table": table}, _all_of(squares, _SQUARES)
 
     def restore(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
+        """Take one of these parts in the place of what there is. A server that was killed may not have told the
+        others."""
         worker = about.get("worker")
         if "table" in about:
             rows, name = (self._row_squares, _SQUARES) if worker is None else (self._handed[worker].rows, WEIGHT)
@@ -77,7 +78,8 @@ class Compensation:
     # ---------------------------------------------------------------- what was handed out
 
     def handed_dense(self, worker: int, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """``snapshot`` is nobody's to change: workers that were given the same one share it."""
+        """Remember the ``snapshot`` that ``worker`` was given. Nobody may change it: workers that were given the same
+        one share it."""
         self._handed.setdefault(worker, Handed()).dense = snapshot
 
     def handed_rows(self, worker: int, table: int, ids: Ids, rows: Array) -> None:

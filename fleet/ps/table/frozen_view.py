@@ -38,8 +38,8 @@ def described(table: Table, step: int, ids: Ids, columns: Mapping[str, Array]) -
 
 class FrozenView:
     def __init__(self, tables: Sequence[Table], since: int, until: int, hand_on: HandOn) -> None:
-        """Of rows that were changed last in the epoch ``since`` or later and are changed now, in the epoch ``until`` or
-        later, ``hand_on`` gets what they were before."""
+        """``hand_on`` gets rows as they were before a change: those last changed in the epoch ``since`` or later that
+        change now, in the epoch ``until`` or later."""
         self.since, self.until = since, until
         self.steps = [table.step for table in tables]
         self._failure: Exception | None = None
@@ -54,13 +54,13 @@ class FrozenView:
             table.watch(watcher)
 
     def end(self) -> None:
-        """All rows have been read or set aside: hand on what is left."""
+        """Hand on what is left, as all rows have been read or set aside."""
         self.leave()
         self._hand_all_on()
         self.check()
 
     def check(self) -> None:
-        """Raise what kept rows from being handed on."""
+        """Raise the error that kept rows from being handed on, if there is one."""
         if self._failure is not None:
             raise self._failure
 

@@ -24,30 +24,30 @@ class History:
 
     @property
     def epoch(self) -> int:
-        """Return the present one."""
+        """Return the present epoch."""
         return self._epoch
 
     def watch(self, tables: Sequence[Table]) -> None:
-        """These are the tables; there may be more than before."""
+        """Mark changes in these tables, which may be more than before."""
         self._tables = tables
         if self._epoch:
             for table in tables:
                 table.begin_epoch(self._epoch)
 
     def next_epoch(self) -> int:
-        """Return a new epoch begins; its number."""
+        """Begin a new epoch, and return its number."""
         self._epoch += 1
         self.watch(self._tables)
         return self._epoch
 
     def begin(self, checkpoint: str, after: str) -> int:
-        """Return a checkpoint begins to be written: from which epoch on rows belong into it if it is to follow on
-        ``after``. 0: all of them do."""
+        """Begin an epoch with a checkpoint, and return from which epoch on rows belong into it if it follows on
+        ``after``; 0 means that all rows do."""
         known, since = self._last
         self._begun = (checkpoint, self.next_epoch())
         return since if after and after == known else 0
 
     def exists(self, checkpoint: str) -> None:
-        """The checkpoint that was begun has been written."""
+        """Note that the checkpoint that was begun has been written."""
         if self._begun[0] == checkpoint:
             self._last = self._begun

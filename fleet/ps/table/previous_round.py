@@ -26,7 +26,7 @@ class PreviousRound:
     rows: Mapping[int, tuple[Array, Array]]
 
     def restore(self, index: int, ids: Array, rows: Array) -> None:
-        """Make rows that were read after the round those that were there before it."""
+        """Turn rows that were read after the round back into those that were there before it."""
         if index not in self.rows:
             return
         changed, weights = self.rows[index]

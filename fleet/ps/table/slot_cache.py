@@ -23,7 +23,7 @@ class SlotCache:
         self._count = 0
 
     def remember(self, table: str, ids: Ids, slots: Ids) -> None:
-        """The slots that ids had, -1 where there was none."""
+        """Remember the slots that ids had, -1 where there was none."""
         if not 0 < ids.size <= MOST_IDS:
             return
         key = _key(table, ids)
@@ -35,7 +35,7 @@ class SlotCache:
         self._count += ids.size
 
     def take(self, table: str, ids: Ids) -> Ids | None:
-        """Return the slots that just these ids had, if that is known. It is given once."""
+        """Return the slots that exactly these ids had, if that is known. They are given once."""
         if not ids.size or (key := _key(table, ids)) not in self._known:
             return None
         known, slots = self._forget(key)

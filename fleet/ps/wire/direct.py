@@ -24,7 +24,7 @@ class DirectNetwork:
     def __init__(
         self, control: Network, port: int = 0, security: Security | None = None, binding: Binding | None = None
     ) -> None:
-        """Servers listen at ``port``, or at any that is free."""
+        """``port`` is where servers listen; without it they take any that is free."""
         self._control = control
         self._port = port
         self._security = security or Security()

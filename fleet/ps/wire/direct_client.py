@@ -85,7 +85,7 @@ class DirectChannel:
     # ---------------------------------------------------------------- for calls
 
     def release(self, call: DirectCall, connection: socket.socket, *, whole: bool) -> None:
-        """A call has ended; after a ``whole`` reply its connection can carry the next."""
+        """Take a connection back, as its call has ended; after a ``whole`` reply it can carry the next."""
         with self._lock:
             if call not in self._busy:
                 return
@@ -199,7 +199,7 @@ class DirectCall:
         self._channel.cancel(self)
 
     def wake(self) -> None:
-        """Let whoever waits on the connection go on."""
+        """Let the thread that waits on the connection go on."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -240,7 +240,7 @@ def _connect(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) ->
 
 
 class _NoDoorHere(ConnectionRefusedError):
-    """The server meant it so."""
+    """Says that the server refuses on purpose."""
 
 
 def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:

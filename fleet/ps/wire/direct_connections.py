@@ -53,8 +53,8 @@ class State(enum.Enum):
 
 
 class Connection:
-    """With a peer that may not be known yet. Whoever has moved it to a state in which a thread has something to do may
-    use its socket; in the others this takes the lock."""
+    """Holds a connection with a peer that may not be known yet. A thread that has moved it to a state in which a thread
+    has something to do may use its socket; in the other states this takes the lock."""
 
     def __init__(self, sock: socket.socket, peer: Hashable) -> None:
         self.sock = sock
@@ -77,11 +77,12 @@ class Connection:
         self._limit(socket.SO_RCVTIMEO, STALL_S)
 
     def _limit(self, kind: int, seconds: int) -> None:
-        """For so long it may wait for the peer; unlike a socket's timeout in Python this costs nothing."""
+        """Set for how long the socket may wait for the peer; unlike a socket's timeout in Python this costs nothing."""
         self.sock.setsockopt(socket.SOL_SOCKET, kind, struct.pack("@ll", seconds, 0))
 
     def peek(self) -> bytes | None:
-        """Return what the next frame begins with, as far as it is there, or None; ``OSError`` if nothing will come."""
+        """Return the beginning of the next frame, as far as it is there, or None; raise ``OSError`` if nothing will
+        come."""
         try:
             begun = self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -97,7 +98,7 @@ class Connection:
 
 
 class Exchange:
-    """A request, and its reply."""
+    """Holds a request, and its reply."""
 
     __slots__ = ("attended", "connection")
 
@@ -128,7 +129,7 @@ class Connections:
         return len(self._all)
 
     def take(self, sock: socket.socket, peer: Hashable) -> None:
-        """Let somebody in, who has still to show the key, or hang up if there is no room."""
+        """Let somebody in, who has still to show the key; hang up if there is no room."""
         connection = Connection(sock, peer)
         with self._lock:
             if self._closing or not self._has_room_for(peer):
@@ -207,7 +208,7 @@ class Connections:
         return bool(self._ready)
 
     def _call_for(self, connection: Connection) -> None:
-        """Somebody has to attend to a connection, and soon."""
+        """Ask for somebody to attend to a connection, soon."""
         self._ready.append(connection)
         if not self._leaders.relieve():
             self._ring()
@@ -242,7 +243,7 @@ class Connections:
             self._serve(*taken)
 
     def _take_up(self, connection: Connection) -> Callable[[Connection], tuple[Exchange, Frame] | None] | None:
-        """Return what is to be done; None if somebody is at it."""
+        """Return what is to be done; None if another thread does it."""
         if connection not in self._all:
             return None
         if connection.state is State.NEW:
@@ -309,8 +310,8 @@ class Connections:
             afterwards()
 
     def _answer(self, exchange: Exchange, reply: Frame) -> None:
-        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it. That has others to
-        answer: what fails here is the misfortune of this connection alone."""
+        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it. That thread has
+        others to answer: what fails here harms this connection alone."""
         connection = exchange.connection
         with self._lock:
             # It may have been answered before, or the connection be gone.
@@ -368,5 +369,5 @@ class Connections:
 
 
 def _has_its_time(connection: Connection) -> bool:
-    """Say whether what comes over a connection is for who waits, and not for a thread that is at it."""
+    """Say whether the leader may look at a connection: no other thread is at work on it."""
     return connection.state in (State.IDLE, State.WAITING)

@@ -54,18 +54,18 @@ M = TypeVar("M", pb.Request, pb.Reply)
 
 @dataclass
 class Frame:
-    """A control message and the tensors it speaks of."""
+    """Holds a control message and the tensors that it speaks of."""
 
     message: Any
     tensors: list[WireTensor] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Return what its tensors weigh."""
+        """Return how many bytes its tensors have."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def kept(self) -> Frame:
-        """Return the same, whatever becomes of what its tensors are made of."""
+        """Return the same frame, independent of what its tensors are made of."""
         return Frame(self.message, [tensor.kept() for tensor in self.tensors])
 
     def pieces(self) -> Iterator[bytes]:
@@ -112,7 +112,7 @@ Fill = Callable[[memoryview], None]
 
 
 def read_frame(kind: type[M], pieces: Iterable[bytes | memoryview], limit: int = MAX_PAYLOAD_BYTES) -> Frame:
-    """Read the one frame that some pieces hold, its header of ``kind``; anything else is a ``ProtocolError``."""
+    """Read the one frame that some pieces hold, with a header of ``kind``; anything else is a ``ProtocolError``."""
     arriving = _Pieces(pieces)
     frame = receive_frame(kind, arriving.fill, limit)
     arriving.end()
@@ -148,7 +148,7 @@ def receive_frame(kind: type[M], fill: Fill, limit: int = MAX_PAYLOAD_BYTES) -> 
 
 
 def announced_bytes(begun: bytes) -> int:
-    """Return how large a frame says it is that begins like this; 0 where it does not say yet."""
+    """Return how large the frame that begins like this says it is; 0 where it does not say yet."""
     if len(begun) < PREFIX_BYTES:
         return 0
     _, header_size, payload_size = _PREFIX.unpack_from(begun)
@@ -156,7 +156,7 @@ def announced_bytes(begun: bytes) -> int:
 
 
 def _header(nbytes: int, fill: Fill) -> bytearray:
-    """So many bytes, which take memory as they come: nothing has confirmed their number yet."""
+    """Read so many bytes, which take memory as they come: nothing has confirmed their number yet."""
     header = bytearray()
     while len(header) < nbytes:
         part = bytearray(min(nbytes - len(header), _HEADER_PART_BYTES))
@@ -166,7 +166,7 @@ def _header(nbytes: int, fill: Fill) -> bytearray:
 
 
 class _Pieces:
-    """A stream that arrives in pieces."""
+    """Reads a stream that arrives in pieces."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._arriving = iter(pieces)
@@ -190,7 +190,8 @@ class _Pieces:
 
 
 def _layout(message: Any, payload_size: int) -> list[tuple[int, int, str, tuple[int, ...]]]:
-    """Offset, bytes, element type and shape of each tensor; together they must fill the announced payload exactly."""
+    """Return offset, bytes, element type and shape of each tensor; together they must fill the announced payload
+    exactly."""
     if len(message.tensors) > MAX_TENSORS:
         raise ProtocolError("a frame has too many tensors", expected=MAX_TENSORS, got=len(message.tensors))
     announced, offset = [], 0
@@ -209,7 +210,7 @@ def _layout(message: Any, payload_size: int) -> list[tuple[int, int, str, tuple[
 
 
 class Outgoing:
-    """A frame on its way into a socket."""
+    """Holds a frame on its way into a socket."""
 
     def __init__(self, frame: Frame) -> None:
         self._rest = deque(memoryview(buffer) for buffer in frame.buffers())
@@ -219,7 +220,7 @@ class Outgoing:
         return not self._rest
 
     def send(self, sock: socket.socket, *, wait: bool) -> None:
-        """Send all of it, or as much as the socket takes without waiting; ``OSError`` when its time is up."""
+        """Send all of it, or as much as the socket takes without waiting; raise ``OSError`` when its time is up."""
         while self._rest:
             try:
                 sent = sock.sendmsg(islice(self._rest, _MAX_BUFFERS), (), 0 if wait else socket.MSG_DONTWAIT)
@@ -234,7 +235,7 @@ class Outgoing:
 
 
 def receive(kind: type[M], sock: socket.socket, limit: int = MAX_PAYLOAD_BYTES) -> Frame:
-    """Read the next frame; ``OSError`` when the connection ends or its time is up."""
+    """Read the next frame; raise ``OSError`` when the connection ends or its time is up."""
     return receive_frame(kind, lambda target: fill(target, sock), limit)
 
 

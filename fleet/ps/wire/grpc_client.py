@@ -88,7 +88,7 @@ class GrpcChannel:
         return reply
 
     def _why_unavailable(self) -> FleetError | None:
-        """Return a server that was never reached may be up and not let us in, which gRPC does not tell apart."""
+        """Return why a server was never reached: it may be up and not let us in, which gRPC does not tell apart."""
         return None if self._answered else why_no_handshake(self._endpoint, self._security.tls)
 
 
@@ -134,7 +134,7 @@ class GrpcCall:
 
 
 class _ReadAtOnce:
-    """A call whose reply is read as it comes, by a thread: a server's send waits for its reader, and a large reply that
+    """Reads the reply to a call as it comes, on a thread: a server's send waits for its reader, and a large reply that
     nobody reads yet would hold a thread of the server, and in the end the reply that its worker waits for."""
 
     def __init__(self, call: Call) -> None:

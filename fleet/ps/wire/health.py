@@ -23,7 +23,7 @@ _OPTIONS = [
 
 
 class HealthNetwork:
-    """A network whose servers report at ``port`` that they are there."""
+    """Wraps a network so that its servers report at ``port`` that they are there."""
 
     def __init__(self, network: Network, port: int, binding: Binding) -> None:
         self._network = network

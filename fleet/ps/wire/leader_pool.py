@@ -56,7 +56,8 @@ class LeaderPool:
             self._hire()
 
     def relieve(self) -> bool:
-        """Let another lead if who does is at work, so that something else need not wait for it; whether it is."""
+        """Let another thread lead if the leader is at work, so that something else need not wait for it; return whether
+        it is."""
         with self._lock:
             if not self._turn % 2:
                 return False
@@ -66,7 +67,7 @@ class LeaderPool:
             return True
 
     def dismiss(self) -> None:
-        """Let everybody go home; who waits for work has to be woken by whoever gives it."""
+        """Let all threads go home; the caller has to wake those that wait for work."""
         with self._lock:
             self._over = True
             self._called.notify_all()
@@ -117,7 +118,7 @@ class LeaderPool:
                     self._called.wait(PAUSE_S)
 
     def _stand_by(self) -> int | None:
-        """Wait until this thread has to lead; None when it can go home."""
+        """Wait until this thread has to lead; return None when it can go home."""
         with self._lock:
             self._standing += 1
             try:
@@ -146,7 +147,7 @@ class LeaderPool:
         return True
 
     def _rest(self) -> None:
-        """Watch who leads for a while, or wait to be called if somebody else does."""
+        """Watch the leader for a while; if another thread does, wait to be called."""
         if self._watched:
             self._called.wait()
             return

@@ -42,7 +42,8 @@ class Format:
 
     @property
     def is_whole(self) -> bool:
-        """Say whether it holds whole numbers only, so that the small elements of a line are rounded to nothing."""
+        """Say whether the format holds whole numbers only, so that the small elements of a line are rounded to
+        nothing."""
         return self.dtype == "int8"
 
 
@@ -50,7 +51,7 @@ FORMATS = {"bf16": Format("bfloat16"), "fp16": Format("float16", 2.0**15), "int8
 
 
 class Narrow:
-    """How a job's gradients travel; without a ``wire_dtype`` as they are."""
+    """Encodes a job's gradients for the wire; without a ``wire_dtype`` they travel as they are."""
 
     def __init__(self, wire_dtype: str | None) -> None:
         self._format = None if wire_dtype is None else FORMATS[wire_dtype]
@@ -64,11 +65,11 @@ class Narrow:
         return self._format is not None and self._format.is_whole
 
     def of(self, dtype: str) -> Format | None:
-        """Return what tensors of an element type travel in, if not in that."""
+        """Return the format in which tensors of an element type travel, if not in their own."""
         return self._format if dtype in WIDE else None
 
     def parts(self, dtype: str) -> int:
-        """Return how many tensors travel for one."""
+        """Return how many tensors travel for one tensor."""
         found = self.of(dtype)
         return 1 if found is None else found.parts
 
@@ -127,13 +128,13 @@ def _read(numbers: torch.Tensor, scales: torch.Tensor, found: Format) -> torch.T
 
 
 def _count(shape: Sequence[int]) -> int:
-    """Return how many lines there are."""
+    """Return how many lines a shape has."""
     return shape[0] if len(shape) == 2 else -(-math.prod(shape) // LINE)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements of a tensor that are lines of one width, and where their scales stand."""
+    """Holds elements of a tensor that are lines of one width, and where their scales stand."""
 
     elements: slice
     width: int
@@ -144,7 +145,7 @@ class _Part:
 
 
 def _parts(shape: Sequence[int]) -> Iterator[_Part]:
-    """Yield all of a tensor, in parts small enough that what is computed in between stays in the caches."""
+    """Yield all of a tensor in parts so small that what is computed in between stays in the caches."""
     numel, width = math.prod(shape), shape[1] if len(shape) == 2 else LINE
     at_once = max(1, _ELEMENTS_AT_ONCE // width) * width
     whole = numel // width * width

@@ -51,8 +51,8 @@ class Communicator:
         values_bytes: int,
         gives_way: bool,
     ) -> None:
-        """``values_bytes``: what the parameters of a server weigh, at most. With ``gives_way`` each step's gradients
-        let the next look-up go first, of which ``looked_up`` tells."""
+        """``values_bytes`` is the most that the parameters of a server weigh. With ``gives_way`` each step's gradients
+        let the next look-up go first, which ``looked_up`` reports."""
         self._knobs = knobs
         self._merge = merge
         self._send = send
@@ -162,7 +162,7 @@ class Communicator:
                 self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[Gradients]:
-        """Return what to merge: up to so many, after some short waits for more; nothing at the end."""
+        """Return what to merge: up to so many steps, after some short waits for more; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._queue)
             batch: list[Gradients] = []

@@ -1,4 +1,4 @@
-"""From torch to values: the user's optimizers and model as a ``JobSpec``, and what in it cannot be honoured."""
+"""Turns the user's optimizers and model into values, a ``JobSpec``, and refuses what cannot be honoured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 
 @dataclass(frozen=True)
 class Description:
-    """A spec and the torch objects it describes, in the same order."""
+    """Holds a spec and the torch objects that it describes, in the same order."""
 
     spec: JobSpec
     params: tuple[torch.nn.Parameter, ...]
@@ -32,7 +32,7 @@ class Description:
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     def has_newcomers(self) -> bool:
-        """Say whether a parameter joined an optimizer after this was made; one that left it is an error."""
+        """Say whether a parameter joined an optimizer after this was made; it is an error if one left it."""
         present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         groups, things = self._known
         if not groups <= {id(group) for group in present}:
@@ -44,7 +44,8 @@ class Description:
 
     @cached_property
     def _known(self) -> tuple[set[int], set[int]]:
-        """Return the identities of all groups and of all parameters: looked at in every step, so made once."""
+        """Return the identities of all groups and of all parameters: every step looks at them, so they are made
+        once."""
         weights = (handle.weight for handle in self.handles)
         return {id(group) for group in self.groups}, {id(param) for param in (*self.params, *weights)}
 
@@ -58,7 +59,7 @@ class Description:
         return ElementTypes(self.params, [spec.name for spec in specs], [getattr(torch, spec.dtype) for spec in specs])
 
     def continued_by(self, fresh: Description) -> Description:
-        """``fresh``, which describes the same optimizers later, in an order that begins with this one."""
+        """Return ``fresh``, which describes the same optimizers later, in an order that begins with this one's."""
         groups, specs = list(self.groups), list(self.spec.groups)
         places = {id(group): index for index, group in enumerate(groups)}
         for group, group_spec in zip(fresh.groups, fresh.spec.groups, strict=True):
@@ -124,7 +125,7 @@ def _is_sparse(module: torch.nn.Module) -> bool:
 
 
 def _refuse_shared(model: torch.nn.Module, name: str, weight: object) -> None:
-    """A layer that multiplies with an embedding's weight needs all of it, and no worker will have that."""
+    """Refuse a layer that multiplies with an embedding's weight: it needs all of it, and no worker will have that."""
     for other, module in model.named_modules():
         if not _is_sparse(module) and any(param is weight for param in module.parameters(recurse=False)):
             raise UnsupportedError(
@@ -140,7 +141,7 @@ def describe(
     server_num: int,
     worker_num: int,
 ) -> Description:
-    """Read the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
+    """Describe the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
     params: list[ParamSpec] = []
     tables: list[TableSpec] = []
     specs: list[GroupSpec] = []
@@ -206,7 +207,7 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether there is state that came from steps; Adagrad's constructor makes some that did not."""
+    """Say whether an optimizer has state that came from steps; Adagrad's constructor makes some that did not."""
     for state in optimizer.state.values():
         steps = state.get("step")
         if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
@@ -253,7 +254,7 @@ def _table_spec(name: str, handle: TableHandle, group: int, rule: Rule, options:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return an option as JSON can carry it without loss."""
+    """Return an option in a form that JSON carries without loss."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):

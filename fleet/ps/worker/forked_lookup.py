@@ -27,7 +27,7 @@ class ForkedReader:
     def __init__(
         self, connections: Connections, trained: TrainedModel, progress: Progress, mode: str, policy: Policy
     ) -> None:
-        """``mode`` is what errors call the mode that has this ``policy``."""
+        """``mode`` is the name in errors of the mode that has this ``policy``."""
         self.turns = Turns()
         self._progress = progress
         self._mode = mode

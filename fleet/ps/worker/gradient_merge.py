@@ -19,7 +19,8 @@ from fleet.ps.worker.push import Clocks, Gradients, Rows
 
 
 class GradientMerge:
-    """``add`` gives back every ``steps`` steps; ``is_sgd`` says whether to sum, None finds it out from each group."""
+    """Merges steps: ``add`` returns gradients every ``steps`` steps. ``is_sgd`` says whether to sum; None finds it out
+    for each group."""
 
     def __init__(self, described: Description, steps: int, is_sgd: bool | None) -> None:
         self.steps = steps

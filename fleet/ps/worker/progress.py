@@ -40,8 +40,9 @@ class Progress:
         self._calls_after = 0
 
     def resume(self, hellos: Sequence[Any]) -> None:
-        """Be where the servers say that this worker is. Where it starts again, some may have its last step and some
-        not: it is taken once more. One that is further behind has lost what the others have, and goes on with them."""
+        """Go on where the servers say that this worker is. If it starts again, some servers may have its last step and
+        some not: it is taken once more. A server that is further behind has lost what the others have, and goes on with
+        them."""
         delivered = [reply.delivered for reply in hellos]
         furthest = max if max(delivered) - min(delivered) > 1 else min
         self.completed = furthest(delivered)
@@ -65,20 +66,21 @@ class Progress:
         return self._policy.version_needed(self.completed + more_steps)
 
     def notice(self, replies: Sequence[Frame]) -> None:
-        """Replies from the first servers on: they say whether values have been replaced, and states are wanted."""
+        """Read from the replies of the first servers whether values have been replaced, and states are wanted."""
         self.wanted = replies[0].message.wanted or self.wanted
         self.others_give = self.others_give or replies[0].message.others_give
         loads = [reply.message.loads for reply in replies]
         self.replaced = self.replaced or loads != self.loads[: len(loads)]
 
     def reload(self, replies: Sequence[Frame]) -> int:
-        """Go on from the values in these replies, which have replaced all others; how often that has happened."""
+        """Go on from the values in these replies, which have replaced all others; return how often that has
+        happened."""
         self.steps = self.taken = self.went_on_at = replies[0].message.steps
         self.loads, self.replaced = [reply.message.loads for reply in replies], False
         return sum(self.loads)
 
     def name_of_call(self, call: str) -> str:
-        """Name a call that is carried out once for the job: alike on every worker that makes it."""
+        """Name a call that is carried out once for the job: every worker that makes it gets the same name."""
         if self._policy.shares_steps and self._calls_after != self.completed:
             self._calls.clear()
             self._calls_after = self.completed

@@ -37,7 +37,7 @@ Record = tuple[Kind, list[bytes | memoryview]]
 
 @dataclass(frozen=True)
 class Shot:
-    """A snapshot as it is begun: what its pieces are made of, while the job goes on."""
+    """Holds a snapshot as it is begun: what its pieces are made of, while the job goes on."""
 
     draft: Draft
     shard: Shard
@@ -61,7 +61,7 @@ def is_unfinished(job: Job, kind: str, worker: int, number: int) -> bool:
 
 
 def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished) -> dict[str, Any]:
-    """Return the state of a job as it was before everything that is unfinished, which is done over."""
+    """Return the state of a job as it was before everything unfinished, which is done over."""
     pending: dict[int, int] = {}
     steps = dict(job.progress.steps)
     for (kind, worker, number), frame in unfinished.items():
@@ -99,7 +99,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
 
 
 def carried_over(job: Job, shard: Shard, unfinished: Unfinished) -> Iterator[Record]:
-    """Yield the records that a journal begins with."""
+    """Yield the records that a new journal begins with."""
     previous = job.rounds.previous
     small: list[Record] = [
         *((Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.reductions.outcomes()),
@@ -142,7 +142,7 @@ def _previous_frame(previous: PreviousRound) -> Frame:
 def restore(
     job: Job, state: Mapping[str, Any], pieces: Iterable[tuple[dict[str, Any], list[Any]]], now: float
 ) -> Shard:
-    """Make a new job the one that this was written of; its shard."""
+    """Make a new job the one that this was written of, and return its shard."""
     shard = Shard(job.plans.current, state["server"], state["seed"], state["options"])
     fill_own(shard, pieces)
     shard.dense.clock = state["clock"]
@@ -191,7 +191,7 @@ def _by_worker(raw: Mapping[str, int]) -> dict[int, int]:
 
 
 def _outcome_of(reply: Frame) -> Any:
-    """Return what came of a gathering, out of the reply that told it."""
+    """Return the outcome of a gathering, out of the reply that told it."""
     try:
         raise_if_error(reply)
     except FleetError as error:

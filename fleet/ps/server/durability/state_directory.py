@@ -49,7 +49,7 @@ _SNAPSHOT, _JOURNAL = "snapshot-", "journal-"
 
 
 class Kind(bytes, enum.Enum):
-    """What a record holds."""
+    """Says what a record holds."""
 
     #: what the job began with: the id and the URL of a checkpoint, or none. Journals from before it was noted lack it
     ORIGIN = b"F"
@@ -69,7 +69,7 @@ class Kind(bytes, enum.Enum):
 
 
 class Journal:
-    """A file of records that only grows: what a server has been asked, in the order in which it did it.
+    """Is a file of records that only grows: what a server has been asked, in the order in which it did it.
 
     A record is its length, its checksum, a checksum of these two, and its bytes. A process that is killed may leave the
     beginning of a record at the end of the file, and a machine that stops zeros in the place of its last pages; nobody
@@ -112,8 +112,9 @@ class Journal:
                 pieces = [memoryview(pieces[0])[written:], *pieces[1:]]
 
     def sync(self) -> None:
-        """Have everything on the disk that has been added by now. Others may add more meanwhile; those who want that on
-        the disk wait until this is done, and then one of them does it for all. Of one that is closed nothing is."""
+        """Put on the disk everything that has been added by now. Others may add more meanwhile; those who want that on
+        the disk wait until this is done, and then one of them does it for all. Nothing of a closed journal is put
+        there."""
         wanted = self.bytes
         with self._syncing:
             if self._synced < wanted:
@@ -160,7 +161,7 @@ class Journal:
         return data
 
     def _is_zero(self, at: int) -> bool:
-        """Say whether there is nothing from a place on, as in a file that was made longer and never written."""
+        """Say whether there are only zeros from a place on, as in a file that was made longer and never written."""
         while part := os.pread(self._file, _PART_BYTES, at):
             if any(part):
                 return False
@@ -182,7 +183,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a server knew, apart from its shard, and the files that have the shard."""
+    """Holds what a server knew, apart from its shard, and the names of the files that have the shard."""
 
     state: dict[str, Any]
     files: tuple[PieceFile, ...]
@@ -190,7 +191,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Draft:
-    """A snapshot that is being written."""
+    """Holds a snapshot that is being written."""
 
     number: int
     state: dict[str, Any]
@@ -286,7 +287,7 @@ class StateDirectory:
         self._journals[-1].append([kind.value, *buffers])
 
     def secure(self) -> None:
-        """Have on the disk what has been recorded by now, if anything that somebody hears of is to be there."""
+        """Put on the disk what has been recorded by now, if anything is to be there before somebody hears of it."""
         if self._sync == ALWAYS:
             self.sync()
 
@@ -296,7 +297,7 @@ class StateDirectory:
             self.sync()
 
     def sync(self) -> None:
-        """Have on the disk all that has been recorded by now."""
+        """Put on the disk everything that has been recorded by now."""
         self._journals[-1].sync()  # the one before it was synced before this one was there
 
     def begin(
@@ -307,7 +308,7 @@ class StateDirectory:
         on_top: bool,
         behind: bool,
     ) -> Draft:
-        """Return a snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at
+        """Begin a snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at
         once. ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
         in no piece. With ``on_top`` the pieces come after those of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
@@ -326,7 +327,7 @@ class StateDirectory:
         return Draft(number, state, before, pieces, journal, journal.bytes)
 
     def publish(self, draft: Draft) -> Snapshot:
-        """Return all pieces are written: from now on this is the snapshot to start from."""
+        """Make this the snapshot to start from, as all its pieces are written."""
         snapshot = Snapshot(draft.state, (*draft.before, *draft.pieces.files))
         content = json.dumps({"state": snapshot.state, "files": [asdict(file) for file in snapshot.files]}).encode()
         draft.journal.sync()
@@ -335,7 +336,7 @@ class StateDirectory:
         return snapshot
 
     def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
-        """The next one may come on top of this one; what came before it is not needed any more."""
+        """Let the next snapshot come on top of this one; what came before it is not needed any more."""
         self.snapshot, self._number = snapshot, draft.number
         # What is carried along is written each time: no more of that than of what has happened.
         self._due_at = draft.journal_bytes + max(self._most, draft.journal_bytes)
@@ -345,7 +346,7 @@ class StateDirectory:
         del self._journals[:first]
 
     def discard(self, draft: Draft) -> None:
-        """It has come to nothing, and the journals go on."""
+        """Drop a draft that has come to nothing; the journals go on."""
         folder = self._path(_SNAPSHOT, draft.number)
         (folder / _STATE).unlink(missing_ok=True)  # first, lest half of it be taken for a whole one
         shutil.rmtree(folder, ignore_errors=True)
@@ -355,7 +356,7 @@ class StateDirectory:
 
     @property
     def table_bytes(self) -> int:
-        """Return how large the rows in the last snapshot are, those that come in it twice counted twice."""
+        """Return how many bytes the rows in the last snapshot have; rows that are in it twice count twice."""
         return sum(file.bytes for file in self._files() if TABLE in file.about)
 
     def clean(self) -> None:
@@ -374,7 +375,7 @@ class StateDirectory:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """The process ends, and the job does not."""
+        """Close the files at the end of the process, while the job goes on."""
         for journal in self._journals:
             journal.sync()
             journal.close()
@@ -382,7 +383,7 @@ class StateDirectory:
         os.close(self._lock)
 
     def forget(self) -> None:
-        """The job is over."""
+        """Remove the directory, as the job is over."""
         for journal in self._journals:
             journal.close()
         self._journals.clear()
