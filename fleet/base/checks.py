@@ -1,4 +1,4 @@
-"""Plain checks of arguments and options: each gives the value back, or says by its name what it must be."""
+"""Checks arguments and options: each check gives the value back, or says by its name what it must be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time as an argument: a clock that can be replaced."""
+"""Makes time an argument: a clock that can be replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a job, as values: endpoints, roles, and what one process is."""
+"""Says who takes part in a job, as values: endpoints, roles, and what one process is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when a worker's process ends without ``stop_worker``: the job hears of it at once, not after a deadline.
+"""Tells the job at once, and not after a deadline, when a worker's process ends without ``stop_worker``.
 
 An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts
 down, as is SIGTERM (after which some jobs go on); a script that just stops is told on by ``atexit``.

@@ -1,4 +1,4 @@
-"""Where a server may listen: without anything that keeps strangers out, only where no stranger is expected."""
+"""Decides where a server may listen: if nothing keeps strangers out, only where no stranger is expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``from fleet.transpiler import fleet`` and ``from fleet.collective import fleet``: the import chooses the backend.
+"""Makes ``from fleet.transpiler import fleet`` and ``from fleet.collective import fleet`` choose the backend.
 
 Both are ``import fleet`` itself, default ``Fleet`` and all, but for ``init``, which refuses the other kind of job.
 """

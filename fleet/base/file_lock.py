@@ -1,4 +1,4 @@
-"""Files that one process at a time may have for itself."""
+"""Locks files that one process at a time may have for itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The order of a job's calls in one process, the same in every kind of job: wrap the optimizer once, start once, stop
-last; and the calls that a worker answers in the same way, whatever its job."""
+"""Keeps the order of a job's calls in one process, the same in every kind of job: wrap the optimizer once, start once,
+stop last. It also makes the calls that a worker answers in the same way in every kind of job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How something ended that one process does for all, told to those who wait for it, whichever way it ended."""
+"""Tells those who wait how something ended that one process does for all, whichever way it ended."""
 
 from __future__ import annotations
 

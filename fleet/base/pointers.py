@@ -1,4 +1,4 @@
-"""What readers of the source documents look for and PyTorch has no use for: each name with what to write instead.
+"""Lists what readers of the source documents look for and PyTorch has no use for: each name with what to write instead.
 
 A Fluid program is a graph that an executor runs. PyTorch is eager, so there is neither; what is elsewhere here, or
 called otherwise, is told with its place. Whoever asks politely (``hasattr``) is told that there is no such name.

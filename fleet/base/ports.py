@@ -1,4 +1,4 @@
-"""Who holds a port: for the error a user meets when starting a second job on the first one's ports."""
+"""Finds out who holds a port: for the error that a user meets when starting a second job on the first one's ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings, as one table: a field of one of the classes below is a row of it.
+"""Lists the settings in one table: a field of one of the classes below is a row of it.
 
 A row has the variable's name, its type, its default, who reads it, and a sentence. Everything else comes from the rows:
 what ``read`` parses, which names ``fleet.base.unknown_variables`` knows, and the tables of docs/environment.md, which

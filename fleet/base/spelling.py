@@ -1,4 +1,4 @@
-"""Names of settings that do not exist, and what was probably meant."""
+"""Finds names of settings that do not exist, and what was probably meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call into a running job: the threads of the process that joined it, one at a time, and no fork of it.
+"""Decides who may call into a running job: the threads of the process that joined it, one at a time, and no fork of it.
 
 Training is one thread's: the one that took the last step. What other threads call, an evaluation beside the training
 say, takes its turn between two calls of that one. A forked child has the parent's connections and a copy of everything

@@ -1,4 +1,5 @@
-"""The ranks of an MPI job, as far as a start by an MPI launcher needs them: who is there, and an exchange of cards.
+"""Knows the ranks of an MPI job as far as a start by an MPI launcher needs them: who is there, and an exchange of
+cards.
 
 The only file that imports mpi4py. MPI's own waits have no end, and its start even holds the GIL: when a rank dies
 before it has come to ``MPI_Init``, all others hang there for good. So the start runs on a thread that lets the GIL go,

@@ -1,4 +1,4 @@
-"""Which of a process's addresses do the others reach? Found out by trying, not by guessing from a host's name.
+"""Finds out which of a process's addresses the others reach, by trying and not by guessing from a host's name.
 
 A host offers a port at every address it has, which goes to the guests by some other way (MPI, say). Every guest visits
 all of them and leaves a card; when all have said so, the host looks at its cards and settles on the first address where

@@ -1,4 +1,5 @@
-"""Deep gradient compression (Lin et al., 2018, arXiv:1712.01887): the few largest elements travel, the others wait.
+"""Compresses gradients (deep gradient compression, Lin et al., 2018, arXiv:1712.01887): the few largest elements
+travel, the others wait.
 
 Every worker keeps, for each compressed parameter, a momentum ``u`` of its own gradients and a sum ``v`` of what it has
 not sent yet. In a step, with momentum ``m`` and gradient ``g`` (weight decay included):

@@ -1,4 +1,4 @@
-"""What Adam and its variants share: their options, the state of a row, and the two readings of weight decay.
+"""Holds what Adam and its variants share: their options, the state of a row, and the two readings of weight decay.
 
 Their loops stay apart: each follows its class's order of operations, and compiled functions are of one file.
 """

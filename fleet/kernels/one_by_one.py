@@ -1,4 +1,4 @@
-"""What the optimizers that torch lacks have in common: a step goes through the parameters one by one."""
+"""Holds what the optimizers that torch lacks have in common: a step goes through the parameters one by one."""
 
 from __future__ import annotations
 

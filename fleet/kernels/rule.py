@@ -1,4 +1,4 @@
-"""What an optimizer is to a server: how it updates dense blocks, rows of a table, and what it cannot honour.
+"""Defines what an optimizer is to a server: how it updates dense blocks and rows of a table, and what it cannot honour.
 
 Dense blocks are updated by ``torch.optim`` itself. Rows have their own kernels: lazily, that is by the optimizer's
 dense formula on the rows touched in a step and nothing on the others, in torch's order of operations.

@@ -1,4 +1,4 @@
-"""Memory for large tensors, used again and again.
+"""Keeps memory for large tensors, which is used again and again.
 
 The C library hands blocks beyond 32 MiB back to the system as soon as they are free, so the next one of that size is
 faulted in page by page: filling 64 MiB takes two to three times as long in fresh memory as in memory that is there

@@ -1,4 +1,4 @@
-"""What is done to ids and rows whatever the optimizer: count them, send them to their server, sum, move, invent them.
+"""Does to ids and rows what every optimizer needs: counts them, sends them to their server, sums, moves, invents them.
 
 Arrays from outside go through ``packed`` before they reach a compiled function: one memory layout means one
 compilation, so that nothing is left to compile once a server has said that it is ready. Compiled functions check no

@@ -1,4 +1,4 @@
-"""Plain Python loops over numpy arrays, compiled by numba when they are first called; the only file that imports it.
+"""Compiles plain Python loops over numpy arrays with numba when they are first called; no other file imports numba.
 
 Importing numba takes half a second and compiling a function a few tenths, so neither happens before a function is
 called: a process without sparse tables and hundreds of dense parameters pays for nothing. Compiled code runs without

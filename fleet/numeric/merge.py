@@ -1,4 +1,4 @@
-"""Gradients of the same rows from several sources, made one."""
+"""Makes one of the gradients of the same rows that come from several sources."""
 
 from __future__ import annotations
 

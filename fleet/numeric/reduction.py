@@ -1,4 +1,4 @@
-"""What workers do all together beside training: barriers and reductions over all of them, one after the other.
+"""Decides what workers do all together beside training: barriers and reductions over all of them, one after the other.
 
 Each worker numbers its gatherings 1, 2, 3, … by itself. Gathering ``n`` closes when every live worker has come to it,
 and all who wait for it are answered. A worker that leaves stops being waited for, and what it brought to a gathering

@@ -1,4 +1,4 @@
-"""One piece of memory copied to many places, for a thousand of them in less time than torch takes to look at ten."""
+"""Copies one piece of memory to a thousand places in less time than torch takes to look at ten."""
 
 from __future__ import annotations
 

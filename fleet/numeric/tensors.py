@@ -1,4 +1,4 @@
-"""Tensors as raw bytes: what a numpy or torch array looks like on the wire, and back."""
+"""Turns tensors into raw bytes and back: what a numpy or torch array looks like on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Values that users have reduced over all workers: how they travel, and how the result comes back in their kind."""
+"""Carries values that users have reduced over all workers: how they travel, and how the result comes back in their
+kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``DistributeTranspilerConfig``: the source documents' switches, each checked when it is set."""
+"""Defines ``DistributeTranspilerConfig``: the source documents' switches, each checked when it is set."""
 
 from __future__ import annotations
 

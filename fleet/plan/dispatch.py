@@ -1,4 +1,4 @@
-"""Which server a block goes to. A dispatcher is a class with one method, registered in ``DISPATCHERS``."""
+"""Decides which server a block goes to. A dispatcher is a class with one method, registered in ``DISPATCHERS``."""
 
 from __future__ import annotations
 

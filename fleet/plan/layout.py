@@ -1,4 +1,5 @@
-"""How the dense blocks of one server lie in a message: one flat tensor an element type, blocks in plan order.
+"""Says how the dense blocks of one server lie in a message: one flat tensor for each element type, blocks in plan
+order.
 
 Worker and server compute it from the same plan, so a message needs to say only which blocks are in it.
 """

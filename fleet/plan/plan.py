@@ -1,4 +1,4 @@
-"""The plan: which block of which parameter lives on which server, and its fingerprint.
+"""Plans which block of which parameter lives on which server, and computes the plan's fingerprint.
 
 A pure function of the ``JobSpec``. Every process computes it for itself and proves with the fingerprint, in its
 first hello, that it computed the same one.

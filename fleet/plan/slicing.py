@@ -1,4 +1,4 @@
-"""How a parameter is cut into blocks: the source system's rule, number for number."""
+"""Cuts parameters into blocks by the source system's rule, number for number."""
 
 from __future__ import annotations
 

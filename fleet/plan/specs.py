@@ -1,4 +1,4 @@
-"""What is trained, as values: parameters, tables, and the optimizer groups they belong to.
+"""Describes what is trained, as values: parameters, tables, and the optimizer groups they belong to.
 
 A ``JobSpec`` is everything that every process of a job must agree on. It is made from the user's model and
 optimizer by the worker, travels as JSON in the first hello, and is all a server ever learns about the model.

@@ -1,4 +1,4 @@
-"""The parameter-server backend: the one file here that chooses concrete classes and ties them together."""
+"""Implements the parameter-server backend: the one file here that chooses concrete classes and ties them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collective job may be told: ``DistributedStrategy`` and its options, each checked when it is set.
+"""Defines what a collective job may be told: ``DistributedStrategy`` and its options, each checked when it is set.
 
 Nothing here needs torch. Which options exclude each other is one table, ``_EXCLUSIONS``.
 """

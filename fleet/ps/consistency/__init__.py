@@ -1,4 +1,5 @@
-"""When a gradient is applied and when a wait is over. One file a mode; adding one is that file and a line here."""
+"""Decides when a gradient is applied and when a wait is over. A mode is one file; adding one is that file and a line
+here."""
 
 from typing import Protocol
 

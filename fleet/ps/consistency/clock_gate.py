@@ -1,4 +1,5 @@
-"""What the gates of all modes have in common: a clock for each live worker, and requests that wait for a version."""
+"""Holds what the gates of all modes have in common: a clock for each live worker, and requests that wait for a
+version."""
 
 from __future__ import annotations
 

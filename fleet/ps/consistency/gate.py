@@ -1,4 +1,4 @@
-"""The server's half of every consistency mode: a gate, and the effects that it has carried out.
+"""Defines the server's half of every consistency mode: a gate, and the effects that it asks for.
 
 Pure: no thread, no clock, no tensor. A gate is told what arrived and answers with the effects to carry out.
 """

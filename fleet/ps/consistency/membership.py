@@ -1,4 +1,4 @@
-"""Who is in the job: a pure function of hellos, heartbeats, goodbyes and the time.
+"""Decides who is in the job: a pure function of hellos, heartbeats, goodbyes and the time.
 
 Every worker that the job begins with is expected from the start; in an elastic job others may come as well. A worker
 becomes live with its hello, and is out once it said goodbye, was silent for longer than the deadline, or the whole job

@@ -1,4 +1,5 @@
-"""What a mode says beside the order of updates: questions that workers and servers ask, each with one answer a mode.
+"""Says what a mode decides beside the order of updates: questions that workers and servers ask, with one answer for
+each mode.
 
 A mode's file overrides what is otherwise in it. Pure, as gates are.
 """

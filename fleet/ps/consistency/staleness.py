@@ -1,4 +1,4 @@
-"""How old the values were on which gradients were computed: what a mode without rounds costs, counted.
+"""Counts how old the values were on which gradients were computed, which is the price of a mode without rounds.
 
 The staleness of an update is how many updates the values had had, when it was applied, since its worker read them.
 """

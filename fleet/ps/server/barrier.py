@@ -1,5 +1,5 @@
-"""Workers wait for each other in barriers and reductions. If some do while all others wait in a step for them, the job
-ends.
+"""Workers wait for each other in barriers and reductions. If some wait there, and all others wait in a step for them,
+the job ends.
 """
 
 from __future__ import annotations

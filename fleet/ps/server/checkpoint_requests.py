@@ -1,4 +1,5 @@
-"""Workers have checkpoints written: one of them is let in, every server writes its share, and it comes to its end.
+"""Workers ask for checkpoints: one of them is let in, every server writes its share, and the checkpoint comes to its
+end.
 
 What only one worker does for all, as writing a model to serve, is claimed here too.
 """

@@ -1,6 +1,6 @@
 """One worker does what only one does, such as writing a checkpoint or a model to serve, and the others wait until it is
-done: for each thing the first worker that asks, and one at a time. Where the first worker's own state belongs into a
-checkpoint, worker 0 is the one, and the others wait for it.
+done. For each such thing that is the first worker that asks, and one at a time. Where worker 0's own state belongs into
+a checkpoint, worker 0 does it, and the others wait for it.
 
 Not thread-safe: the caller holds the server's lock.
 """

@@ -1,4 +1,5 @@
-"""A server works for one job, which has parts: each is written where its own kind of work is done, and read by all."""
+"""A server works for one job, which has parts: each part is written where its own kind of work is done, and read by
+all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A process that only serves does without what only takes its time: torch's compiler, a last search for garbage, and
-memory for every thread.
+"""A process that only serves does without what would only cost it time: torch's compiler, a last search for garbage,
+and memory for every thread.
 
 The compiler's import takes nearly as long as torch's own. torch imports it with the first optimizer, the user's or
 the server's, only to have it leave some methods alone: what it is handed instead of such a method it remembers with

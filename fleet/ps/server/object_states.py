@@ -1,4 +1,4 @@
-"""Server 0 keeps the states of the workers' own objects, as bytes: it looks into none of them.
+"""Server 0 keeps the states of the workers' own objects, as bytes that it never looks into.
 
 Three kinds, each by worker. *Brought* are those of the checkpoint that the job went on from. *Kept* is what came with a
 push and belongs to that step: of the last two, since a worker that starts again may go on before its last one. *Given*

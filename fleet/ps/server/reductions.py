@@ -1,4 +1,4 @@
-"""Workers bring tensors to their gatherings, and get what comes of them; ``numeric/reduction.py`` decides when.
+"""Workers bring tensors to their gatherings, and get the outcome; ``numeric/reduction.py`` decides when.
 
 A reduction is computed when its gathering closes, in worker order, so that its bits do not depend on who came first.
 """

@@ -1,5 +1,5 @@
-"""Other values for a running job, a checkpoint that is read beside the training or uploads: they come first, and are
-taken over when every server has them. Until then they change nothing.
+"""A running job gets other values, from a checkpoint that is read beside the training or from uploads: they come first,
+and are taken over when every server has them. Until then they change nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every request of every worker arrives in ``Service.handle``, and goes from there to whoever does its kind of work.
+"""Every request of every worker arrives in ``Service.handle``, and goes from there to the part that does its kind of
+work.
 
 One lock guards the job (gate, shard, waiting requests). Under it a request is decided and carried out; the replies
 that became possible are collected in an outbox and leave after it is released. Heartbeats and status requests change

@@ -1,4 +1,4 @@
-"""A history knows which rows have changed since which checkpoint, for those that save only these.
+"""A history knows which rows have changed since which checkpoint, for checkpoints that save only these.
 
 Time is cut into epochs: one begins with every checkpoint, and rows remember the one they were changed in last. The rows
 to be saved after a checkpoint are those of the epoch that began with it, or of a later one. Nothing has to be undone

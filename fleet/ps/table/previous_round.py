@@ -1,4 +1,4 @@
-"""What the last round has changed is kept as it was before, for a worker that was killed in the midst of its push.
+"""What the last round has changed is kept as it was before, for a worker that was killed in the middle of its push.
 
 Some servers may have that push and have closed the round with it, others may not. When the worker starts again it has
 to compute the step once more, and on the same values, or its gradient would be another one for each server. One round

@@ -1,4 +1,4 @@
-"""Who is let in at the doors of a process, and with how much."""
+"""Decides who is let in at the doors of a process, and with how much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rest of the package knows of a network that it listens and connects: one request, one reply.
+"""A network, as the rest of the package knows it, listens and connects: one request, one reply.
 
 A reply may come late and from any thread: a handler is given ``respond`` and may keep it. That is how a pull that
 cannot be answered yet waits on a server without holding one of its threads. What a handler returns, if anything, is

@@ -1,4 +1,4 @@
-"""A worker says hello to every server, and checks that their answers agree, these and those to its pushes."""
+"""A worker says hello to every server, and checks that the servers' answers agree, to hellos and to pushes."""
 
 from __future__ import annotations
 

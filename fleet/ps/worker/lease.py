@@ -1,5 +1,5 @@
-"""What one worker does for the whole job: server 0 grants it to the first that asks, and answers the others when it is
-done."""
+"""One worker does something for the whole job: server 0 grants it to the first that asks, and answers the others when
+it is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that leave while the backward of a ``minimize`` still runs: nothing can come between it and its step.
+"""Gradients leave while the backward of a ``minimize`` still runs, as nothing can come between it and its step.
 
 A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends what
 is left, and names the attempt under which servers have the rest. If a gradient is not as it was when it was sent (a
