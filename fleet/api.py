@@ -360,9 +360,9 @@ class Fleet:
     def all_reduce_worker(self, input: Any, output: Any = None, op: str = "sum") -> Any:
         """Return the ``sum``, ``mean``, ``max`` or ``min`` over all workers, element by element.
 
-        ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers; the result is
-        of the same kind and element type, but for integers and bools, whose sum is int64 and whose mean is float64. It
-        is written into ``output``, and that returned, if it is given.
+        ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers. The result is of
+        the same kind and element type; of integers and bools the sum is int64 and the mean is float64. If ``output`` is
+        given, the result is written into it, and it is returned.
 
         Examples:
             >>> fleet.all_reduce_worker(1280)
@@ -512,8 +512,8 @@ class Fleet:
     def state_dict(self, model: torch.nn.Module, *, tables: bool = True) -> dict[str, Any]:
         """Return the job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
 
-        Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix, one that takes any id as
-        its sorted ``ids`` beside the rows; ``tables=False`` leaves remote tables out.
+        Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix; a table that takes any id
+        comes as its sorted ``ids`` beside the rows. ``tables=False`` leaves remote tables out.
 
         Examples:
             >>> optimizer.minimize(loss())

@@ -1,7 +1,7 @@
 """Computes metrics over the data of all workers, such as ``fleet.metrics.auc(predictions, labels)``.
 
-Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. What
-travels are sums and counts, never the data. Importing this imports no numpy: ``import fleet`` does it.
+Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. Only
+sums and counts travel, never the data. Importing this does not import numpy, since ``import fleet`` imports this.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class Running:
         auc.update(model(x), y)
     print(auc.compute())
 
-    What it has collected is one array, ``state``, and states add up: those of the workers in ``compute``, and in
-    ``merge`` those of several loops, or one that was kept from an earlier run.
+    It collects into one array, ``state``, and states add up: ``compute`` adds those of the workers, and ``merge`` those
+    of several loops, or one that was kept from an earlier run.
     """
 
     def __init__(self, call: str, metric: str, all_reducer: Callable[[], AllReduce]) -> None:

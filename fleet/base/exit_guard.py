@@ -1,7 +1,7 @@
 """Tells the job at once, and not after a deadline, when a worker's process ends without ``stop_worker``.
 
-An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts
-down, as is SIGTERM (after which some jobs go on); a script that just stops is told on by ``atexit``.
+An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts down. So
+is SIGTERM, after which some jobs go on. A script that just stops is reported by ``atexit``.
 """
 
 from __future__ import annotations

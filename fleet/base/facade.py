@@ -1,6 +1,6 @@
 """Makes ``from fleet.transpiler import fleet`` and ``from fleet.collective import fleet`` choose the backend.
 
-Both are ``import fleet`` itself, default ``Fleet`` and all, but for ``init``, which refuses the other kind of job.
+Both are ``import fleet`` itself, with its default ``Fleet``, except that ``init`` refuses the other kind of job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lists what readers of the source documents look for and PyTorch has no use for: each name with what to write instead.
 
-A Fluid program is a graph that an executor runs. PyTorch is eager, so there is neither; what is elsewhere here, or
-called otherwise, is told with its place. Whoever asks politely (``hasattr``) is told that there is no such name.
+A Fluid program is a graph that an executor runs. PyTorch is eager, so there is neither. For a name that is elsewhere
+here, or called otherwise, the error says where. ``hasattr`` is told that there is no such name.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 A row has the variable's name, its type, its default, who reads it, and a sentence. Everything else comes from the rows:
 what ``read`` parses, which names ``fleet.base.unknown_variables`` knows, and the tables of docs/environment.md, which
-docs/variables.py writes. A variable of others, that role makers read, is a row in ``fleet.base.launcher_variables``.
+docs/variables.py writes. A variable of another system's, which role makers read, is a row in
+``fleet.base.launcher_variables``.
 
-This is the one file that reads the process environment. ``PROCESS_ENVIRONMENT`` is the live mapping, handed to whoever
-takes an ``environ=`` argument.
+This is the one file that reads the process environment. ``PROCESS_ENVIRONMENT`` is the live mapping, which is handed to
+everything that takes an ``environ=`` argument.
 """
 
 from __future__ import annotations

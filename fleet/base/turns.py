@@ -1,8 +1,8 @@
 """Decides who may call into a running job: the threads of the process that joined it, one at a time, and no fork of it.
 
-Training is one thread's: the one that took the last step. What other threads call, an evaluation beside the training
-say, takes its turn between two calls of that one. A forked child has the parent's connections and a copy of everything
-that is known of the job; what it sent would count as the parent's, so it may look at the job and not act in it.
+One thread trains: the one that took the last step. A call of another thread, such as an evaluation beside the training,
+takes its turn between two calls of that one. A forked child has the parent's connections and a copy of everything known
+of the job; what it sent would count as the parent's. So it may look at the job and not act in it.
 """
 
 from __future__ import annotations

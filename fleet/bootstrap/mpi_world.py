@@ -1,14 +1,14 @@
 """Knows the ranks of an MPI job as far as a start by an MPI launcher needs them: who is there, and an exchange of
 cards.
 
-The only file that imports mpi4py. MPI's own waits have no end, and its start even holds the GIL: when a rank dies
-before it has come to ``MPI_Init``, all others hang there for good. So the start runs on a thread that lets the GIL go,
-everything else is non-blocking, and each wait is a loop with a deadline. What travels is JSON in buffers of one size,
-never the pickles that mpi4py makes of objects.
+MPI's own waits have no end, and its start even holds the GIL: when a rank dies before it has come to ``MPI_Init``, all
+others hang there for good. So the start runs on a thread that lets the GIL go, everything else is non-blocking, and
+each wait is a loop with a deadline. JSON travels in buffers of one size, never the pickles that mpi4py makes of
+objects. No other file imports mpi4py.
 
 A launcher ends every rank as soon as one has ended badly (Open MPI by SIGTERM, MPICH by SIGKILL, too early for a word).
 Therefore a rank that fails in Python stays for a moment. Mostly the others hear of it from the job itself and come to
-their end too; those that have not are told by a message, and say so, before the failed rank ends the launch.
+their end too; the failed rank tells the rest by a message, and they say so, before it ends the launch.
 """
 
 from __future__ import annotations

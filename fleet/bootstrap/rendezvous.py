@@ -1,12 +1,12 @@
 """Finds out which of a process's addresses the others reach, by trying and not by guessing from a host's name.
 
-A host offers a port at every address it has, which goes to the guests by some other way (MPI, say). Every guest visits
-all of them and leaves a card; when all have said so, the host looks at its cards and settles on the first address where
-everybody was. An address may belong to another machine as well (a container bridge has the same one everywhere), so a
-card shows a token that nobody else knows.
+A host offers a port at every address it has; the offer goes to the guests by some other way (MPI, say). Every guest
+visits all of these ports and leaves a card. When all guests have said that they are done, the host looks at its cards
+and chooses the first address where everybody was. An address may belong to another machine as well (a container bridge
+has the same one everywhere), so a card shows a token that nobody else knows.
 
-The port of the chosen address stays bound, without listening, for as long as the ``Offer`` lives: nobody is given it
-meanwhile, and whoever listens with SO_REUSEADDR, as gRPC does, can take it over.
+The port of the chosen address stays bound, without listening, for as long as the ``Offer`` lives: the system gives it
+to nobody meanwhile, and a server that listens with SO_REUSEADDR, as gRPC does, can take it over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares two checkpoints, one parameter and one table at a time.
 
-The rows of a table come in another order in each, so those of the first are put into files of a temporary directory,
-sorted by id, and those of the second are looked up there as they pass by.
+A table's rows come in another order in each checkpoint. So those of the first are put into files of a temporary
+directory, sorted by id, and those of the second are looked up there as they pass by.
 """
 
 from __future__ import annotations

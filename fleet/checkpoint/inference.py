@@ -1,7 +1,7 @@
 """Writes and reads a model to serve: a directory with its tensors, their description, perhaps a program, and a page.
 
-It is filled beside its place and renamed into it. One that is there already steps aside for the moment of two renames,
-so that the directory is always the old one, or none, or the new one, and never a mixture.
+The directory is filled beside its place and renamed into it. An older one steps aside for the moment of two renames, so
+there is always the old directory, or none, or the new one, and never a mixture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Looks at a checkpoint without a job: what is in it, and whether all of it is as it was written.
 
-Nothing is held whole. Parameters are put together some at a time; of a table's rows only the ids are held, with the
-place of each among them (some 60 bytes a row while they are sorted), and the rest passes by piece after piece.
+Nothing is held whole. Parameters are put together some at a time. Of a table's rows only the ids are held, with the
+place of each among them (some 60 bytes a row while they are sorted); the rest passes by piece after piece.
 """
 
 from __future__ import annotations

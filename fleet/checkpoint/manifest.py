@@ -1,7 +1,7 @@
 """Reads and writes manifests, which name the pieces of a checkpoint. Reading one trusts nothing it has not checked.
 
-A delta has the rows that changed since the checkpoint it goes on from: either that one's pieces come before its own in
-one manifest, or it names that one as its parent, by place and id.
+A delta has the rows that changed since the checkpoint it goes on from. Either the pieces of that checkpoint come before
+its own in one manifest, or it names that checkpoint as its parent, by place and id.
 """
 
 from __future__ import annotations

@@ -360,8 +360,8 @@ def referred(name: str, seen_from: Place) -> Place:
 class Claimed:
     """Claims a folder that this process writes into, by a mark in it that other processes find there.
 
-    Whoever is told the mark's content and finds it there looks at the same folder; and a lock on it says that the
-    writer lives.
+    A process that is told the mark's content and finds it there looks at the same folder; a lock on the mark says that
+    the writer lives.
     """
 
     def __init__(self, folder: Place) -> None:

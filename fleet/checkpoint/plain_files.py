@@ -1,7 +1,7 @@
 """Exports a checkpoint for other programs: safetensors with everything in it, Parquet for the rows of a table.
 
-Files are written beside their place and renamed into it. Rows come in the order of their ids: they are written to where
-they belong in a file as they pass by, so no table is ever in memory; the pages of such a file are the system's to keep.
+Files are written beside their place and renamed into it. Rows stand in the order of their ids: each is written to where
+it belongs in a file as it passes by, so no table is ever in memory; the system keeps the pages of such a file.
 """
 
 from __future__ import annotations

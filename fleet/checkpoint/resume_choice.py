@@ -1,9 +1,9 @@
 """Chooses what a job goes on from: once for all of its processes, from what its servers have and see.
 
-State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else it is the
-newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the servers
-tell (``Seen``), so that whoever asks them comes to the same choice; should a checkpoint become complete in between, the
-first server holds to the choice it was told first.
+State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else the choice is
+the newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the
+servers tell (``Seen``), so all who ask them come to the same choice. Should a checkpoint become complete in between,
+the first server holds to the choice it was told first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turns the state of a worker's own objects (schedulers, datasets) into bytes, and back.
 
-It is a line of JSON and behind it the bytes of the tensors in it, end to end. JSON's lists are lists; what JSON does
-not know, other keys of a dict among it, is an object with one key, which says what it is. Nothing is pickled: what has
-no place in this is refused, by its name.
+It is a line of JSON, and behind it the bytes of the tensors in it, end to end. JSON's lists are lists; anything that
+JSON does not know, dicts with other keys included, is an object with one key, which says what it is. Nothing is
+pickled: a value for which there is no form is refused, by its name.
 """
 
 from __future__ import annotations

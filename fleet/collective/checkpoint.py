@@ -1,8 +1,8 @@
 """Saves the state of a collective job as one checkpoint, and loads it.
 
-The same format as that of a parameter-server job, and servers can start from it: every parameter is one block, with its
-optimizer state; the model's buffers come in a piece of their own. One worker writes, one reads and hands it to the
-others, so that only its machine needs the files.
+The format is that of a parameter-server job, and servers can start from it: every parameter is one block, with its
+optimizer state; the model's buffers come in a piece of their own. One worker writes, and one reads and hands everything
+to the others, so only its machine needs the files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moves the states of the workers' own objects through the job's store: into a checkpoint, and back.
 
-Every worker puts its own there when a checkpoint wants it. Whoever writes takes them out, and waits for those that give
-theirs as long as they can still come to it.
+Every worker puts its own there when a checkpoint wants it. The worker that writes takes them out, and waits for those
+that give theirs as long as they can still come to it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 So they are not in the way of gradients, and a worker that has stopped need not take part: it says so in the store. The
 n-th gathering of one worker meets the n-th of every other. The first worker that is in it collects what all have
-brought, reduces it in worker order, and writes down what came of it; the others wait for that.
+brought, reduces it in worker order, and writes the result down; the others wait for that.
 """
 
 from __future__ import annotations

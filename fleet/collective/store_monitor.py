@@ -1,12 +1,12 @@
 """Connects a worker to the job's store, beside the process group, on a thread of its own.
 
 A request to a store whose host has stopped answering never returns, and a collective of which one member has died may
-not either. So the user's thread asks neither directly. The monitor's thread alone speaks to the store: it counts a
-heartbeat up, looks whether the next worker's still grows and whether somebody has reported a failure, and carries out
-what it is asked to between two beats. The user's thread waits in slices (``ask``, ``wait``), and looks between them
+not either. So the user's thread asks neither directly. Only the monitor's thread speaks to the store: it counts a
+heartbeat up, looks whether the next worker's heartbeat still grows and whether a failure has been reported, and between
+two beats does what it is asked to. The user's thread waits in slices (``ask``, ``wait``), and looks between them
 whether the job has failed.
 
-Each worker watches its successor. Whoever finds the failure first writes it down; everybody reads the same sentence.
+Each worker watches its successor. The first to find a failure writes it down; everybody reads the same sentence.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ class LarsMomentum(OneByOne):
         v = momentum * v + rate * (g + weight_decay * w)
         w -= v
 
-    Where one of the norms is zero the rate is ``lr``. So it is with ``weight_decay=0``, which leaves plain momentum:
-    PaddlePaddle has it so, for parameters that are not to be scaled (biases, norms) in a param group of their own.
+    Where one of the norms is zero the rate is ``lr``. The same holds with ``weight_decay=0``, which leaves plain
+    momentum: PaddlePaddle has it so, for parameters that are not to be scaled (biases, norms) in a param group of their
+    own.
 
     Examples:
         >>> fleet.stop_worker()

@@ -1,7 +1,7 @@
 """Shows the live view of ``fleetrun``: a table that stays below the lines of the processes, on a terminal.
 
-It is made of the records that the processes keep in the log directory, and drawn by whoever writes the lines: nothing
-else may write to the terminal in between.
+It is made of the records that the processes keep in the log directory. The thread that writes their lines draws it, as
+nothing else may write to the terminal in between.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ sends signals; it never waits for the console. A waiter for each process reports
 failure is the first in time. The pump reads every pipe and is the only writer of console and logs, so
 lines cannot interleave; what the launcher itself says reaches it through a pipe as well.
 
-When a job fails, what its processes write on stderr waits until all have ended: then what the one that caused it said
-is shown, last, and of the others, who follow it with tracebacks of their own, one line. A traceback waits a moment
-anyway, since it may be what ends the job. The logs have everything.
+When a job fails, what its processes write on stderr is held back until all have ended. Then everything that the failed
+process said is shown last, and one line of each of the others, which follow with tracebacks of their own. A traceback
+is always held back for a moment, since it may be what ends the job. The logs have everything.
 
-Each process leads a session of its own: one signal reaches all it has started, and Ctrl-C only the launcher. Its exit
-is observed but not collected until the end, because an uncollected process keeps its id: a signal to
+Each process leads a session of its own: one signal reaches everything it has started, and Ctrl-C reaches only the
+launcher. Its exit is observed but not collected until the end, because an uncollected process keeps its id: a signal to
 its group cannot hit a stranger.
 """
 

@@ -4,12 +4,12 @@ A job runs until a process fails, somebody interrupts it, or all its processes h
 a grace period after the last worker are asked to end. Ending is SIGTERM to all, a grace period, then SIGKILL.
 What ends the job decides the exit code; what the dying processes return says nothing.
 
-One failure brings others about, and whose exit is seen first is chance. So whoever has failed by itself has put that
-down (``fleet.telemetry.cause``): its exit code is the job's, even if it is still on its way when another one's comes.
-Without such a word it is the first one's.
+One failure brings others about, and whose exit is seen first is chance. So a process that has failed by itself has put
+that down (``fleet.telemetry.cause``). Its exit code is the job's, even if it is still on its way when another one's
+comes. Without such a note the first exit code is the job's.
 
-A process that was killed by a signal may be started again, so many times each. One that ended with an exit code has
-failed by itself: it has told the job so, and would fail again.
+A process that was killed by a signal may be started again, so many times for each. A process that ended with an exit
+code has failed by itself: it has told the job so, and would fail again.
 """
 
 from __future__ import annotations

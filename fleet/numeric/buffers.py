@@ -3,7 +3,7 @@
 The C library hands blocks beyond 32 MiB back to the system as soon as they are free, so the next one of that size is
 faulted in page by page: filling 64 MiB takes two to three times as long in fresh memory as in memory that is there
 already, and a step moves a model's values through several such blocks. A block taken here comes back by itself when the
-last array that looks into it is gone, and is given to whoever asks for about as much.
+last array that looks into it is gone, and serves the next request for about as much.
 """
 
 from __future__ import annotations

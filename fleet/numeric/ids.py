@@ -2,7 +2,7 @@
 
 Arrays from outside go through ``packed`` before they reach a compiled function: one memory layout means one
 compilation, so that nothing is left to compile once a server has said that it is ready. Compiled functions check no
-bounds; their turns do.
+bounds; their callers do.
 
 ``mix`` and what is made of it (``owner``, ``initial_rows``) are fixed for ever: processes of one job, and a job and its
 checkpoints, must agree on them.

@@ -238,8 +238,8 @@ def copy_bytes(rows: Rows, number: Any, source: Array, start: Any, size: Any) ->
 def prefetch(rows: Rows, number: Any) -> None:
     """Ask for the first cache line of a row some iterations before it is needed.
 
-    Rows of a large table lie anywhere in memory, and waiting for them is most of the time of every row loop. Only a
-    hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
+    Rows of a large table lie anywhere in memory, and waiting for them takes most of the time of every row loop. This is
+    only a hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
     """
 
 
@@ -247,7 +247,7 @@ def prefetch(rows: Rows, number: Any) -> None:
 def touch(rows: Rows, number: Any) -> None:
     """Write to a row's first byte what is there already, whoever else writes to the row meanwhile.
 
-    A system hands out memory when it is written first, and takes its time: so it can be had before it is needed.
+    A system hands out memory when it is first written to, and takes its time. Touching gets it before it is needed.
     """
 
 

@@ -1,11 +1,11 @@
 """Decides what workers do all together beside training: barriers and reductions over all of them, one after the other.
 
 Each worker numbers its gatherings 1, 2, 3, … by itself. Gathering ``n`` closes when every live worker has come to it,
-and all who wait for it are answered. A worker that leaves stops being waited for, and what it brought to a gathering
-that is still open stays in it, as a gradient does in a synchronous round. Workers that ask for different things under
-one number are all refused, those who come later too; the gatherings after it go on.
+and all workers that wait for it are answered. A worker that leaves stops being waited for, and what it brought to a
+gathering that is still open stays in it, as a gradient does in a synchronous round. Workers that ask for different
+things under one number are all refused, those that come later too; the gatherings after it go on.
 
-What came of a gathering is kept for as long as one of its workers could ask again: until all have come to the next.
+The result of a gathering is kept for as long as one of its workers could ask again: until all have come to the next.
 
 Pure: no thread, no clock, no tensor.
 """

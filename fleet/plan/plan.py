@@ -1,7 +1,7 @@
 """Plans which block of which parameter lives on which server, and computes the plan's fingerprint.
 
-A pure function of the ``JobSpec``. Every process computes it for itself and proves with the fingerprint, in its
-first hello, that it computed the same one.
+The plan is a pure function of the ``JobSpec``. Every process computes it for itself and proves with the fingerprint, in
+its first hello, that it computed the same one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Block:
 class Plan:
     """Holds a spec together with the server of every block (``servers[i]`` serves ``blocks[i]``).
 
-    ``placement`` stands for the cuts and the servers alone: who keeps a server's blocks can tell by it that they are
-    still that server's.
+    ``placement`` stands for the cuts and the servers alone: by it, anyone who keeps a server's blocks can tell that
+    they are still that server's.
     """
 
     spec: JobSpec

@@ -1,9 +1,9 @@
 """Asks all servers what they have and see, comes to a choice, and tells them: every process of a job does so, to go on
 where the job was.
 
-Servers ask each other as workers ask them, and each process asks for itself; it does not matter who is first, and
-nobody waits for more than that every server is there. A server that the others do not let in, or that would not know
-them for want of a certificate, is told by the workers; one that has state of its own goes on from that.
+Servers ask each other as workers ask them, and each process asks for itself. It does not matter who is first, and all
+wait only until every server is there. A server that the others do not let in, or that would not know them for want of a
+certificate, is told by the workers; one that has state of its own goes on from that.
 """
 
 from __future__ import annotations

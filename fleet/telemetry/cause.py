@@ -1,7 +1,8 @@
 """Records who has ended a job, before anybody else hears of it.
 
-One process fails, the others learn of it and fail in turn, and whose exit a launcher sees first is chance. So whoever
-fails by itself writes that down in the directory of the records, and tells the others only then. The first word stands.
+One process fails, the others learn of it and fail in turn, and whose exit a launcher sees first is chance. So a process
+that fails by itself writes that down in the directory of the records, and only then tells the others. The first word
+stands.
 """
 
 from __future__ import annotations

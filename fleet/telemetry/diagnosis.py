@@ -1,7 +1,7 @@
 """Says in sentences what holds a job back, from two views of it. Pure: each rule is a function of both.
 
-A worker's time is all of the kinds that it counts (pushing, pulling, meeting) and the rest, which is its own: data,
-forward, backward. Of pushing and meeting a part is waiting for other workers; servers know which.
+A worker counts what it spends in pushing, pulling and meeting; the rest of its time is its own: data, forward,
+backward. Of pushing and meeting a part is waiting for other workers; servers know which.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Case:
 def diagnose(before: View, now: View, last: View | None = None, ending: Cause | None = None) -> list[str]:
     """Return sentences, what matters most first: who has ended the job, where that is known, and how it does at all.
 
-    ``last`` is how a record ends whose training is between the other two: what is broken was so then.
+    ``last`` is the end of a record whose training lies between the other two views: it shows what was broken then.
     """
     times, busy = dict(_times(before, now)), dict(_busy(before, now))
     case = _Case(before, now, now if last is None else last, last is not None, ending, times, busy)

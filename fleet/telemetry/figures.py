@@ -1,6 +1,6 @@
 """Names the figures of a process: code that shows a figure finds here what it means.
 
-A figure that counts only grows while its process lives. How fast, is the difference of two readings over the difference
+A figure that counts only grows while its process lives. Its speed is the difference of two readings over the difference
 of their ``uptime_seconds``, which are the process's own.
 """
 

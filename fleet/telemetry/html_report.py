@@ -1,6 +1,7 @@
 """Writes a run as one HTML page that needs nothing but a browser: no network, no library.
 
-The curves are drawn here, so the page shows them without its script as well; that only tells what a pointer points at.
+The curves are drawn here, so the page shows them without its script as well; the script only tells the value under the
+pointer.
 """
 
 from __future__ import annotations

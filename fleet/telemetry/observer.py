@@ -1,7 +1,7 @@
 """Shows a process's figures while it runs: in the record on disk, in TensorBoard, and on a page for Prometheus.
 
-Each only where it was asked for, and a process of which nobody asks anything has no thread for it. What goes wrong
-here, a full disk say, is told once and never harms the training.
+Each is shown only where it was asked for, and a process of which nobody asks anything has no thread for it. A failure
+here, such as a full disk, is logged once and never harms the training.
 """
 
 from __future__ import annotations

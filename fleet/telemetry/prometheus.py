@@ -1,7 +1,8 @@
 """Serves a page for Prometheus with the figures of one process, made anew for every request.
 
 The names are those of ``figures.py``: ``fleet_worker_steps_total`` of a worker, ``fleet_server_busy_seconds_total`` of
-a server; docs/observing.md lists them all. The page asks nobody who they are, so it listens on loopback unless told to.
+a server; docs/observing.md lists them all. The page asks nobody for credentials, so it listens on loopback unless told
+otherwise.
 """
 
 from __future__ import annotations

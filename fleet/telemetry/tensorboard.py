@@ -1,6 +1,6 @@
 """Writes a process's figures as scalars of TensorBoard, over the steps of a worker or the versions of a server.
 
-What counts is shown as what it grows by in a second.
+A figure that counts is shown as its growth in a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A server does some things for one worker beside the training, on a thread of their own: it writes its share of a
 checkpoint, or gets other values ready to take the place of those it has.
 
-Workers that ask again, because their line broke meanwhile, get the answer to the first time they asked.
+Workers that ask again, because their connection broke meanwhile, get the answer to their first request.
 """
 
 from __future__ import annotations

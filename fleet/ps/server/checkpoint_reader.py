@@ -159,8 +159,8 @@ def room_taken(tables: Sequence[Table]) -> Iterator[None]:
     """Take the memory that the tables expect to need on a thread, in the order in which rows come. It keeps a little
     ahead of them, since no number of rows is believed before they have come.
 
-    Systems hand memory out page by page when it is first written, which takes as long as all that is done with the
-    rows, and longer where a virtual machine has to get it from its host first."""
+    Systems hand memory out page by page when it is first written to. That takes as long as everything else that is done
+    with the rows, and longer where a virtual machine has to get it from its host first."""
     done = threading.Event()
 
     def touch() -> None:

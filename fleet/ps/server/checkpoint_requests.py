@@ -1,7 +1,7 @@
 """Workers ask for checkpoints: one of them is let in, every server writes its share, and the checkpoint comes to its
 end.
 
-What only one worker does for all, as writing a model to serve, is claimed here too.
+Other things that only one worker does for all, such as writing a model to serve, are claimed here too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A process that only serves does without what would only cost it time: torch's compiler, a last search for garbage,
 and memory for every thread.
 
-The compiler's import takes nearly as long as torch's own. torch imports it with the first optimizer, the user's or
-the server's, only to have it leave some methods alone: what it is handed instead of such a method it remembers with
-the method, and here that is the method itself. Nothing else about them changes, and code that is compiled all the
-same finds methods that it may look into. The name is torch's own affair: a release that does without it goes on as if
-this were not here, and starts later.
+The compiler's import takes nearly as long as torch's own. torch imports it with the first optimizer, the user's or the
+server's, only to have it leave some methods alone. torch remembers with such a method what it is handed instead of it,
+and here that is the method itself. Nothing else about these methods changes, and code that is compiled all the same
+finds methods that it may look into. The name is torch's own affair: a release that does without it goes on as if this
+were not here, and starts later.
 
-Python looks through all of torch's objects once more when it ends, which takes half a second, for what the system frees
-at once.
+When Python ends it looks through all of torch's objects once more, which takes half a second, and the system frees them
+at once anyway.
 
 The C library of most Linux systems gives threads areas of their own to take memory from, up to 64 MiB each, and hands
 back to the system what is free at their ends. Requests that wait for the end of a round fill such areas, and with the

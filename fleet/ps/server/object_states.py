@@ -1,12 +1,12 @@
 """Server 0 keeps the states of the workers' own objects, as bytes that it never looks into.
 
-Three kinds, each by worker. *Brought* are those of the checkpoint that the job went on from. *Kept* is what came with a
-push and belongs to that step: of the last two, since a worker that starts again may go on before its last one. *Given*
-are those for a checkpoint, under the name by which they are wanted, and whoever saves *collects* them: it waits for
-those who give theirs as long as they can still come to it.
+There are three kinds, each by worker. *Brought* states are those of the checkpoint that the job went on from. *Kept*
+states came with a push and belong to that step: those of the last two steps, since a worker that starts again may go on
+before its last one. *Given* states are for a checkpoint, under the name by which they are wanted. The worker that saves
+*collects* them: it waits for those who give theirs as long as they can still come to it.
 
 In lockstep worker 0 says with its push that a checkpoint follows the step, and every worker hears so with the answer to
-its own. In the other modes workers give theirs after every step, and what they gave last is what there is.
+its own. In the other modes workers give theirs after every step, and the last ones given are collected.
 
 Not thread-safe: the caller holds the server's lock.
 """

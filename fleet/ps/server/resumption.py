@@ -1,8 +1,9 @@
 """A job that is yet to begin is told where to go on: this server says what it has and sees, and holds to the choice.
 
-Whoever calls ``resume_from`` asks every server for that, comes to a choice (``fleet/checkpoint/resume_choice.py``), and
-tells it to all of them, the first one before the others: it holds to the choice it was told first. A server whose own
-script calls it answers no hello before it knows the choice; one without a script looks where those look who ask.
+A process that calls ``resume_from`` asks every server for that, comes to a choice
+(``fleet/checkpoint/resume_choice.py``), and tells it to all of them, the first one before the others: that one holds to
+the choice it was told first. A server whose own script calls it answers no hello before it knows the choice; a server
+without a script looks for checkpoints in the place that those who ask name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server's process loads, listens, lets time pass until the job is over, and closes.
 
-It listens from the beginning on. ``run`` serves; one that is to resume has been asked before, what it sees.
+It listens from the beginning on. ``run`` serves; a server that is to resume has been asked before what it sees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A server counts what it does and who waits for whom, and keeps the figures that workers' heartbeats bring.
 
-Whoever's request lets another one's be answered is who that one has waited for: of a round, the worker that came last.
-The caller holds the server's lock, but for ``heard``, which heartbeats use.
+If one worker's request lets another one's be answered, the other one has waited for it: in a round, for the worker that
+came last. The caller holds the server's lock, except for ``heard``, which heartbeats use.
 """
 
 from __future__ import annotations

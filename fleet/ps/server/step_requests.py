@@ -3,7 +3,7 @@
 A push is read and checked against the plan before it becomes part of a round. The gate says what follows from it: a
 round to apply, requests to answer. A request that cannot be answered yet is parked under a ticket and holds no thread.
 
-Whoever calls holds the server's lock.
+The caller holds the server's lock.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A GEO server knows which rows each worker holds, and which of them others have changed since it last heard.
 
-A worker that asks again, as its answer was lost, is sent the same rows once more, so what was sent last is kept until
+A worker that asks again, as its answer was lost, is sent the same rows once more, so the rows sent last are kept until
 the worker's next push. Not thread-safe: the caller holds the server's lock.
 """
 

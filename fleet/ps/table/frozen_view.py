@@ -1,10 +1,10 @@
 """A frozen view shows tables as they were at one moment, for a checkpoint or a snapshot that is written while they
 change.
 
-The moment is the beginning of an epoch (history.py), and rows remember the one they were changed in last. So those that
-have not changed since are read as they are, in their order, and the others were set aside before they changed first.
-No more than a little of that is kept in memory: whoever changes more rows waits until it has been handed on. Several
-moments may be frozen at once.
+The moment is the beginning of an epoch (history.py), and rows remember the epoch in which they were last changed. So
+rows that have not changed since are read as they are, in their order, and the others were set aside before their first
+change. Only a few of those are kept in memory: a thread that changes more rows waits until they have been handed on.
+Several moments may be frozen at once.
 
 Not thread-safe: the caller holds the server's lock.
 """

@@ -1,9 +1,9 @@
 """A history knows which rows have changed since which checkpoint, for checkpoints that save only these.
 
-Time is cut into epochs: one begins with every checkpoint, and rows remember the one they were changed in last. The rows
-to be saved after a checkpoint are those of the epoch that began with it, or of a later one. Nothing has to be undone
-when a checkpoint fails: the one before it is still the one to go on from. Epochs are counted from the first checkpoint
-on; a job without checkpoints pays nothing.
+Time is cut into epochs: one begins with every checkpoint, and rows remember the epoch in which they were last changed.
+The rows to be saved after a checkpoint are those of the epoch that began with it, or of a later one. Nothing has to be
+undone when a checkpoint fails: the one before it is still the one to go on from. Epochs are counted from the first
+checkpoint on; a job without checkpoints pays nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``torch.optim`` updates neighbouring blocks as one parameter, a run.
 
-It goes through its parameters in Python, which takes longer than the update itself where they are small. A run lasts
-for as long as its blocks fare alike: once some of them have a gradient in a round and others have none, their state
-differs in more than their elements (step counts do), and the run is split there for good.
+The optimizer goes through its parameters in Python, which takes longer than the update itself where they are small. A
+run lasts for as long as its blocks fare alike: once some of them have a gradient in a round and others have none, their
+state differs in more than their elements (step counts do), and the run is split there for good.
 """
 
 from __future__ import annotations

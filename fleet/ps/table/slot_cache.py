@@ -1,6 +1,6 @@
 """A slot cache remembers where the ids of recent look-ups stand, for the updates that follow them.
 
-A worker that has looked rows up brings gradients for just these ids, in this order, and to compare two arrays takes a
+A worker that has looked rows up brings gradients for exactly these ids, in this order. Comparing two arrays takes a
 small part of the time that it takes to find every id once more.
 """
 

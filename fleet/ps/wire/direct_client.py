@@ -35,7 +35,7 @@ PATIENCE = 3
 class DirectChannel:
     """Sends requests over direct connections where the server takes any, and over ``control`` where it does not.
 
-    What is urgent needs no way of its own there: at the server nothing waits for what takes long.
+    An urgent request needs no way of its own there: at the server nothing waits for work that takes long.
     """
 
     def __init__(self, endpoint: Endpoint, control: Channel, limit: int = MAX_PAYLOAD_BYTES) -> None:

@@ -1,8 +1,8 @@
 """Requests arrive over the connections that a server has let in, and their replies leave.
 
-One thread waits for all of them, reads a request, has it handled and sends the reply (``LeaderPool``). It may be held
-up by a peer that stops in the middle or does not read, by a long request or one that waits for the server's lock: then
-another goes on for the other connections. A request that is parked holds no thread.
+One thread waits for all of them, reads a request, has it handled and sends the reply (``LeaderPool``). A peer that
+stops in the middle or does not read, a long request, or one that waits for the server's lock may hold it up: then
+another thread goes on for the other connections. A request that is parked holds no thread.
 """
 
 from __future__ import annotations

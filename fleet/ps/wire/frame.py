@@ -3,7 +3,7 @@
     "FLT1" | header bytes: u32 | payload bytes: u64 | header | padding to 16 | tensors, each padded to 16
 
 Through a socket a frame goes without a copy: it leaves from where its tensors are and arrives in place. Elsewhere a
-large one travels in several pieces. Reading one allocates a single buffer for the payload, after every size in
+large frame travels in several pieces. Reading a frame allocates a single buffer for the payload, after every size in
 the header was checked against what was announced and against the limits below.
 """
 

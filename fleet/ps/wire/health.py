@@ -1,6 +1,6 @@
 """A server reports that it is ready by gRPC's own health protocol, at a port of its own, as Kubernetes asks for it.
 
-A port of its own, since whoever asks (the kubelet) has neither a token nor certificates. Nothing is said there but that
+The port is its own, since those who ask (the kubelet) have neither a token nor certificates. It says nothing but that
 the server listens, from the moment it does until its job is over.
 """
 

@@ -1,8 +1,9 @@
 """One thread of a pool, its leader, waits for work and does what comes.
 
-To hand every piece of work to a thread of its own costs several switches, on many cores from one to another, which is
-more than most requests take. So whoever waits for work does it. When that holds it up, whatever the reason, another
-takes the lead and waits for the next: work may take long and even get stuck, as if it had a thread of its own.
+Handing every piece of work to a thread of its own costs several switches, on many cores from one core to another, which
+is more than most requests take. So the thread that waits for work does it. When the work holds it up, whatever the
+reason, another thread takes the lead and waits for the next piece: work may take long and even get stuck, as if it had
+a thread of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A process's TLS files are read and checked before anything depends on them; a failed handshake is explained.
 
-gRPC takes the files as they are and tells late, and in words of its own library, what is wrong with them. So they are
+gRPC takes the files as they are, and says late, and in words of its own library, what is wrong with them. So they are
 tried out here first, in memory; and where gRPC cannot reach a server that is up, a handshake of our own finds out why.
 """
 

@@ -1,10 +1,11 @@
 """``save_persistables``: one worker claims a folder, every server writes its share into it, the worker adds the
 manifest.
 
-Called by one worker or by all, it is done once (once.py). In GEO the first worker does it, since its optimizer's state
-is the job's. In a synchronous job no round closes without the worker that waits; it may go on when the servers have
-written the parameters, and keep the rows as they are for what is left. In the other modes workers go on, and each block
-and row is saved as it is when its turn comes. A server that does not see the folder sends its share instead.
+One worker calls it, or all do, and it is done once (lease.py). In GEO the first worker does it, since its optimizer's
+state is the job's. In a synchronous job no round closes without the worker that waits; it may go on when the servers
+have written the parameters, and they keep the rows as they are until those are written too. In the other modes workers
+go on, and each block and row is saved as it is when its turn comes. A server that does not see the folder sends its
+share instead.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """An asynchronous worker sends gradients and fetches parameters behind the user's back.
 
-The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, nothing is ever
-dropped. One thread takes what has gathered there, merges it, lets the next look-up go first and pushes it. When enough
-gradients have gone, parameters are fetched: by another thread, or with the answer to the push if that is not wanted, or
-not worth it. What was fetched lies ready until the user's thread takes it between two steps: parameters never change
-under a forward or backward.
+The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, and nothing is
+ever dropped. One thread takes the steps that wait there, merges them, lets the next look-up go first and pushes. When
+enough gradients have gone, parameters are fetched: by another thread, or with the answer to the push if a thread is not
+wanted, or not worth it. Fetched values lie ready until the user's thread takes them between two steps: parameters never
+change under a forward or backward.
 
 The first failure on either thread ends both; the user's next call raises it.
 """

@@ -309,8 +309,8 @@ class PendingRequest:
     """Carries a request under way. Repeating it is safe: a server answers a step it already knows without applying it
     again.
 
-    While the server is silent it is repeated until heartbeats give the server up; if it keeps breaking although the
-    server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
+    While the server is silent the request is repeated until heartbeats give the server up; if it keeps breaking
+    although the server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
     """
 
     def __init__(self, connection: Connection, frame: Frame, what: str, ahead: bool) -> None:

@@ -1,7 +1,7 @@
 """Merges the gradients of several steps into one push: adds them up, rows by id, and takes the mean where that is due.
 
-Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the
-usual size. Which of the two is decided for each param group.
+Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the usual
+size. Each param group is decided on its own.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
     raised on all workers.
 
     ``name`` is the worker's ``name_of_call``; ``act`` is given it, and what the server says with its grant. Where modes
-    let worker 0 write checkpoints, ``by_anyone`` is for what needs nothing of its own.
+    let only worker 0 write checkpoints, ``by_anyone`` is for acts that need nothing of worker 0's own.
     """
     arbiter, step = worker.connections.by_server[0], worker.progress.completed
     asked = pb.Claim(name=name, by_anyone=by_anyone)

@@ -1,10 +1,10 @@
 """Gradients leave while the backward of a ``minimize`` still runs, as nothing can come between it and its step.
 
-A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends what
-is left, and names the attempt under which servers have the rest. If a gradient is not as it was when it was sent (a
-backward that came to it twice, a hook that changed it), or could not be sent, the step sends everything. Where hooks of
-the user's see complete gradients too nothing leaves. What else runs in a backward may change one without a trace
-(``grad.data``, ``grad.numpy()``), so its bytes are summed up before it is sent, and again.
+A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends the
+rest, and names the attempt under which servers have what was sent. If a gradient is not as it was when it was sent (a
+backward that came to it twice, a hook that changed it), or could not be sent, the step sends everything. If hooks of
+the user's see complete gradients too, nothing is sent early. Other code that runs in a backward may change a gradient
+without a trace (``grad.data``, ``grad.numpy()``), so its bytes are summed up before it is sent, and again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Gradients, or the changes of a GEO worker, are cut for the servers and travel in as many bits as the strategy gives
 them. Where these are few, dense gradients are rounded to the nearest, and what rounding leaves of each block stays here
-and joins its next gradient, so that nothing is lost in the long run (error feedback). A GEO worker needs none: what the
-servers were not told remains in the difference between its values and those agreed on.
+and joins its next gradient, so that nothing is lost in the long run (error feedback). A GEO worker needs no such thing:
+whatever the servers were not told remains in the difference between its values and those agreed on.
 
 Rows have no such memory; it would grow with the ids. bf16 and fp16 round each element by a small part of itself, which
 leaves none behind. int8 would round the small elements of a row to nothing, always; so it rounds up or down by chance,

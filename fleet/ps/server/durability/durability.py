@@ -1,10 +1,10 @@
 """A durable server writes its journal before it carries a request out, and a snapshot when the journal is long; it
 reads both when it starts again.
 
-A snapshot is of the moment it is begun in, between two requests, at which the journal changes as well: parameters are
-copied then, and rows are kept as they are (frozen_view.py) until they are written, beside the requests that follow. One
-is written at a time. It is given up when other values take the place of those it is of, and when the server ends: the
-journal has everything.
+A snapshot shows the moment at which it is begun, between two requests; the journal changes at that moment as well.
+Parameters are copied then, and rows are kept as they are (frozen_view.py) until they are written, beside the requests
+that follow. One snapshot is written at a time. It is given up when other values take the place of those it shows, and
+when the server ends: the journal has everything.
 
 A server without FLEET_DURABLE_DIR has none of this.
 """

@@ -1,7 +1,7 @@
 """A durable server writes what its job is, and a new job becomes what was written.
 
-A snapshot is the shard, in pieces as for a checkpoint, and beside it the state: a JSON object with all else that is
-complete. What is not finished, or is large, is carried over into the journal that begins with the snapshot.
+A snapshot is the shard, in pieces as for a checkpoint, and beside it the state: a JSON object with everything else that
+is complete. What is not finished, or is large, is carried over into the journal that begins with the snapshot.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A durable server keeps what it may not lose in a directory: a journal of what it did, and snapshots that cut it.
 
-Every request that changes anything is in the journal before it is carried out, so before anybody hears of it. A server
-does the same things when it is asked the same in the same order; so one that starts again reads its last snapshot,
-does over what the journal has since, and is where it was. Workers, whose requests broke, ask again, and no step counts
-twice.
+Every request that changes anything is in the journal before it is carried out, and so before anybody hears of it. A
+server does the same things when it is asked the same in the same order. So a server that starts again reads its last
+snapshot, does over what the journal has since, and is where it was. Workers, whose requests broke, ask again, and no
+step counts twice.
 
 A snapshot has the rows that changed since the one before it, and names that one's files as well, until they are more
-than a whole one. A new journal begins with it, and the older ones go when it is complete, however long it is written;
-until then the older snapshot and all journals since lead to the same state.
+than a whole snapshot. A new journal begins with it. The older journals go when the snapshot is complete, however long
+that takes; until then the older snapshot and all journals since lead to the same state.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Journal:
     """Is a file of records that only grows: what a server has been asked, in the order in which it did it.
 
     A record is its length, its checksum, a checksum of these two, and its bytes. A process that is killed may leave the
-    beginning of a record at the end of the file, and a machine that stops zeros in the place of its last pages; nobody
-    was told that this one is safe, and it is cut off. Whatever else does not fit is damage, a byte that has turned in
-    the last record as well: going on without it would lose what was acknowledged, and silently.
+    beginning of a record at the end of the file, and a machine that stops may leave zeros in the place of its last
+    pages. Nobody was told that such a record is safe, and it is cut off. Anything else that does not fit is damage,
+    also a byte that has turned in the last record: going on without it would silently lose what was acknowledged.
     """
 
     def __init__(self, path: Path) -> None:
