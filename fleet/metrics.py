@@ -130,7 +130,7 @@ class Metrics:
         """
         return self._running("auc", "auc").update(predictions, labels).compute()
 
-    # The same, collected batch by batch; classes to whoever calls them
+    # The same, collected batch by batch; a caller may take them for classes
 
     def Mae(self) -> Running:  # noqa: N802
         """Return a mean absolute error that is collected batch by batch.
@@ -306,7 +306,7 @@ def _mean(state: Array) -> float:
     return float(total / over) if over else math.nan
 
 
-#: What of a batch is added to the state, and what the state comes to.
+#: What a batch adds to the state, and what the state comes to.
 _METRICS: dict[str, tuple[Count, Callable[[Array], float]]] = {
     "mae": (_errors(abs), _mean),
     "mse": (_errors(lambda difference: difference * difference), _mean),

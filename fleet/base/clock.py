@@ -29,7 +29,7 @@ class SystemClock:
         time.sleep(seconds)
 
 
-#: Whoever waits says so about this often.
+#: A wait that goes on is logged about this often.
 NOTICE_S = 10.0
 
 

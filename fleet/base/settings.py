@@ -311,7 +311,7 @@ class Knobs:
         "a name for the job: a server refuses a worker with a different one",
         default_in_words="none; `fleetrun` makes one up",
     )
-    #: who looks after all processes of the job, and tells what concerns them; empty: nobody does
+    #: who looks after all processes of the job, and reports on them; empty: nobody does
     launcher: str = setting(
         *("FLEET_LAUNCHER", TEXT, "", _ALL),
         "says that somebody looks after all processes of the job: they leave to it what it "
@@ -321,7 +321,7 @@ class Knobs:
     communicator: CommunicatorKnobs = CommunicatorKnobs()
     security: SecurityKnobs = SecurityKnobs()
     observing: ObservingKnobs = ObservingKnobs()
-    #: what all of it was read from, which may hold a token
+    #: the environment that all of it was read from, which may hold a token
     environ: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def joined(self, settings: Mapping[str, str]) -> Knobs:

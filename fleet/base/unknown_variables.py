@@ -14,7 +14,7 @@ _log = logging.getLogger("fleet")
 
 #: What role makers read of the source system's variables.
 ROLE_VARIABLES = {name for name in names(CLUSTER) if name.startswith("PADDLE_")}
-#: The settings, and what our role makers ask of whoever starts a job.
+#: The settings, and the variables that our role makers need from a job's launcher.
 KNOWN = set(SETTINGS) | {name for name in names(SLURM) if name.startswith("FLEET_")}
 
 _IDLE = {row.name for row in IDLE}

@@ -37,7 +37,7 @@ CARD_BYTES = 8192
 LOOK_S = 0.002
 #: While a rank that is done waits for the others to end, it leaves the processor to them.
 LEAVING_LOOK_S = 0.05
-#: What the others get to end in order after a rank has failed, and then to say what they were told.
+#: The time that the others get to end in order after a rank has failed, and then to say what they were told.
 FAILED_GRACE_S, TOLD_GRACE_S = 4.0, 1.0
 #: Between two looks at whether a rank has failed.
 WATCH_S = 0.25

@@ -61,7 +61,7 @@ def read_past_cache(path: Path, most: int) -> memoryview | None:
             data = _read_directly(path, min(most, os.fstat(file.fileno()).st_size))
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the asking has brought a page in
             return data
-    except OSError:  # whoever reads it in the usual way says what is wrong, if anything is
+    except OSError:  # a read in the usual way says what is wrong, if anything is
         return None
 
 

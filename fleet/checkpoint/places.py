@@ -23,7 +23,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError, Flee
 #: Bytes that can be written: of anything that has a buffer.
 Buffer = Any
 
-#: The file that says who is writing into a folder; it is locked as long as they are there, where files can be locked.
+#: The file that says who writes into a folder; where files can be locked, it is locked for as long as the writer lives.
 MARK = "in-progress"
 _PROOF_BYTES = 16
 #: Publishing takes milliseconds, and removing what it superseded seconds.

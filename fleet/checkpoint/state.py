@@ -42,7 +42,7 @@ _NUMBERS = "biufc"
 
 #: An entry is the state of an object, or a value itself; with the first the options that a schedule sets.
 _OBJECT, _OPTIONS, _VALUE = "object", "options", "value"
-#: Of an optimizer's groups what schedules set, beside what they add to them.
+#: The options of an optimizer's groups that schedules set, beside those that they add.
 _SCHEDULED = ("lr", "momentum", "betas")
 
 

@@ -173,7 +173,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         worker = self._running_worker("save_persistables()")
         return lambda _: checkpoint.save(worker, dirname, mode, own, wanted)
 
-    #: What would be saved is what the next step alters; and there are no rows.
+    #: False, since the next step alters what would be saved, and there are no rows.
     saves_behind = saves_deltas = False
 
     @property

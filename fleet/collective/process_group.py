@@ -32,7 +32,7 @@ from fleet.errors import DeadlineError, PlanMismatchError, PortInUseError, State
 
 _log = logging.getLogger("fleet.worker")
 
-#: Who is lost is found out by the monitor, so that a long step of one worker is no reason for torch to give up.
+#: The monitor finds out who is lost, so a long step of one worker is no reason for torch to give up.
 _PATIENCE = timedelta(days=30)
 #: Requests of the store that wait for something wait in the monitor, not in it.
 _STORE_TIMEOUT = timedelta(seconds=30)

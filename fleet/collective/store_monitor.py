@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 #: How long the user's thread waits before it looks whether the job has failed.
 SLICE_S = 0.25
-#: How many beats a worker that is alive may be late by when the others wonder who has died.
+#: By how many beats a living worker may be late when the others find out who has died.
 LATE_BEATS = 3
 #: After how many slices a wait is long enough to be told of.
 _LONG = 4

@@ -37,7 +37,7 @@ _PACKAGES = (
     *("torch-fleet", "torch", "numpy", "grpcio", "protobuf", "numba", "llvmlite", "safetensors"),
     *("fsspec", "pyarrow", "mpi4py", "grpcio-health-checking"),
 )
-#: Of a processor's abilities, those that decide which loops run on it.
+#: The abilities of a processor that decide which loops run on it.
 _CPU_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 _VARIABLES = re.compile(

@@ -28,7 +28,7 @@ SLACK = 1.5
 #: Finds an array as long as anybody has it.
 Watch = weakref.ref[np.ndarray[Any, Any]]
 
-# Blocks come back whenever Python finds them unused, on whatever thread: nothing here may need a lock.
+# Blocks come back whenever Python finds them unused, on any thread: nothing here may need a lock.
 _free: deque[memoryview] = deque(maxlen=KEPT)
 
 

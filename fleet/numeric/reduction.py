@@ -26,7 +26,7 @@ CARRIED = {
     **dict.fromkeys(("int64", "int32", "int16", "int8", "uint8", "bool"), "int64"),
 }
 
-#: What one worker may bring to one gathering; the server holds that of all of them at once.
+#: How much one worker may bring to one gathering; the server holds that much for all of them at once.
 MAX_BYTES = 1 << 30
 
 
@@ -187,7 +187,7 @@ class Gatherings:
                 self._decide(number)
                 effects.append(Close(number, tuple(sorted(here))))
         for ticket, (_, number) in list(self._waiting.items()):
-            # Neither open nor decided is what was forgotten: a request so late that its sender has gone on.
+            # Neither open nor decided, so forgotten: the request is so late that its sender has gone on.
             if number not in self._open:
                 del self._waiting[ticket]
                 effects.append(Tell(ticket, number))

@@ -44,7 +44,7 @@ from fleet.ps.wire.wire_errors import raise_if_error
 _log = logging.getLogger("fleet")
 
 RETRY_PAUSE_S = 0.2
-#: After so much waiting, and then ever so often, the log says who is waited for.
+#: After this much waiting, and then again and again, the log says who is waited for.
 NOTICE_S = 10.0
 #: A question without an answer is asked again: the way to a server may have been lost.
 PATIENCE_S = 60.0
@@ -92,7 +92,7 @@ def resume(
             if own is not None and missing and _is_barred(missing) and (mine := seen[assignment.index].held):
                 return Resumed(mine.step)
             if not missing:
-                # Those that were looked at first may have come into the job, or gone on in it, before the others were.
+                # Servers that were asked first may have joined the job, or gone on in it, before the others were asked.
                 now_seen = _in_order(seen)
                 if earlier is None and (without_state(now_seen) or steps_apart(now_seen)):
                     earlier = now_seen
@@ -133,7 +133,7 @@ def _agree(
         _log.warning("resume_from goes on from %s: %s", choice.mark, newer)
     for servers in ([0], sorted(questions.everyone - {0})):
         mark = choice.mark
-        # A first server that has chosen holds to that, and tells its log who was called with another value.
+        # A first server that has chosen holds to its choice, and logs which process was called with another value.
         is_heard = servers == [0] and seen[0].chosen is not None
         message = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
         answers, missing = questions.ask(servers, rest_s, choose=message)

@@ -20,11 +20,11 @@ _NOTABLE = 0.10
 _LARGE = 0.40
 #: So large a part of the time without a processor is more than what any scheduler takes.
 _STARVED = 0.25
-#: A server that is busy for more than this is what others wait for.
+#: Others wait for a server that is busy for more than this part of the time.
 _BUSY = 0.70
 #: A step that takes so many times as long as the others' is long.
 _LONGER = 1.3
-#: Who waits for longer than this is stuck, or would be served by a slower clock.
+#: A worker that waits for longer than this is stuck, or would be served by a slower clock.
 _STUCK_S = 10.0
 #: An exchange of fewer bytes costs what any exchange costs.
 _FEW_BYTES = 100e3

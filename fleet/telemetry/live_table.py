@@ -12,7 +12,7 @@ HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "
 _NOTHING = "·"
 #: What a script reports under names of its own stands behind its loss.
 _OWN = HEADS.index("loss") + 1
-#: What a narrow terminal does without, one after the other: these, then the script's own, then what it trained on.
+#: The columns that a narrow terminal drops, one after the other: these, then the script's own, then its examples.
 _SPARED_FIRST, _SPARED_LAST = ("received/s", "sent/s", "memory", "queue", "stale"), "examples/s"
 _ROOM_FOR_NOTE = 24
 _BETWEEN = 2

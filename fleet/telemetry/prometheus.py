@@ -19,7 +19,7 @@ from fleet.telemetry.figures import SERVER, WORKER, Figure, Figures
 
 _log = logging.getLogger("fleet.observing")
 
-#: What a server knows beside its figures: the labels of each family, and what it means.
+#: What a server knows beside its figures: the labels of each family, and its meaning.
 BESIDE = {
     "table_rows": (("table",), Figure("rows of a table here", counts=False)),
     "table_bytes": (("table",), Figure("memory of a table here", counts=False)),

@@ -52,7 +52,7 @@ class Record:
         self._path = path_of(folder, process)
         self._file = self._path.open("ab", buffering=0)
         self._bytes = self._path.stat().st_size
-        if self._bytes:  # an earlier process may have died in the midst of a line
+        if self._bytes:  # an earlier process may have died in the middle of a line
             self._append(b"\n")
 
     def write(self, at: float, kind: str, told: object, is_last: bool = False) -> None:

@@ -97,7 +97,7 @@ class Span:
     thread at a time."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        #: what is over, and when the one that goes on began: one value, for whoever reads it from another thread
+        #: the spans that are over, and when the present one began: one value, as another thread may read it
         self._state: tuple[float, float | None] = (0.0, None)
         self._clock = clock
         self._range = ProfilerRange(name)

@@ -17,9 +17,9 @@ class Policy:
     shares_steps = False
     #: A worker goes on with the answer to its push, and not before it is there.
     awaits_answers = True
-    #: The user's optimizers step on the workers, and servers add what comes of it to their values.
+    #: The user's optimizers step on the workers, and servers add the changes to their values.
     trains_on_workers = False
-    #: Servers remember what each worker has read: to read changes what they do next.
+    #: Servers remember what each worker has read: a read changes what they do next.
     remembers_reads = False
     #: A push that is due lets the next forward read its rows first.
     lets_reads_go_first = False

@@ -148,7 +148,7 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
         table.expect(_rows_saved(checkpoint, name) // servers)
     with room_taken(shard.tables):
         for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
-            # A table may have joined the job while a worker saved that did not know of it yet.
+            # A table may have joined the job while a worker that did not know of it yet saved.
             if about["table"] in tables:
                 table, arrays = tables[about["table"]], [tensor.numpy() for tensor in tensors]
                 _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)

@@ -53,7 +53,7 @@ class Claims:
         self._grant = grant
         self._only_first = only_first
         self._open: dict[str, _Claim] = {}
-        #: what was done and what failed, by name: others may come for it much later, and requests arrive twice
+        #: what was done and what failed, by name: other workers may ask for it much later, and requests arrive twice
         self._closed: dict[str, _Closed] = {}
 
     def claim(

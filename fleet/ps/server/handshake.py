@@ -123,7 +123,7 @@ class Handshake:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             deadline_s = self._knobs.rpc_deadline_s
             job = new_job(spec.among(begins_with), hello.job_id, self._where, most_bytes, deadline_s)
-        # What is done over was another job's, perhaps: that is found when all of it is known.
+        # The journal that is done over may be another job's: that is found out when all of it is known.
         ours = job.job_id if self._is_replaying else self._knobs.job_id or job.job_id
         known = check_same_job(self._endpoint, ours, job, spec, hello)
         check_share(self._endpoint, known, hello.server, hello.options, most_bytes)

@@ -57,7 +57,7 @@ class Initialization:
         self.restore = self._given = restore
         #: the first hello, which says what this server has of the job
         self._first: Any = None
-        #: whoever is to read it, as long as it may not begin
+        #: the thread that is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
         #: by name what worker 0 brings, as the checkpoint lacks it; None: all there is
         self._lacking: frozenset[str] | None = None
@@ -199,7 +199,7 @@ class Initialization:
         shard = job.held()
         if plans.growing or not job.initialized:
             check_upload(shard, upload, arrival.tensors)
-            # Whoever has started again may bring more than is lacking.
+            # A worker that has started again may bring more than is lacking.
             former = plans.former[-1] if plans.growing else None
             write_upload(shard, *self._lacked(shard, upload, arrival.tensors), former)
         arrival.answer(pb.Reply())

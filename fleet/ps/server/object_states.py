@@ -173,7 +173,7 @@ class ObjectStates:
     def _outcome(self, collection: _Collection, live: Collection[int]) -> Collected:
         states = {}
         for worker, given in sorted(self._given.items()):
-            if collection.name in given:  # whoever gave it may have left since
+            if collection.name in given:  # the worker that gave it may have left since
                 states[worker] = given[collection.name]
             elif given and worker in live and not (self._lockstep or collection.everyone):
                 states[worker] = list(given.values())[-1]

@@ -59,4 +59,4 @@ class Waiting:
     ahead: bool = False  #: the worker does not wait for it yet
     has_rows: bool = False  #: the answer
     nbytes: int = 0  #: what it keeps in memory until then
-    handing_out: Frame | None = None  #: what says what the answer gives, where that is remembered
+    handing_out: Frame | None = None  #: the request that says what the answer gives, where that is remembered

@@ -74,7 +74,7 @@ class Changes:
         self._held.pop(worker, None)
         self._sent_at.pop(worker, None)
 
-    # ---------------------------------------------------------------- for whoever goes on in its place
+    # ---------------------------------------------------------------- for a server that goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
         """Yield everything that is kept, in parts: what they are, and the ids."""

@@ -49,7 +49,7 @@ class Compensation:
     def forget_all(self) -> None:
         self._handed.clear()
 
-    # ---------------------------------------------------------------- for whoever goes on in its place
+    # ---------------------------------------------------------------- for a server that goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
         """Yield everything that is kept, in parts: what they are, and the tensors."""

@@ -85,6 +85,6 @@ class FrozenView:
                     ids = np.concatenate([ids for ids, _ in parts])
                     columns = {name: np.concatenate([part[name] for _, part in parts]) for name in names}
                     self._hand_on(*described(table, step, ids, columns))
-        except Exception as error:  # whoever changes rows has nothing to do with it
+        except Exception as error:  # the thread that changes rows has nothing to do with it
             self._failure = error
             self.leave()

@@ -10,7 +10,7 @@ import numpy as np
 
 from fleet.numeric.jit import Ids
 
-#: So many ids of all tables are remembered, 16 bytes each. Those that were looked up first go first.
+#: How many ids of all tables are remembered, 16 bytes each. The oldest look-ups are forgotten first.
 MOST_IDS = 2 << 20
 
 #: A table's name, and something that is the same for equal ids and seldom for others.

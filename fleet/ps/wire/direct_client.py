@@ -191,7 +191,7 @@ class DirectCall:
             timed_out = isinstance(error, TimeoutError) and self._timeout_s is not None
             raise TransportError(f"no reply within {self._timeout_s:g} s" if timed_out else str(error)) from None
         finally:
-            # The connection may carry the next request by now: whoever asks again gets nothing from it.
+            # The connection may carry the next request by now: another call of this gets nothing from it.
             self._broken = ConnectionAbortedError("the call has ended")
             self._channel.release(self, connection, whole=whole)
 

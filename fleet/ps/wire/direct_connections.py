@@ -32,7 +32,7 @@ _log = logging.getLogger("fleet.wire")
 #: For so long a peer may take to say who it is, and to go on with a request that it has begun or with reading a reply.
 HANDSHAKE_S, STALL_S = 5, 60
 
-#: In all; of one address, or one process of this machine; and of those who have not said yet who they are.
+#: In all; of one address, or one process of this machine; and of peers that have not shown the key yet.
 MAX_CONNECTIONS, MAX_OF_ONE, MAX_STRANGERS = 4096, 1024, 128
 
 #: To read more than this takes longer than to wake another thread, which can do something else meanwhile.
@@ -49,7 +49,7 @@ class State(enum.Enum):
     READING = enum.auto()  #: a thread reads a request
     WAITING = enum.auto()  #: for the reply
     SENDING = enum.auto()  #: a thread sends the reply
-    UNSENT = enum.auto()  #: a part of the reply is left, and to be sent by who comes first
+    UNSENT = enum.auto()  #: a part of the reply is left, for the next thread to send
 
 
 class Connection:
@@ -264,7 +264,7 @@ class Connections:
         return None
 
     def _greet(self, connection: Connection) -> None:
-        self._leaders.relieve()  # whoever this is, others do not wait for it
+        self._leaders.relieve()  # whichever thread this is, others do not wait for it
         connection.greet(self._key)
         self._await_next(connection)
 

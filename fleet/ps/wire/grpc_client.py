@@ -39,7 +39,7 @@ _OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1 << 22),
     # A connection of its own, also beside other workers in this process: one that stalls must not stall the others.
     ("grpc.use_local_subchannel_pool", 1),
-    # Whoever asks for a reply reads it; without this every call would start a thread that reads for it.
+    # The thread that asks for a reply reads it; without this every call would start a thread that reads for it.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 

@@ -80,7 +80,7 @@ class GrpcListener:
     def __init__(self, endpoint: Endpoint, at: Endpoint, handler: Handler, threads: int, security: Security) -> None:
         """``endpoint`` is how others know the server, ``at`` is where it listens."""
         security.check_listening(at)
-        # gRPC's own failure to bind names neither the reason nor the holder, so look before it does.
+        # When gRPC fails to bind, it names neither the reason nor the holder, so this looks first.
         if is_taken(at):
             raise _port_in_use(at)
         warn_if_only_here(at)

@@ -74,7 +74,7 @@ class _Health:
         self._states = health_pb2.HealthCheckResponse
         self._servicer = health.HealthServicer()
         self.report(serving=False)
-        # Check alone: Watch would keep something for everybody who asks.
+        # Only Check is served: Watch would keep something for every peer that asks.
         check = grpc.unary_unary_rpc_method_handler(
             self._servicer.Check,
             request_deserializer=health_pb2.HealthCheckRequest.FromString,

@@ -17,7 +17,7 @@ _log = logging.getLogger("fleet.wire")
 
 Work = Callable[[], None]
 
-#: Who leads is held up when a piece of work takes longer than this, which is noticed before twice that time has passed.
+#: The leader is held up when a piece of work takes longer than this. It is noticed before twice this time has passed.
 #: To look every 5 ms cost a server with one worker, on two cores, 2 % of its speed.
 PATIENCE_S = 0.02
 #: Or than this while others are held up already: perhaps all wait for the same.
@@ -50,7 +50,7 @@ class LeaderPool:
         self._quiet = 0
         self._vacant = True  #: whether somebody else has to lead
         self._term = 0
-        self._turn = 0  #: odd while who leads is at work
+        self._turn = 0  #: odd while the leader is at work
         self._over = False
         self._is_short = False
         with self._lock:
@@ -156,7 +156,7 @@ class LeaderPool:
         try:
             turn = self._turn
             self._quiet = 0 if turn % 2 else self._quiet + 1
-            # First this, and then another look: who leads does it the other way round, and so nothing is missed.
+            # First this, and then another look: the leader does it the other way round, and so nothing is missed.
             self._asleep = self._quiet > _QUIET_LOOKS and not self._vacant
             if self._asleep and self._turn == turn:
                 self._called.wait()

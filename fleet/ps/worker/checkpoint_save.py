@@ -170,7 +170,7 @@ class CheckpointStates:
 
     def ask(self, step: int) -> None:
         """Tell all workers that a checkpoint is to follow a step."""
-        # Steps of a job in lockstep may have other numbers than those of the user, who goes on from a checkpoint.
+        # In lockstep the job's steps may have other numbers than the user's, who goes on from a checkpoint.
         self._own_states.ask(step - self._progress.taken + self._progress.completed)
 
     @property

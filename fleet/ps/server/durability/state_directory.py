@@ -230,7 +230,7 @@ class StateDirectory:
         self.snapshot: Snapshot | None = self._read_state(self._number) if self._number else None
         self._journals = [self._journal(number) for number in self._journal_numbers()]
         for number in self._numbers(_SNAPSHOT):
-            if number > self._number:  # whoever wrote it was killed
+            if number > self._number:  # its writer was killed
                 shutil.rmtree(self._path(_SNAPSHOT, number), ignore_errors=True)
 
     # ---------------------------------------------------------------- what is there
@@ -338,7 +338,7 @@ class StateDirectory:
     def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
         """Let the next snapshot come on top of this one; what came before it is not needed any more."""
         self.snapshot, self._number = snapshot, draft.number
-        # What is carried along is written each time: no more of that than of what has happened.
+        # What is carried over is written each time: no more of it than of what has happened.
         self._due_at = draft.journal_bytes + max(self._most, draft.journal_bytes)
         first = self._journals.index(draft.journal)
         for journal in self._journals[:first]:
