@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Give ``tell`` the failure of what is done in here, or nothing; an interruption is one too."""
+    """Give ``tell`` the failure of the work in here, or an empty text; an interruption is a failure too."""
     failure = "it was interrupted"
     try:
         yield

@@ -1,4 +1,4 @@
-"""Lists what readers of the source documents look for and PyTorch has no use for: each name with what to write instead.
+"""Lists names that readers of the source documents look for and PyTorch does not need, each with what to write instead.
 
 A Fluid program is a graph that an executor runs. PyTorch is eager, so there is neither. For a name that is elsewhere
 here, or called otherwise, the error says where. ``hasattr`` is told that there is no such name.

@@ -48,7 +48,8 @@ class RowDifference:
 
 @dataclass(frozen=True)
 class Told:
-    """Says what cannot be measured: numbers of the job, and what one lacks or has of another kind."""
+    """Reports a difference that cannot be measured: in numbers of the job, or in something that one checkpoint lacks or
+    has of another kind."""
 
     left: str
     right: str

@@ -39,8 +39,8 @@ def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
 
 
 def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
-    """Yield what belongs to a block's elements from ``start`` to ``stop``; what belongs to all of them goes with the
-    first."""
+    """Yield the entries of a block's elements from ``start`` to ``stop``; an entry for all elements goes with the first
+    part."""
     for entry, tensor in entries:
         if tensor is not None and entry["elementwise"] and stop - start < tensor.numel():
             part = tensor.reshape(-1)[start:stop]

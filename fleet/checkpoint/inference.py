@@ -32,8 +32,8 @@ DESCRIPTION, TENSORS, PROGRAM, README = "inference.json", "model.safetensors", "
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Says what a table's rows do not: ``mean`` is what ids without a row read; with ``zero_padding`` the padding id
-    reads zeros, and not its row."""
+    """Says what a table's rows do not tell: ``mean`` is what ids without a row read; with ``zero_padding`` the padding
+    id reads zeros, and not its row."""
 
     num_embeddings: int | None
     embedding_dim: int

@@ -203,8 +203,7 @@ def _write_safetensors(
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield names and texts at least as long as everything that an export may have, including the text of what is no
-    tensor."""
+    """Yield names and texts at least as long as all of an export's, texts of plain values included."""
     for piece in checkpoint.manifest.pieces:
         yield from (f"{entry['param']}.{entry['key']}{entry.get('plain')}" for entry in piece.about.get(DENSE, ()))
         yield from piece.about.get(BUFFERS, ())

@@ -1,4 +1,4 @@
-"""Chooses what a job goes on from: once for all of its processes, from what its servers have and see.
+"""Chooses where a job goes on, once for all of its processes, from what its servers have and see.
 
 State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else the choice is
 the newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the

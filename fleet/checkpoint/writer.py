@@ -190,7 +190,7 @@ class CheckpointWriter:
         sync_directory(self._final.path.parent)
 
     def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
-        """Remove what the manifest before this one named, and what dead writers have left."""
+        """Remove the pieces that the manifest before this one named, and those that dead writers have left."""
         named = {piece.file for piece in manifest.pieces}
         superseded = set() if before is None else {piece.file for piece in before.pieces} - named
         for file in superseded:

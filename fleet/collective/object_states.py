@@ -131,7 +131,8 @@ class CheckpointStates:
         return f"checkpoint after step {step}"
 
     def name_of_call(self, call: str) -> str:
-        """Return the name of what is wanted in a call that every worker makes; empty where this one gives none."""
+        """Return the name of the states that are wanted in a call that every worker makes; empty where this worker
+        gives none."""
         return f"{call} after step {self._worker.steps}" if self._gives else ""
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:

@@ -132,7 +132,7 @@ class StoreMonitor:
             raise error
 
     def refuse_standstill(self, absent: Iterable[int], where: str) -> None:
-        """Raise if one of the ``absent`` workers, for which this one waits, waits for this one in a round."""
+        """Raise if this worker and one of the ``absent`` ones wait for each other, the other one in a round."""
 
         def find(store: Store) -> list[int]:
             waiting = [other for other in absent if store.check([f"waits/{other}"])]

@@ -181,8 +181,8 @@ def _summary(checkpoint: Checkpoint) -> _Summary:
 
 
 def _kind(checkpoint: Checkpoint) -> str:
-    """Return which kind of checkpoint it is. Deltas saved into the directory of what they go on from have folders of
-    their own there."""
+    """Return the kind of a checkpoint. A delta saved into the directory of the checkpoint that it goes on from has a
+    folder of its own there."""
     folders = {piece.file.partition("/")[0] for piece in checkpoint.manifest.pieces}
     kind, more = "full" if checkpoint.before is None else "delta", len(folders) - 1
     return kind if more < 1 else f"{kind}, with {more} more delta{'s' if more > 1 else ''} inside"

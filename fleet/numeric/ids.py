@@ -204,7 +204,7 @@ _PAGE_BYTES = 4096
 
 
 def touch_pages(array: Array) -> None:
-    """Make the system provide the memory of an array that is in one piece, whoever writes to it meanwhile."""
+    """Make the system provide the memory of an array that is in one piece; other threads may write to it meanwhile."""
     if array.size:
         _touch_pages(array.reshape(-1).view(np.uint8).reshape(-1, 1), _PAGE_BYTES)
 

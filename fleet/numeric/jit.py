@@ -245,7 +245,7 @@ def prefetch(rows: Rows, number: Any) -> None:
 
 @_code(_touch)
 def touch(rows: Rows, number: Any) -> None:
-    """Write to a row's first byte what is there already, whoever else writes to the row meanwhile.
+    """Write to a row's first byte what is there already; other threads may write to the row meanwhile.
 
     A system hands out memory when it is first written to, and takes its time. Touching gets it before it is needed.
     """

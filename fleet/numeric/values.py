@@ -56,8 +56,7 @@ class UserValue:
             )
 
     def wire(self) -> WireTensor:
-        """Return a copy: what is sent again must be what was sent before, whatever the user does to the value
-        meanwhile."""
+        """Return a copy: a repetition must send what was sent before, whatever the user does to the value meanwhile."""
         name = CARRIED[self.dtype]
         if isinstance(self._value, torch.Tensor):
             return WireTensor.of(torch.empty(self.shape, dtype=getattr(torch, name)).copy_(self._value.detach()))

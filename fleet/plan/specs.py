@@ -116,7 +116,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Holds what decides the placement of blocks, how many processes there are, and what they say to each other."""
+    """Holds the placement of blocks, the number of processes, and how they talk to each other."""
 
     server_num: int
     worker_num: int

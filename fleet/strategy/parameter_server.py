@@ -52,8 +52,8 @@ class Strategy:
         tls_server_name: str | None = None,
     ) -> Strategy:
         """Return this strategy with settings that the environment could also give: where servers keep what they
-        acknowledge, and who is let in. Each argument is what the variable ``FLEET_…`` of its name is, for the process
-        that runs the script; a variable that is set as well has to say the same.
+        acknowledge, and who is let in. Each argument stands for the variable ``FLEET_…`` of its name, in the process
+        that runs the script; if that variable is set as well, it has to say the same.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy().with_settings(durable_dir="/var/tmp/fleet")

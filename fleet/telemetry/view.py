@@ -87,8 +87,8 @@ def seen(
     own: Mapping[int, tuple[Figures, float]],
     gone: Container[int] = (),
 ) -> View:
-    """Return a view of what servers answered, by their names, or why they did not answer; and of workers' own figures,
-    where known, with their age. Workers that are ``gone`` have said so themselves."""
+    """Return a view of the servers' answers, by their names, or of why they did not answer; and of workers' own
+    figures, where known, with their age. ``gone`` workers have said so themselves."""
     servers: dict[str, ServerView] = {}
     workers: dict[int, WorkerView] = {}
     for name, status in statuses.items():

@@ -48,8 +48,8 @@ NOTHING = Origin()
 
 @dataclass(frozen=True)
 class Restore:
-    """Holds a checkpoint to start from: what its manifest says, how to fill a new shard from it, and by name what of a
-    job it does not fill."""
+    """Holds a checkpoint to start from: what its manifest says, how to fill a new shard from it, and the names in a job
+    that it does not fill."""
 
     id: str
     url: str

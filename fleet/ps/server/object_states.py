@@ -35,7 +35,7 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class ObjectState:
-    """Holds what one worker gave, when it had taken so many of its steps; ``name`` says what for."""
+    """Holds the state that one worker gave after so many of its steps; ``name`` says for what."""
 
     data: np.ndarray[Any, Any]
     steps: int

@@ -209,8 +209,9 @@ class Service:
         return job is not None and job.shard is not None and job.shard.has_pending
 
     def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
-        """Let replies leave, ``secure`` ones when what they tell is as safe as it has to be. Replies to mere questions
-        need not wait for what others have asked for: the questions are asked again, should it be lost."""
+        """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to
+        mere questions need not wait for what others have asked for: should that be lost, the questions are asked again.
+        """
         while self._late:
             outbox.append(self._late.popleft())
         durability = self.durability

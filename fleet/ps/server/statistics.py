@@ -69,7 +69,7 @@ class Statistics:
         self._figures[worker] = dict(figures)
 
     def figures(self) -> dict[str, float]:
-        """Return what this server has counted, and what its process uses."""
+        """Return this server's counts, and what its process uses."""
         return {
             "updates": self._updates,
             "requests": self._requests,

@@ -281,8 +281,8 @@ class StepRequests:
 
 
 def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:
-    """Return what a worker pushed, out of its request: every size is checked before it becomes part of a round, and
-    before memory is taken for what travelled in fewer bits."""
+    """Return what a worker pushed, out of its request. Every size is checked before it becomes part of a round, and
+    before memory is taken for gradients that travelled in fewer bits."""
     shard = job.held()
     push, present = request.push, bytes(request.push.present)
     if len(present) != len(shard.dense.layout.slots):

@@ -93,7 +93,7 @@ class Shard:
 
     @property
     def readers(self) -> Compensation | Changes | None:
-        """Return what is remembered of what each worker was given."""
+        """Return the record of what each worker was given, in modes that keep one."""
         return self.compensation if self.changes is None else self.changes
 
     @property
@@ -273,7 +273,7 @@ class Shard:
         return replace(contribution, rows=rows)
 
     def forget(self, worker: int) -> None:
-        """Drop what is kept about what ``worker`` was given, as it has left."""
+        """Drop the record of what ``worker`` was given, as it has left."""
         if self.readers is not None:
             self.readers.forget(worker)
 

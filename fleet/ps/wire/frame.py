@@ -65,7 +65,7 @@ class Frame:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def kept(self) -> Frame:
-        """Return the same frame, independent of what its tensors are made of."""
+        """Return the same frame in a form that stays as it is now, whatever happens to its sources."""
         return Frame(self.message, [tensor.kept() for tensor in self.tensors])
 
     def pieces(self) -> Iterator[bytes]:

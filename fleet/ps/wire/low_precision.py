@@ -76,9 +76,9 @@ class Narrow:
     def encode(
         self, tensor: torch.Tensor, noise: torch.Tensor | None = None, *, keep: bool = False
     ) -> list[WireTensor]:
-        """Return what travels for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way whole numbers
-        are rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not travel itself,
-        becomes what rounding has left of it, which is nothing where it is not finite."""
+        """Return the tensors that travel for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way
+        whole numbers are rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not
+        travel itself, becomes what rounding has left of it, or zero where it is not finite."""
         found = self.of(str(tensor.dtype).removeprefix("torch."))
         if found is None:
             return [WireTensor.of(tensor)]

@@ -21,7 +21,7 @@ _log = logging.getLogger("fleet.worker")
 
 @dataclass(frozen=True)
 class Shares:
-    """Names the states of the workers' own objects that belong into a checkpoint: those given under a name, by everyone
+    """Names the states of the workers' own objects that a checkpoint is to have: those given under a name, by everyone
     who makes this call, or by those who have said that they give theirs."""
 
     name: str

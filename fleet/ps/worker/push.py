@@ -1,4 +1,4 @@
-"""Makes a push of what a step, or several, have left behind: frames for the servers, and their way there.
+"""Makes a push of the gradients of a step, or of several: frames for the servers, and their way there.
 
 Gradients, or the changes of a GEO worker, are cut for the servers and travel in as many bits as the strategy gives
 them. Where these are few, dense gradients are rounded to the nearest, and what rounding leaves of each block stays here
@@ -182,8 +182,9 @@ class ErrorFeedback:
     def encode(
         self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
     ) -> tuple[list[Sent], Callable[[], None]]:
-        """Return the gradients of every server's ``blocks`` as they travel, with what earlier ones have left, and what
-        to call when they have arrived. Those that travel as they are may leave from where they are."""
+        """Return the gradients of every server's ``blocks`` as they travel, with what rounding left of earlier ones,
+        and a function to call when they have arrived. Gradients that travel as they are may leave from where they are.
+        """
         sent: list[Sent] = []
         left: list[Flat] = []
         for layout, before, (present, by_dtype) in zip(self._layouts, self._left, blocks, strict=True):
@@ -384,7 +385,7 @@ class Pusher:
         *,
         brings_values: bool = True,
     ) -> list[Frame]:
-        """Make frames of what travels of every server's blocks and of every table's rows."""
+        """Make frames of every server's blocks and of every table's rows, as they travel."""
         step = self._progress.completed + 1
         by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
 

@@ -149,10 +149,9 @@ class Durability:
     # ---------------------------------------------------------------- what a machine that stopped has lost
 
     def compare(self, job: Job, kind: str, request: Any, outbox: Outbox) -> list[Effect]:
-        """Make sure that nobody waits for what is lost. A server that has gone on may have kept less than it had
-        acknowledged, which shows in what its workers take for granted. The job ends with that, unless each worker goes
-        at its own pace and nothing depends on what it was given: such a job goes on without the lost steps, with what
-        follows from that."""
+        """Make sure that nobody waits for a lost step. A server that has gone on may have kept less than it had
+        acknowledged, which shows in what its workers take for granted. That ends the job, unless each worker goes at
+        its own pace and nothing depends on what it was given: such a job goes on without the lost steps."""
         if not self.goes_on or kind == "abort":
             return []
         worker, effects = request.worker, []
@@ -200,7 +199,7 @@ class Durability:
             self._writer.start()
 
     def take_now(self, job: Job, outbox: Outbox) -> None:
-        """Take a snapshot, before anything else is done, of what the journal does not say."""
+        """Take a snapshot before anything else is done, as the journal does not have everything."""
         try:
             shot = self._begin(job, behind=False)
             self._write(shot, contextlib.nullcontext(), behind=False)

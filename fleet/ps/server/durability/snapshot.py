@@ -1,4 +1,4 @@
-"""A durable server writes what its job is, and a new job becomes what was written.
+"""A durable server writes down the state of its job, and a new job takes up what was written.
 
 A snapshot is the shard, in pieces as for a checkpoint, and beside it the state: a JSON object with everything else that
 is complete. What is not finished, or is large, is carried over into the journal that begins with the snapshot.
@@ -120,7 +120,8 @@ def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
 
 
 def _given(shard: Shard) -> Iterator[Record]:
-    """Yield what is remembered of what workers were given, in parts: one at a time, as they may be large."""
+    """Yield the values that workers were given, as far as they are remembered, in parts: one at a time, as they may be
+    large."""
     for about, tensors in [] if shard.readers is None else shard.readers.dump():
         yield Kind.GIVEN, Frame(pb.Reply(about=json.dumps(about)), [*map(WireTensor.of, tensors)]).buffers()
 

@@ -1,4 +1,5 @@
-"""A durable server keeps what it may not lose in a directory: a journal of what it did, and snapshots that cut it.
+"""A durable server keeps what it must not lose in a directory: a journal of its requests, and snapshots that shorten
+it.
 
 Every request that changes anything is in the journal before it is carried out, and so before anybody hears of it. A
 server does the same things when it is asked the same in the same order. So a server that starts again reads its last
