@@ -1,5 +1,5 @@
-"""Defines ``Fleet``, every call a user makes. ``fleet.init`` and its like are the bound methods of one default
-instance.
+"""Defines ``Fleet``, which has every call that a user makes. ``fleet.init`` and the others are the bound methods of one
+default instance.
 
 Importing this module imports neither torch nor gRPC nor numba; a backend does, when ``init`` has chosen one.
 """
@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """One process's part in one job. Several live side by side in one process; the functions of ``import fleet`` are
-    the methods of one of them.
+    """Holds one process's part in one job. Several may live side by side in one process; the functions of ``import
+    fleet`` are the methods of one of them.
 
     Examples:
         >>> another = fleet.Fleet()
@@ -60,7 +60,8 @@ class Fleet:
     # ---------------------------------------------------------------- who am I
 
     def init(self, role_maker: RoleMakerBase | None = None, *, is_collective: bool | None = None) -> None:
-        """Resolve who this process is: from ``role_maker``, or else from the environment, or else alone.
+        """Find out who this process is: from ``role_maker`` if it is given, else from the environment, else it runs
+        alone.
 
         Examples:
             >>> fleet.stop_worker()  # a running job has to end first
@@ -116,7 +117,7 @@ class Fleet:
             be_lean() if assignment.is_server else put_off_compiler()
 
     def is_worker(self) -> bool:
-        """Whether this process trains. One that runs alone does; its server is a part of it.
+        """Say whether this process trains. A process that runs alone does, and its server is a part of it.
 
         Examples:
             >>> fleet.is_worker()
@@ -125,7 +126,7 @@ class Fleet:
         return self._me("is_worker").is_worker
 
     def is_server(self) -> bool:
-        """Whether this process serves.
+        """Say whether this process serves.
 
         Examples:
             >>> if fleet.is_server():
@@ -138,7 +139,7 @@ class Fleet:
         return self._me("is_server").is_server
 
     def is_first_worker(self) -> bool:
-        """Whether this is worker 0, which does what has to be done once.
+        """Say whether this is worker 0, which does what has to be done once for the whole job.
 
         Examples:
             >>> if fleet.is_first_worker():
@@ -148,7 +149,7 @@ class Fleet:
         return me.is_worker and me.index == 0
 
     def worker_index(self) -> int:
-        """Which worker this is, from 0. On a server it is an error.
+        """Return which worker this is, counted from 0. On a server this is an error.
 
         Examples:
             >>> fleet.worker_index()
@@ -157,7 +158,7 @@ class Fleet:
         return self._index("worker_index", self._me("worker_index").is_worker)
 
     def server_index(self) -> int:
-        """Which server this is, from 0. On a worker it is an error.
+        """Return which server this is, counted from 0. On a worker this is an error.
 
         Examples:
             >>> fleet.server_index()
@@ -168,7 +169,7 @@ class Fleet:
         return self._index("server_index", self._me("server_index").is_server)
 
     def worker_num(self) -> int:
-        """How many workers the job began with.
+        """Return how many workers the job began with.
 
         Examples:
             >>> fleet.worker_num()
@@ -177,7 +178,7 @@ class Fleet:
         return self._me("worker_num").worker_num
 
     def server_num(self) -> int:
-        """How many servers the job has; none in a collective one.
+        """Return how many servers the job has; 0 in a collective job.
 
         Examples:
             >>> fleet.server_num()
@@ -186,7 +187,7 @@ class Fleet:
         return self._me("server_num").server_num
 
     def worker_endpoints(self, to_string: bool = False) -> list[str] | str:
-        """The workers' addresses, where they are known: in collective jobs, and where a variable lists them.
+        """Return the workers' addresses where they are known: in collective jobs, and where a variable lists them.
 
         Examples:
             >>> fleet.worker_endpoints()
@@ -195,7 +196,7 @@ class Fleet:
         return _listed(self._me("worker_endpoints").workers, to_string)
 
     def server_endpoints(self, to_string: bool = False) -> list[str] | str:
-        """The servers' addresses, in their order: a list, or text with commas.
+        """Return the servers' addresses in their order, as a list or as text with commas.
 
         Examples:
             >>> from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -207,7 +208,8 @@ class Fleet:
         return _listed(self._me("server_endpoints").servers, to_string)
 
     def split_files(self, files: list[T]) -> list[T]:
-        """This worker's share: contiguous; the first ``len(files) % n`` workers get one more.
+        """Return this worker's share of ``files``, which is contiguous; the first ``len(files) % n`` workers get one
+        more.
 
         Examples:
             >>> from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -235,7 +237,7 @@ class Fleet:
         model: torch.nn.Module | None = None,
         remote: str | Callable[[str, torch.nn.Module], bool] = "sparse",
     ) -> DistributedOptimizer:
-        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous.
+        """Wrap one optimizer, or a list of them, for this job. ``strategy=None`` means synchronous training.
 
         ``model`` gives parameters their names. ``remote`` says which of its ``torch.nn.Embedding`` and ``EmbeddingBag``
         that the optimizers have go to the servers, in place: those made with ``sparse=True``; with ``"all"`` every one
@@ -300,10 +302,10 @@ class Fleet:
         return joined
 
     def resume_from(self, root: str | PathLike[str], *, strict: bool = True) -> int:
-        """Have the job go on where it was, on every role, after ``init()`` and before ``init_server()`` and
-        ``init_worker()``: from what durable servers have kept of it, else from the newest complete checkpoint in
-        ``root`` that all servers see, else from the beginning. The step that it goes on from is returned, the same on
-        every role; that of a running job to a process that starts again.
+        """Let the job go on where it was, and return the step that it goes on from, which is the same on every role. It
+        goes on from what durable servers have kept, else from the newest complete checkpoint in ``root`` that all
+        servers see, else from the beginning. Call it on every role after ``init()`` and before ``init_server()`` or
+        ``init_worker()``. A process that starts again while the job runs gets the running job's step.
 
         ``root`` is the directory of ``fleet.Checkpoints``, or a URL, and need not be there yet. With ``strict=False`` a
         checkpoint of another model is loaded as far as names and shapes agree; the rest is logged, and begins anew.
@@ -340,7 +342,7 @@ class Fleet:
         self._backend("init_server").init_server(model_dir)
 
     def run_server(self) -> None:
-        """Serve until every worker has stopped or is given up on.
+        """Serve until every worker has stopped or has been given up on.
 
         Examples:
             >>> if fleet.is_server():
@@ -350,8 +352,8 @@ class Fleet:
         self._backend("run_server").run_server()
 
     def init_worker(self) -> None:
-        """Connect to the servers, or in a collective job to each other, agree on the plan, take over the initial
-        parameters.
+        """Connect to the servers, or in a collective job to the other workers; agree on the plan, and take over the
+        initial parameters.
 
         Examples:
             >>> fleet.stop_worker()
@@ -365,7 +367,7 @@ class Fleet:
         self._backend("init_worker").init_worker()
 
     def stop_worker(self) -> None:
-        """Say goodbye to the servers. A second time does nothing.
+        """Say goodbye to the servers. A second call does nothing.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -376,7 +378,7 @@ class Fleet:
 
     def prefetch(self, batches: Iterable[T], lookup: Callable[[T], Mapping[Any, Any]], depth: int = 1) -> Iterator[T]:
         """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
-        ids that each remote embedding will be asked for, as ``{module: ids}``; forwards then find the rows there.
+        ids that each remote embedding will be asked for, as ``{module: ids}``; the forward then finds their rows there.
 
         Examples:
             >>> batches = [torch.tensor([1, 2]), torch.tensor([3, 4])]
@@ -394,8 +396,8 @@ class Fleet:
     # ---------------------------------------------------------------- among workers
 
     def barrier_worker(self) -> None:
-        """Wait until every worker has come here. Like all calls of this part: the same ones, in the same order, on
-        every worker; one that has left is not waited for.
+        """Wait until every worker has come here. As with all calls in which workers meet, every worker makes the same
+        ones in the same order; a worker that has left is not waited for.
 
         Examples:
             >>> fleet.barrier_worker()
@@ -403,11 +405,11 @@ class Fleet:
         self._backend("barrier_worker").barrier_worker()
 
     def all_reduce_worker(self, input: Any, output: Any = None, op: str = "sum") -> Any:
-        """The ``sum``, ``mean``, ``max`` or ``min`` over all workers, element by element.
+        """Return the ``sum``, ``mean``, ``max`` or ``min`` over all workers, element by element.
 
-        ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers; the result is
-        of the same kind and element type, but for integers and bools, whose sum is int64 and whose mean is float64. It
-        is written into ``output``, and that returned, if it is given.
+        ``input`` is a numpy array, a tensor or a number, of one element type and shape on all workers. The result is of
+        the same kind and element type; of integers and bools the sum is int64 and the mean is float64. If ``output`` is
+        given, the result is written into it, and it is returned.
 
         Examples:
             >>> fleet.all_reduce_worker(1280)
@@ -419,7 +421,7 @@ class Fleet:
 
     @property
     def metrics(self) -> Metrics:
-        """Metrics over the data of all workers.
+        """Return the metrics over the data of all workers.
 
         Examples:
             >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
@@ -433,9 +435,9 @@ class Fleet:
     def save_persistables(
         self, dirname: str | PathLike[str], mode: str = "full", *, state: dict[str, Any] | None = None
     ) -> None:
-        """Write the whole job's state as one checkpoint; called by one worker or by all. ``dirname`` is a directory, or
-        a URL that fsspec knows; with ``mode="delta"`` only the rows are written that changed since the last one.
-        ``state`` is what else belongs to it, of every worker that makes the call: see ``load_state``.
+        """Write the whole job's state as one checkpoint; one worker calls it, or all do. ``dirname`` is a directory, or
+        a URL that fsspec knows. ``mode="delta"`` writes only the rows that changed since the last checkpoint. ``state``
+        holds further objects of every worker that makes the call: see ``load_state``.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -454,10 +456,10 @@ class Fleet:
             backend.begin_saving(dirname, mode, own)(None)
 
     def load_state(self, state: dict[str, Any]) -> bool:
-        """Put back what the checkpoint that the job went on from holds for this worker (worker 0's, if there are more
-        workers now than then), and return whether there was any. ``state`` is a dict of names and objects with
-        ``state_dict()`` and ``load_state_dict()``, as schedulers and datasets have them, or plain values, which are put
-        into the dict itself. Each of its names has to be there.
+        """Restore ``state`` from the checkpoint that the job went on from, and return whether that holds any for this
+        worker. If there are more workers now than then, the new ones get worker 0's. ``state`` is a dict of names and
+        objects with ``state_dict()`` and ``load_state_dict()``, such as schedulers and datasets, or of plain values,
+        which are replaced in the dict itself. Each of its names has to be in the checkpoint.
 
         Examples:
             >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -475,9 +477,9 @@ class Fleet:
         return self._backend("load_state").load_state(state)
 
     def keep_state(self, state: dict[str, Any]) -> None:
-        """Have ``state``, a dict as ``load_state`` takes it, kept with the step that comes next: a worker that starts
-        again in this job is given back what belongs to the step it goes on after. It is as safe there as the step:
-        durable servers keep it on their disks, others as long as they live.
+        """Keep ``state``, a dict as ``load_state`` takes it, with the step that comes next. A worker that starts again
+        in this job gets back the state of the step it goes on after. It is as safe as the step itself: durable servers
+        keep it on their disks, others keep it as long as they live.
 
         Examples:
             >>> state = {"seen": 0}
@@ -492,8 +494,8 @@ class Fleet:
         self._backend("keep_state").keep_state(state)
 
     def resume_step(self) -> int:
-        """How many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded. Where workers
-        share no step, that is where its state in the checkpoint was saved.
+        """Return how many steps of this worker the job knows: 0 when fresh, more after a checkpoint was loaded. Where
+        workers share no step, it is the step at which this worker's state in the checkpoint was saved.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -504,7 +506,7 @@ class Fleet:
 
     @directory_first("load_persistables(dirname)")
     def load_persistables(self, dirname: str | PathLike[str]) -> None:
-        """Go on from a checkpoint in a running job; called by one worker or by all, in a collective job by all.
+        """Load a checkpoint into a running job. One worker calls it, or all do; in a collective job all have to.
 
         Examples:
             >>> fleet.save_persistables("ckpt/before")
@@ -520,7 +522,7 @@ class Fleet:
     def save_inference_model(
         self, dirname: str, model: torch.nn.Module, example_inputs: tuple[Any, ...] | None = None
     ) -> None:
-        """Write what serving needs of ``model`` as a directory; called by one worker or by all.
+        """Write as a directory what serving needs of ``model``; one worker calls it, or all do.
 
         ``example_inputs``, a tuple of positional arguments made of tensors, adds a ``torch.export`` program that plain
         PyTorch runs on batches of any size (docs/serving.md).
@@ -538,8 +540,9 @@ class Fleet:
 
     @directory_first("load_inference_model(dirname, model)", needs_init=False)
     def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
-        """The tensors that ``save_inference_model`` wrote, by name; with ``model``, a fresh one of the class that was
-        saved, a copy of it that serves with them. It needs no job, not even ``init``, and reads no program.
+        """Return the tensors that ``save_inference_model`` wrote, by name. With ``model``, a fresh one of the class
+        that was saved, return a copy of it that serves with these tensors. This needs no job, not even ``init``, and
+        reads no program.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -554,10 +557,10 @@ class Fleet:
         return serving.load(serving.check_dirname(dirname), None if model is None else serving.check_model(model))
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool = True) -> dict[str, Any]:
-        """The job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
+        """Return the job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
 
-        Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix, one that takes any id as
-        its sorted ``ids`` beside the rows; ``tables=False`` leaves remote tables out.
+        Buffers are this worker's. A remote table with ``num_embeddings`` comes as one matrix; a table that takes any id
+        comes as its sorted ``ids`` beside the rows. ``tables=False`` leaves remote tables out.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -572,8 +575,8 @@ class Fleet:
         return backend.state_dict(serving.check_model(model), tables=tables)
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Give the whole job the values of plain tensors, as ``state_dict`` returns them or a model in one process
-        has them; called by one worker or by all. The optimizer's state stays.
+        """Give the whole job the values of plain tensors, as ``state_dict`` returns them or as a model in one process
+        has them; one worker calls it, or all do. The optimizer's state stays as it is.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -589,9 +592,9 @@ class Fleet:
     # ---------------------------------------------------------------- what happened
 
     def summary(self) -> dict[str, Any]:
-        """What the job has done and seen so far, on a worker of a running job: steps by worker, sizes of the tables,
-        how old the values were that gradients were computed on (docs/modes/index.md has every key), and this worker's
-        own figures (docs/observing.md).
+        """Return what the job has done and seen so far, on a worker of a running job: the steps of each worker, the
+        sizes of the tables, how old the values were that gradients were computed on (docs/modes/index.md has every
+        key), and this worker's own figures (docs/observing.md).
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -602,9 +605,9 @@ class Fleet:
         return self._backend("summary").summary()
 
     def report(self, *, examples: int | None = None, loss: Any = None, **figures: Any) -> None:
-        """Tell what only the script knows, on a worker: how many ``examples`` it has trained on since it said so last,
-        its ``loss``, and figures of any other name, each a number or a tensor of one element. ``fleet top``, the report
-        and the metrics show them. It costs a few assignments; ``minimize(loss)`` tells the loss by itself.
+        """Report what only the script knows, on a worker: how many ``examples`` it has trained on since its last
+        report, its ``loss``, and figures of any other name, each a number or a tensor of one element. ``fleet top``,
+        the report and the metrics show them. It costs a few assignments; ``minimize(loss)`` reports the loss by itself.
 
         Examples:
             >>> optimizer.minimize(loss())
@@ -670,7 +673,7 @@ def _check_remote(remote: object, model: object) -> None:
 
 
 def optimizer_list(given: object) -> list[torch.optim.Optimizer]:
-    """One optimizer or several, as a list."""
+    """Return one optimizer, or several, as a list."""
     import torch
 
     optimizers: list[Any] = list(given) if isinstance(given, list | tuple) else [given]

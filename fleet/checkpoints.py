@@ -58,15 +58,15 @@ class Schedule:
     missed: bool = False
 
     def is_due(self, step: int, now: float) -> bool:
-        """Whether one is due: at multiples of ``every_steps``, or at the first step after a missed one; or ``every_s``
-        after the last one was begun."""
+        """Say whether a checkpoint is due: at multiples of ``every_steps``, or at the first step after a missed one; or
+        ``every_s`` after the last one was begun."""
         self.step = min(self.step, step)  # a job that has loaded another state has gone back
         by_steps = self.every_steps is not None and step // self.every_steps > self.step // self.every_steps
         by_time = self.every_s is not None and now - self.at >= self.every_s
         return step > self.step and (by_steps or by_time or self.missed)
 
     def following(self, step: int, now: float) -> int | None:
-        """The next step after which one will be due, as far as that is known."""
+        """Return the next step after which a checkpoint will be due, as far as that is known."""
         if self.is_due(step + 1, now):
             return step + 1
         return None if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps
@@ -79,12 +79,13 @@ class Schedule:
         self.step, self.at, self.missed = step, now, False
 
     def end(self, mode: str) -> None:
-        """One has been written."""
+        """Note that a checkpoint has been written."""
         self.written = self.written + 1 if mode == "delta" else 1
 
 
 class Checkpoints:
-    """Saves a job into ``root/step-00000120`` and so on. Used as a context, it waits at the end for the last one.
+    """Saves a job into ``root/step-00000120`` and so on. Used as a context, it waits at the end for the last
+    checkpoint.
 
     Every worker has one and calls ``after_step()`` after every step of its optimizer.
 
@@ -113,14 +114,15 @@ class Checkpoints:
         fleet: Fleet | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``root`` is a directory, or a URL that fsspec knows. A checkpoint is due every so many steps of the first
-        worker, or every so many seconds, whichever comes first. Of ``full_every`` that follow each other the first is
-        full and the others are deltas. ``keep_last`` removes older ones, but for what those that stay go on from.
+        """``root`` is a directory, or a URL that fsspec knows. A checkpoint is due every ``every_steps`` steps of the
+        first worker, or every ``every_s`` seconds, whichever comes first. Of each ``full_every`` checkpoints in a row,
+        the first is full and the others are deltas. ``keep_last`` removes older checkpoints, except those that the
+        remaining ones go on from.
 
-        ``background=None`` trains on while a checkpoint is written wherever the mode allows that, False never does;
-        True asks for it. ``state`` is what else belongs to the job, as ``load_state`` takes it: every worker hands over
-        its own, and calls ``after_step()`` when that is as it should be. Called after ``init_worker()``; ``clock``
-        stands in for the machine's (tests, simulations).
+        ``background=None`` goes on training while a checkpoint is written, wherever the mode allows that; False never
+        does, and True insists on it. ``state`` is what else belongs to the job, as ``load_state`` takes it: every
+        worker hands over its own, and calls ``after_step()`` when that is as it should be. Create it after
+        ``init_worker()``; ``clock`` stands in for the machine's (tests, simulations).
         """
         job = Checkpoints.default if fleet is None else fleet
         if not isinstance(job, Fleet):
@@ -170,8 +172,8 @@ class Checkpoints:
 
     @staticmethod
     def latest(root: str | PathLike[str]) -> str | None:
-        """Where the newest complete checkpoint is, for ``init_server`` or ``load_persistables``; None if there is none.
-        What is half-written or somebody else's is passed by."""
+        """Return where the newest complete checkpoint is, for ``init_server`` or ``load_persistables``; None if there
+        is none. Anything half-written or not Fleet's is passed over."""
         from fleet.checkpoint.places import place_at
         from fleet.checkpoint.series import latest
 
@@ -179,8 +181,8 @@ class Checkpoints:
         return None if found is None else found.where
 
     def after_step(self) -> None:
-        """Save if it is time. One that is still being written is not waited for: the next begins after it. What made
-        an earlier one fail behind the training is raised here."""
+        """Save a checkpoint if it is time. It does not wait for one that is still being written: the next begins after
+        that. If an earlier one failed behind the training, the failure is raised here."""
         self._refuse_closed("after_step()")
         if not self._saves:
             wanted = None if self._state is None else self._states.wanted
@@ -197,14 +199,14 @@ class Checkpoints:
         self._give_notice()
 
     def _give_notice(self) -> None:
-        """Where all workers' states after a step belong into its checkpoint, they hear of it with the step."""
+        """Tell all workers with a step that a checkpoint of it needs their states right after it."""
         if self._saves and self._states.needs_notice:
             following = self._schedule.following(self._job.steps_taken, self._clock.now())
             if following is not None:
                 self._states.ask(following)
 
     def _own(self) -> Any:
-        """The state of this worker's own objects as it is now, if it has any."""
+        """Return the state of this worker's own objects as it is now, if it has any."""
         if self._state is None:
             return None
         from fleet.checkpoint.state import encoded
@@ -212,8 +214,8 @@ class Checkpoints:
         return encoded(self._state)
 
     def save(self, within_s: float = 600.0) -> None:
-        """Save now, whether it is time or not, as at the end of the training; one that is still being written has to
-        be done within so many seconds."""
+        """Save now, whether it is time or not, for example at the end of the training. A checkpoint that is still being
+        written has to be done within ``within_s`` seconds."""
         self._refuse_closed("save()")
         wanted = self._states.name_of_call("Checkpoints.save()")
         if self._saves:
@@ -224,7 +226,7 @@ class Checkpoints:
 
     def close(self, within_s: float = 600.0) -> None:
         """Wait for what is still being written, and save what has become due meanwhile, before ``stop_worker()``; each
-        has to be done within so many seconds. A second time does nothing."""
+        has to be done within ``within_s`` seconds. A second call does nothing."""
         if self._closed:
             return
         wanted = self._states.name_of_call("Checkpoints.close()")
@@ -250,7 +252,8 @@ class Checkpoints:
     # ---------------------------------------------------------------- one checkpoint
 
     def _save(self, wanted: str) -> None:
-        """``wanted`` is the name under which other workers give their states; empty where they do not."""
+        """Save a checkpoint. ``wanted`` is the name under which other workers give their states; empty where they do
+        not."""
         from fleet.checkpoint.series import name_of
 
         with self._job.undisturbed("Checkpoints"):

@@ -1,4 +1,4 @@
-"""One family of errors, each told in four parts: what happened, where, expected and got, what to do.
+"""Defines one family of errors, each told in four parts: what happened, where, expected and got, what to do.
 
 Every class also derives from the built-in a caller would naturally catch (``ValueError`` for a bad value,
 ``TimeoutError`` for a deadline), so nobody needs to import this module to handle an error sensibly.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class FleetError(Exception):
-    """Base of every error this package raises on purpose.
+    """Every error that this package raises on purpose derives from this one.
 
     Examples:
         >>> try:
@@ -35,7 +35,8 @@ class FleetError(Exception):
         super().__init__(self._sentence())
 
     def again(self) -> FleetError:
-        """An equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it meets."""
+        """Return an equal error to raise elsewhere: one that is kept must not collect the traceback of everybody it
+        meets."""
         return type(self)(self.what, where=self.where, expected=self.expected, got=self.got, todo=self.todo)
 
     def _sentence(self) -> str:
@@ -123,7 +124,7 @@ class StateError(FleetError, RuntimeError):
 
 
 class UnknownNameError(FleetError, AttributeError):
-    """A name that the source documents have and this package has not; the message says what to write instead.
+    """A name is in the source documents and not in this package; the message says what to write instead.
 
     Examples:
         >>> fleet.main_program
@@ -210,7 +211,7 @@ class AuthenticationError(FleetError, PermissionError):
 
 
 class DuplicateWorkerError(IdentityError):
-    """Another process has this worker's place, and was heard of lately. If it has died the place is free soon.
+    """Another process has this worker's place, and was heard of lately. If it has died, the place is free soon.
 
     Examples:
         >>> serve()

@@ -1,7 +1,7 @@
-"""Computes metrics over the data of all workers: ``fleet.metrics.auc(predictions, labels)`` and its like.
+"""Computes metrics over the data of all workers, such as ``fleet.metrics.auc(predictions, labels)``.
 
-Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. What
-travels are sums and counts, never the data. Importing this imports no numpy: ``import fleet`` does it.
+Each worker gives what it has, of any length, or nothing; all of them make the same call and get the same answer. Only
+sums and counts travel, never the data. Importing this does not import numpy, since ``import fleet`` imports this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ BUCKETS = 1 << 16
 
 
 class Metrics:
-    """Figures over the data of all workers. Each call is made by every worker, in the same order, and has one answer.
+    """Computes figures over the data of all workers. Every worker makes each call, in the same order, and all get one
+    answer.
 
     Examples:
         >>> fleet.metrics.acc([0.9, 0.2, 0.6], [1, 0, 0])
@@ -35,13 +36,13 @@ class Metrics:
     """
 
     def __init__(self, all_reducer: Callable[[str], AllReduce]) -> None:
-        """``all_reducer`` gives what reduces over the workers on behalf of a call, which it is told the name of."""
+        """``all_reducer`` takes the name of a call and returns the function that reduces over the workers for it."""
         self._all_reducer = all_reducer
 
     # Of any numbers: element by element over the workers
 
     def sum(self, x: Any) -> Any:
-        """The sum over all workers, element by element: a float for one element, else a numpy array.
+        """Return the sum over all workers, element by element: a float for one element, else a numpy array.
 
         Examples:
             >>> fleet.metrics.sum([1.0, 2.0])
@@ -50,7 +51,8 @@ class Metrics:
         return self._elementwise("sum", x)
 
     def max(self, x: Any) -> Any:
-        """The largest value any worker has, element by element: a float for one element, else a numpy array.
+        """Return the largest value that any worker has, element by element: a float for one element, else a numpy
+        array.
 
         Examples:
             >>> fleet.metrics.max(3)
@@ -59,7 +61,8 @@ class Metrics:
         return self._elementwise("max", x)
 
     def min(self, x: Any) -> Any:
-        """The smallest value any worker has, element by element: a float for one element, else a numpy array.
+        """Return the smallest value that any worker has, element by element: a float for one element, else a numpy
+        array.
 
         Examples:
             >>> fleet.metrics.min([3, 1])
@@ -68,7 +71,8 @@ class Metrics:
         return self._elementwise("min", x)
 
     def mean(self, x: Any) -> Any:
-        """The mean over the workers, each alike, element by element: a float for one element, else a numpy array.
+        """Return the mean over the workers, which all count alike, element by element: a float for one element, else a
+        numpy array.
 
         Examples:
             >>> fleet.metrics.mean(0.25)
@@ -79,7 +83,7 @@ class Metrics:
     # Of predictions and labels: over all elements of all workers
 
     def mae(self, predictions: Any, labels: Any) -> float:
-        """The mean absolute error. NaN if no worker has any data.
+        """Return the mean absolute error. NaN if no worker has any data.
 
         Examples:
             >>> fleet.metrics.mae([1.0, 3.0], [1.0, 2.0])
@@ -88,7 +92,7 @@ class Metrics:
         return self._running("mae", "mae").update(predictions, labels).compute()
 
     def mse(self, predictions: Any, labels: Any) -> float:
-        """The mean squared error. NaN if no worker has any data.
+        """Return the mean squared error. NaN if no worker has any data.
 
         Examples:
             >>> fleet.metrics.mse([1.0, 3.0], [1.0, 1.0])
@@ -97,7 +101,7 @@ class Metrics:
         return self._running("mse", "mse").update(predictions, labels).compute()
 
     def rmse(self, predictions: Any, labels: Any) -> float:
-        """The root of the mean squared error. NaN if no worker has any data.
+        """Return the root of the mean squared error. NaN if no worker has any data.
 
         Examples:
             >>> fleet.metrics.rmse([3.0], [1.0])
@@ -106,8 +110,9 @@ class Metrics:
         return self._running("rmse", "rmse").update(predictions, labels).compute()
 
     def acc(self, predictions: Any, labels: Any) -> float:
-        """The share of right predictions: of probabilities, in the shape of the labels, 1 is meant above 0.5; of
-        (samples, classes) against (samples,), the class with the largest value. NaN if no worker has any data.
+        """Return the share of right predictions; NaN if no worker has any data. Probabilities in the shape of the
+        labels predict 1 above 0.5; values of shape (samples, classes) for labels of shape (samples,) predict the class
+        with the largest value.
 
         Examples:
             >>> fleet.metrics.acc([[0.1, 0.9], [0.7, 0.3]], [1, 1])
@@ -116,8 +121,8 @@ class Metrics:
         return self._running("acc", "acc").update(predictions, labels).compute()
 
     def auc(self, predictions: Any, labels: Any) -> float:
-        """The area under the ROC curve of probabilities against labels of 0 and 1, through 65536 buckets: ties within
-        one count half. NaN unless there are labels of both kinds, as it is not defined then.
+        """Return the area under the ROC curve of probabilities against labels of 0 and 1, computed in 65536 buckets:
+        ties within a bucket count half. It is NaN unless there are labels of both kinds, since it is not defined then.
 
         Examples:
             >>> fleet.metrics.auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
@@ -125,10 +130,10 @@ class Metrics:
         """
         return self._running("auc", "auc").update(predictions, labels).compute()
 
-    # The same, collected batch by batch; classes to whoever calls them
+    # The same, collected batch by batch; a caller may take them for classes
 
     def Mae(self) -> Running:  # noqa: N802
-        """A mean absolute error that is collected batch by batch.
+        """Return a mean absolute error that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Mae().update([1.0], [1.0]).update([3.0], [2.0]).compute()
@@ -137,7 +142,7 @@ class Metrics:
         return self._running("Mae", "mae")
 
     def Mse(self) -> Running:  # noqa: N802
-        """A mean squared error that is collected batch by batch.
+        """Return a mean squared error that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Mse().update([1.0], [1.0]).update([3.0], [1.0]).compute()
@@ -146,7 +151,7 @@ class Metrics:
         return self._running("Mse", "mse")
 
     def Rmse(self) -> Running:  # noqa: N802
-        """The root of a mean squared error that is collected batch by batch.
+        """Return the root of a mean squared error that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Rmse().update([3.0], [1.0]).update([1.0], [3.0]).compute()
@@ -155,7 +160,7 @@ class Metrics:
         return self._running("Rmse", "rmse")
 
     def Acc(self) -> Running:  # noqa: N802
-        """An accuracy that is collected batch by batch.
+        """Return an accuracy that is collected batch by batch.
 
         Examples:
             >>> fleet.metrics.Acc().update([0.9], [1]).update([0.7], [0]).compute()
@@ -164,7 +169,7 @@ class Metrics:
         return self._running("Acc", "acc")
 
     def Auc(self) -> Running:  # noqa: N802
-        """An AUC that is collected batch by batch.
+        """Return an AUC that is collected batch by batch.
 
         Examples:
             >>> auc = fleet.metrics.Auc()
@@ -190,15 +195,15 @@ class Metrics:
 
 
 class Running:
-    """A metric that is collected batch by batch and computed over the batches of all workers.
+    """Collects a metric batch by batch and computes it over the batches of all workers.
 
     auc = fleet.metrics.Auc()
     for x, y in batches:
         auc.update(model(x), y)
     print(auc.compute())
 
-    What it has collected is one array, ``state``, and states add up: those of the workers in ``compute``, and in
-    ``merge`` those of several loops, or one that was kept from an earlier run.
+    It collects into one array, ``state``, and states add up: ``compute`` adds those of the workers, and ``merge`` those
+    of several loops, or one that was kept from an earlier run.
     """
 
     def __init__(self, call: str, metric: str, all_reducer: Callable[[], AllReduce]) -> None:
@@ -214,7 +219,7 @@ class Running:
         return self
 
     def merge(self, other: Running | Array) -> Running:
-        """Take in what another one of the same metric has collected, or the ``state`` of one."""
+        """Add what another object of the same metric has collected, or the ``state`` of one."""
         import numpy as np
 
         if isinstance(other, Running) and other._metric != self._metric:
@@ -233,16 +238,16 @@ class Running:
 
     @property
     def state(self) -> Array:
-        """A copy of what was collected on this worker."""
+        """Return a copy of what was collected on this worker."""
         return self._state.copy()
 
     def compute(self) -> float:
-        """The metric of all that every worker has collected so far. All workers call it."""
+        """Return the metric of everything that every worker has collected so far. All workers call it."""
         return self._value(self._all_reducer()(self._state, None, "sum"))
 
 
 def _no_buckets() -> Array:
-    """Negatives and positives; a prediction of exactly 1 has a bucket to itself."""
+    """Return empty buckets of negatives and positives; a prediction of exactly 1 has a bucket to itself."""
     import numpy as np
 
     return np.zeros((2, BUCKETS + 1), np.int64)
@@ -271,7 +276,7 @@ def _area(counts: Array) -> float:
 
 
 def _nothing() -> Array:
-    """A sum, and of how many."""
+    """Return a sum of zero over no samples."""
     import numpy as np
 
     return np.zeros(2)
@@ -301,7 +306,7 @@ def _mean(state: Array) -> float:
     return float(total / over) if over else math.nan
 
 
-#: What of a batch is added to the state, and what the state comes to.
+#: What a batch adds to the state, and what the state comes to.
 _METRICS: dict[str, tuple[Count, Callable[[Array], float]]] = {
     "mae": (_errors(abs), _mean),
     "mse": (_errors(lambda difference: difference * difference), _mean),
@@ -313,7 +318,7 @@ _EMPTY: dict[str, Callable[[], Array]] = dict.fromkeys(_METRICS, _nothing) | {"a
 
 
 def _right(call: str, predictions: Any, labels: Any) -> Array:
-    """For every sample whether its prediction is right."""
+    """Return for every sample whether its prediction is right."""
     import numpy as np
 
     predicted = _doubles(call, predictions)
@@ -377,7 +382,7 @@ def _doubles(call: str, x: Any) -> Array:
 
 
 def _numbers(call: str, x: Any) -> Array:
-    """An array of real numbers made of an array, a tensor, a number, or a list of numbers."""
+    """Return an array of real numbers made of an array, a tensor, a number, or a list of numbers."""
     import numpy as np
 
     if hasattr(x, "detach"):  # a tensor; its elements may be of a type that numpy does not know

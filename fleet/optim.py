@@ -2,7 +2,7 @@
 
 They are ordinary ``torch.optim.Optimizer`` classes: use them with ``fleet.distributed_optimizer``, or without any
 server. On servers ``Ftrl`` and ``DecayedAdagrad`` also train the rows of sparse tables. ``Lamb`` and ``LarsMomentum``
-need the norm of a whole parameter, so they train dense parameters only, and none of these is cut.
+need the norm of a whole parameter, so they train dense parameters only, which are not cut.
 """
 
 from __future__ import annotations

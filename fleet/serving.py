@@ -30,7 +30,7 @@ def check_dirname(dirname: object) -> str:
 
 
 def own_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What stands in ``state_dict()``: the parameters and buffers themselves. Extra state may be anything."""
+    """Return what ``state_dict()`` holds: the parameters and buffers themselves. Extra state may be anything."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     for key in remote_tables(state):
         if ids_key(key) in state:
@@ -41,7 +41,8 @@ def own_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def state_in_job(model: torch.nn.Module, tables: Collection[int]) -> dict[str, torch.Tensor]:
-    """``own_state``, if the running job has all of the model's remote tables. It has those of these identities."""
+    """Return ``own_state`` if the running job, which has the tables of these identities, has all of the model's remote
+    ones."""
     state = own_state(model)
     for key, handle in remote_tables(state).items():
         if id(handle) not in tables:
@@ -92,7 +93,7 @@ def save(
 
 
 def load(dirname: str, model: torch.nn.Module | None) -> dict[str, torch.Tensor] | torch.nn.Module:
-    """What ``save`` wrote: its tensors, or a copy of ``model`` that serves with them."""
+    """Return what ``save`` wrote: its tensors, or a copy of ``model`` that serves with them."""
     saved = inference.read(dirname)
     if model is None:
         return dict(saved.values)
@@ -131,7 +132,7 @@ def _check_fits(dirname: str, saved: InferenceModel, model: torch.nn.Module) -> 
 
 
 def _wanted(model: torch.nn.Module, tables: Mapping[str, TableFacts]) -> dict[str, str]:
-    """What a model needs, in the words of ``_kind``; an embedding of torch's may take either a table or all rows."""
+    """Return what a model needs, in the words of ``_kind``; an embedding of torch's can take a table or all rows."""
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = {}
     for key, value in own_state(model).items():

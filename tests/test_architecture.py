@@ -363,3 +363,41 @@ def test_modes_are_told_apart_in_their_own_files_only() -> None:
     assert sorted(writers - set(MODE_NAMES)) == [], "tell modes apart in fleet/ps/consistency/ only"
     assert sorted(set(MODE_NAMES) - writers) == [], "take them off the list"
     assert sorted(file for file in FLAGS_OF_OTHERS if not found[file][1]) == [], "take them off the list"
+
+
+#: What a noun phrase or half a sentence begins with.
+NO_VERBS = {
+    *("A", "An", "The", "All", "Any", "Both", "Each", "Every", "Its", "No", "One", "Some", "That", "These", "This"),
+    *("Those", "Another", "Other", "Only", "Two", "Once", "It", "So", "If", "Nothing", "Nobody", "None", "Everything"),
+    *("Everybody", "Somebody", "Something", "How", "What", "Whatever", "Where", "Whether", "Which", "Who", "Whose"),
+    *("Why", "When", "Whenever", "As", "After", "Around", "At", "Before", "By", "For", "From", "In", "Inside", "Of"),
+    *("On", "To", "With", "Without", "Memory", "State"),
+}
+#: Files whose docstrings are yet to be reread.
+NOT_YET = (
+    *("nn.embedding", "nn.embedding_group", "nn.expand", "nn.gradient", "nn.handle", "nn.trainables", "optimizer"),
+    *("ps.worker.geo_replica", "ps.worker.lookup_prediction", "ps.worker.lookups"),
+    *("ps.worker.runtime", "ps.worker.step", "ps.worker.trained_model", "ps.worker.upload"),
+)
+
+
+def begins_with_a_verb(node: ast.AST, docstring: str) -> bool:
+    """Whether it is an imperative in a function ("Return …") or a third person in a class ("Holds …"). An argument in
+    quotes may be its subject."""
+    first = docstring.split()[0].rstrip(",:")
+    third_person = first.endswith("s") and not first.endswith("ss")
+    verb = first.isalpha() and first not in NO_VERBS and third_person == isinstance(node, ast.ClassDef)
+    return verb or first.startswith("``")
+
+
+def test_docstrings_begin_with_a_verb() -> None:
+    found = [
+        f"{module}: {node.name}: {docstring.splitlines()[0]}"
+        for module in WITH_CODE
+        if module != "fleet.errors" and not is_in(module, NOT_YET)  # an error's is a sentence: what has happened
+        for node in nodes(module)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        and (docstring := ast.get_docstring(node))
+        and not begins_with_a_verb(node, docstring)
+    ]
+    assert found == [], "say what it does: Return …, Say whether …, Holds …"

@@ -1,4 +1,4 @@
-"""Plain checks of arguments and options: each gives the value back, or says by its name what it must be."""
+"""Checks arguments and options: each check gives the value back, or says by its name what it must be."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _INFINITY = float("inf")
 
 
 def integer(name: str, value: object, kind: str = "an int") -> int:
-    """An int. True is one to Python; as a number it is a slip."""
+    """Return an int as it is, or refuse the value. To Python True is an int; as a number it is a slip."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentTypeError(f"{name} must be {kind}", got=repr(value))
     return value
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """An int of at least ``least``."""
+    """Return an int of at least ``least``, or refuse the value."""
     number = integer(name, value)
     if number < least:
         raise ConfigurationError(f"{name} is out of range", expected=f"at least {least}", got=number)
@@ -27,14 +27,14 @@ def whole_or_none(name: str, value: object, least: int) -> int | None:
 
 
 def real(name: str, value: object, kind: str = "a number") -> float:
-    """An int or a float, NaN and infinity among them."""
+    """Return an int or a float, which may be NaN or infinite, or refuse the value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ArgumentTypeError(f"{name} must be {kind}", got=repr(value))
     return value
 
 
 def number(name: str, value: object, least: float, *, below: float = _INFINITY, above: bool = False) -> float:
-    """A number from ``least`` on, or with ``above`` above it, and below ``below``."""
+    """Return a number from ``least`` on (with ``above``, only above it) and below ``below``, or refuse the value."""
     given = real(name, value)
     if not least <= given < below or (above and given == least):
         bound = f"{'above' if above else 'at least'} {least:g}"

@@ -1,4 +1,5 @@
-"""CRC-32 of what is written to disks, computed by zlib-ng where it is installed: the same number, ten times as fast."""
+"""Computes the CRC-32 of everything that is written to disks, by zlib-ng where it is installed: the same number, ten
+times as fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time as an argument: a clock that can be replaced."""
+"""Makes time an argument: a clock that can be replaced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds from an arbitrary origin, never going back."""
+    """Counts seconds from an arbitrary origin, never going back."""
 
     def now(self) -> float: ...
 
@@ -15,12 +15,12 @@ class Clock(Protocol):
 
 
 def wall_time() -> float:
-    """Seconds since 1970, to be compared between processes and machines as well as their clocks agree."""
+    """Return seconds since 1970, which can be compared between processes and machines as well as their clocks agree."""
     return time.time()
 
 
 class SystemClock:
-    """The machine's monotonic clock."""
+    """Reads the machine's monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -29,17 +29,17 @@ class SystemClock:
         time.sleep(seconds)
 
 
-#: Whoever waits says so about this often.
+#: A wait that goes on is logged about this often.
 NOTICE_S = 10.0
 
 
 def notice_every_s(deadline_s: float) -> float:
-    """How often a wait is told of that ends at its deadline: several times before it."""
+    """Return how often to log that a wait goes on which ends at this deadline: several times before it."""
     return min(NOTICE_S, deadline_s / 4)
 
 
 class Wait:
-    """A wait that has begun now, and is told of from time to time."""
+    """Measures a wait that has begun now and is logged from time to time."""
 
     def __init__(self, clock: Clock, deadline_s: float) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class Wait:
         return self._clock.now() - self._began
 
     def is_due(self) -> bool:
-        """Whether it is time to say once more that it goes on."""
+        """Say whether it is time to log again that the wait goes on."""
         now = self._clock.now()
         if now - self._told < self._every_s:
             return False

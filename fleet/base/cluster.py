@@ -1,4 +1,4 @@
-"""Who takes part in a job, as values: endpoints, roles, and what one process is."""
+"""Says who takes part in a job, as values: endpoints, roles, and what one process is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleet.errors import ConfigurationError
 
 
 class Role(enum.Enum):
-    """What a process does in a parameter-server job; the numbers are the source system's.
+    """Says what a process does in a parameter-server job; the numbers are the source system's.
 
     Examples:
         >>> from fleet.role_maker import Role
@@ -42,7 +42,7 @@ class Endpoint:
 
     @property
     def folder_name(self) -> str:
-        """What a folder is called that is this one's."""
+        """Return the name of a folder that belongs to this endpoint."""
         return f"{self.host.replace(':', '_')}_{self.port}"
 
     def __str__(self) -> str:
@@ -50,7 +50,8 @@ class Endpoint:
 
 
 def parse_address(text: str) -> tuple[str, int | None]:
-    """``host`` or ``host:port``; a bare IPv6 address, which is how Kubernetes writes one, gets its brackets."""
+    """Return the parts of ``host`` or ``host:port``. A bare IPv6 address, which is how Kubernetes writes one, gets its
+    brackets."""
     text = text.strip()
     bare = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
     host = _host(bare)
@@ -61,8 +62,8 @@ def parse_address(text: str) -> tuple[str, int | None]:
 
 
 def _host(text: str) -> str | None:
-    """A host in the spelling by which it is compared, IPv6 addresses in their shortest and in brackets; None if it is
-    no host."""
+    """Return a host in the spelling by which hosts are compared, an IPv6 address in its shortest and in brackets; None
+    if it is no host."""
     if text.startswith("[") and text.endswith("]"):
         try:
             return f"[{IPv6Address(text[1:-1])}]"
@@ -78,7 +79,7 @@ def _port(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Binding:
-    """Where a server listens, where that is not the address by which others reach it."""
+    """Says where a server listens, if that is not the address by which others reach it."""
 
     host: str = ""
     port: int | None = None
@@ -89,7 +90,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The job as one process sees it: the whole cluster and its own place in it.
+    """Describes the job as one process sees it: the whole cluster and its own place in it.
 
     ``origin`` says in words where the answer came from ("PADDLE_* variables"); it is logged once.
     ``embedded`` marks the job of one worker whose server lives inside the same process. ``held`` is whatever keeps this
@@ -126,7 +127,7 @@ class Assignment:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where this process can be reached, if it can be reached at all."""
+        """Return where others can reach this process, if they can at all."""
         if self.is_server:
             return self.servers[self.index]
         return self.workers[self.index] if self.index < len(self.workers) else None

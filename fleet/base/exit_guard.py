@@ -1,7 +1,7 @@
-"""What happens when a worker's process ends without ``stop_worker``: the job hears of it at once, not after a deadline.
+"""Tells the job at once, and not after a deadline, when a worker's process ends without ``stop_worker``.
 
-An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts
-down, as is SIGTERM (after which some jobs go on); a script that just stops is told on by ``atexit``.
+An exception that ends the user's script is sent to the servers with its traceback before the interpreter shuts down. So
+is SIGTERM, after which some jobs go on. A script that just stops is reported by ``atexit``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _let_all(say: Callable[[Guarded], None]) -> None:
 
 
 def _tell(say: Callable[[Guarded], None]) -> None:
-    """From a thread of its own, and not for ever: what ended the main thread (Ctrl-C, a signal) may have come between
-    two instructions, with a lock held that this needs."""
+    """Call ``say`` on a thread of its own, and do not wait for it for ever: what ended the main thread (Ctrl-C, a
+    signal) may have come between two instructions, with a lock held that ``say`` needs."""
     telling = threading.Thread(target=_let_all, args=(say,), daemon=True)
     telling.start()
     telling.join(TELLING_S)
@@ -85,7 +85,7 @@ def _chain_excepthook() -> None:
 
 
 def _chain_sigterm() -> None:
-    """A worker that is told to end says so before it does. Somebody's own handler is left alone; one of ours, which
+    """Let a worker that gets SIGTERM say so before it ends. A handler of the user's is left alone; one of ours, which
     spoke for a process that was no worker yet, gives way."""
     present = signal.getsignal(signal.SIGTERM)
     is_ours = (getattr(present, "__module__", None) or "").startswith("fleet.")

@@ -1,4 +1,4 @@
-"""Where a server may listen: without anything that keeps strangers out, only where no stranger is expected."""
+"""Decides where a server may listen: if nothing keeps strangers out, only where no stranger is expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PRIVATE = [
 
 
 def is_private(address: str) -> bool:
-    """Whether an IP address is loopback or private; one that stands for all of a machine's addresses is not."""
+    """Say whether an IP address is loopback or private; one that stands for all of a machine's addresses is neither."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
@@ -31,7 +31,7 @@ def is_private(address: str) -> bool:
 
 
 def public_addresses(endpoint: Endpoint) -> list[str]:
-    """Those of the host's addresses that strangers may reach; none where the name is not known."""
+    """Return those of the host's addresses that strangers may reach; none where the name is unknown."""
     return sorted(address for address in _addresses(endpoint) if not is_private(address))
 
 
@@ -44,7 +44,7 @@ def _addresses(endpoint: Endpoint) -> set[str]:
 
 
 def warn_if_only_here(endpoint: Endpoint) -> None:
-    """Some systems let a machine's own name stand for 127.0.1.1: a server there waits for workers in vain."""
+    """Warn of a host's name that stands for 127.0.1.1, as on some systems: a server there waits for workers in vain."""
     addresses = _addresses(endpoint)
     host = endpoint.host.strip("[]")
     meant = host == "localhost" or host in addresses
@@ -58,7 +58,7 @@ def warn_if_only_here(endpoint: Endpoint) -> None:
 
 
 def refuse_public(endpoint: Endpoint) -> None:
-    """For a server that lets everybody in."""
+    """Refuse an endpoint that strangers may reach, for a server that lets everybody in."""
     public = public_addresses(endpoint)
     if public:
         raise ConfigurationError(

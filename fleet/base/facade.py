@@ -1,6 +1,6 @@
-"""``from fleet.transpiler import fleet`` and ``from fleet.collective import fleet``: the import chooses the backend.
+"""Makes ``from fleet.transpiler import fleet`` and ``from fleet.collective import fleet`` choose the backend.
 
-Both are ``import fleet`` itself, default ``Fleet`` and all, but for ``init``, which refuses the other kind of job.
+Both are ``import fleet`` itself, with its default ``Fleet``, except that ``init`` refuses the other kind of job.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from fleet.errors import StateError
 
 @runtime_checkable
 class RoleMaker(Protocol):
-    """What ``fleet.role_maker`` has, which is above this file."""
+    """Names what is needed of a role maker; ``fleet.role_maker`` lies above this file."""
 
     def assignment(self) -> Assignment: ...
 
 
 def _package() -> Any:
-    """The package as a whole, which is above all: it is there before any of its modules is."""
+    """Return the package ``fleet``, which lies above all: it is loaded before any of its modules is."""
     return sys.modules["fleet"]
 
 
 class Facade:
-    """``fleet`` for one kind of job: every name of ``import fleet``, and an ``init`` that refuses the other kind.
+    """Offers ``fleet`` for one kind of job: every name of ``import fleet``, and an ``init`` that refuses the other
+    kind.
 
     Examples:
         >>> from fleet.collective import fleet as collective
@@ -41,7 +42,7 @@ class Facade:
         self._collective = collective
 
     def init(self, role_maker: RoleMaker | None = None, *, is_collective: bool | None = None) -> None:
-        """As ``fleet.init``, for one kind of job."""
+        """Do what ``fleet.init`` does, for one kind of job."""
         if isinstance(is_collective, bool) and is_collective is not self._collective:
             raise StateError(
                 f"is_collective={is_collective} was given to the fleet of {self._package}",

@@ -1,4 +1,4 @@
-"""Files that one process at a time may have for itself."""
+"""Locks files that one process at a time may have for itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 
 
 def locked(descriptor: int) -> bool | None:
-    """Whether this process has the lock on a file now, and until it closes the file; None where there are no locks."""
+    """Lock a file until this process closes it, and say whether that worked; None on systems without locks."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system

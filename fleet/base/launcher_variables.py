@@ -1,6 +1,6 @@
 """Variables that launchers set and role makers read: their names, who sets them, and what they mean.
 
-The role makers parse them, each in a file of its own. What is here is what the page of variables says, and what
+The role makers parse them, each in a file of its own. Here is what the page of variables says, and what
 ``fleet.base.unknown_variables`` knows.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One variable, or several that belong together: as the page names them, who sets or needs them, what they mean."""
+    """Describes one variable, or several that belong together: the names on the page, who sets or needs them, what they
+    mean."""
 
     names: str
     whose: str

@@ -1,5 +1,5 @@
-"""The order of a job's calls in one process, the same in every kind of job: wrap the optimizer once, start once, stop
-last; and the calls that a worker answers in the same way, whatever its job."""
+"""Keeps the order of a job's calls in one process, the same in every kind of job: wrap the optimizer once, start once,
+stop last. It also makes the calls that a worker answers in the same way in every kind of job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fleet.errors import NotInitializedError, StateError
 
 
 class Worker(exit_guard.Guarded, Protocol):
-    """What runs between ``init_worker`` and ``stop_worker``."""
+    """Names what a worker can do between ``init_worker`` and ``stop_worker``."""
 
     @property
     def turns(self) -> Turns: ...
@@ -35,7 +35,8 @@ S = TypeVar("S")
 
 
 class Lifecycle(Generic[W, S]):
-    """What a backend derives from: ``W`` is its running worker, ``S`` its strategy."""
+    """Keeps the order of a job's calls; backends derive from it. ``W`` is a backend's running worker, ``S`` its
+    strategy."""
 
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
         self._assignment = assignment
@@ -68,7 +69,7 @@ class Lifecycle(Generic[W, S]):
             )
 
     def _parts_to_start(self) -> tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S]:
-        """What ``distributed_optimizer`` was given, for ``init_worker``."""
+        """Return what ``distributed_optimizer`` was given, for ``init_worker``."""
         if self._worker is not None:
             raise StateError("init_worker() was called twice", todo="Call it once; fleet.init() starts anew.")
         if self._parts is None:
@@ -79,12 +80,12 @@ class Lifecycle(Generic[W, S]):
         return self._parts
 
     def _started(self, worker: W) -> None:
-        """From now on it is the job's, and the job hears of it if its process ends without a goodbye."""
+        """Take over the running worker, and let the job hear of it if the process ends without a goodbye."""
         self._worker = worker
         exit_guard.guard(worker)
 
     def _running_worker(self, call: str) -> W:
-        """Who does what this call asks for; never a fork of the process that joined the job."""
+        """Return the worker that does what this call asks for; refuse a fork of the process that joined the job."""
         worker = self._joined_worker(call)
         worker.turns.refuse_fork(call)
         return worker
@@ -128,14 +129,14 @@ class Lifecycle(Generic[W, S]):
         self._done()
 
     def abort(self, reason: str) -> None:
-        """End the job for everybody: this worker failed."""
+        """End the job for all, because this worker failed."""
         if self._worker is not None:
             exit_guard.release(self._worker)
             self._worker.abort(reason)
             self._after_worker()
 
     def _after_worker(self) -> None:
-        """What is to be done when the worker has ended, well or not."""
+        """Do what is due when the worker has ended, well or not."""
 
     def _done(self) -> None:
         if self._assignment.when_done is not None:

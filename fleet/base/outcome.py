@@ -1,4 +1,4 @@
-"""How something ended that one process does for all, told to those who wait for it, whichever way it ended."""
+"""Tells those who wait how something ended that one process does for all, whichever way it ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Give ``tell`` the failure of what is done in here, or nothing; an interruption is one too."""
+    """Give ``tell`` the failure of the work in here, or an empty text; an interruption is a failure too."""
     failure = "it was interrupted"
     try:
         yield

@@ -1,7 +1,7 @@
-"""What readers of the source documents look for and PyTorch has no use for: each name with what to write instead.
+"""Lists names that readers of the source documents look for and PyTorch does not need, each with what to write instead.
 
-A Fluid program is a graph that an executor runs. PyTorch is eager, so there is neither; what is elsewhere here, or
-called otherwise, is told with its place. Whoever asks politely (``hasattr``) is told that there is no such name.
+A Fluid program is a graph that an executor runs. PyTorch is eager, so there is neither. For a name that is elsewhere
+here, or called otherwise, the error says where. ``hasattr`` is told that there is no such name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleet.errors import ArgumentTypeError, UnknownNameError
 
 class _Begun(Protocol):
     def _me(self, call: str) -> object:
-        """An error if ``fleet.init()`` has not been called, which is to be said first."""
+        """Refuse a call before ``fleet.init()``, since that has to be said first."""
         ...
 
 
@@ -115,7 +115,7 @@ _FLUID = {"executor", "exe", "main_program", "program", "feeded_var_names", "tar
 
 
 def missing(owner: str, name: str, names: Mapping[str, str] = NAMES) -> AttributeError:
-    """What to raise where ``owner`` (in words) is asked for a name that it has not."""
+    """Return the error for ``owner`` (in words), which was asked for a name that it lacks."""
     if name not in names:
         return AttributeError(f"{owner} has no attribute {name!r}")
     return UnknownNameError(f"{owner} has no attribute {name!r}", todo=names[name])
@@ -124,8 +124,8 @@ def missing(owner: str, name: str, names: Mapping[str, str] = NAMES) -> Attribut
 def directory_first(
     example: str, *, needs_init: bool = True
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """For a method whose first argument is a directory: called as Fluid has it, with an executor before that and
-    programs or variables behind, it says how it is called here (``example``)."""
+    """Decorate a method whose first argument is a directory. Called as Fluid has it, with an executor before the
+    directory and programs or variables after it, the method says how it is called here (``example``)."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @wraps(method)

@@ -1,4 +1,4 @@
-"""Who holds a port: for the error a user meets when starting a second job on the first one's ports."""
+"""Finds out who holds a port: for the error that a user meets when starting a second job on the first one's ports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleet.base.cluster import Endpoint
 
 
 def is_taken(endpoint: Endpoint) -> bool:
-    """Whether somebody listens where we want to. An address that is not ours is no port in use."""
+    """Say whether somebody listens where we want to listen. An address that is not ours does not count as taken."""
     host = endpoint.host.strip("[]")
     try:
         infos = socket.getaddrinfo(host, endpoint.port, type=socket.SOCK_STREAM)
@@ -31,7 +31,7 @@ def is_taken(endpoint: Endpoint) -> bool:
 
 
 def holder_of(port: int) -> str:
-    """The process that listens on ``port``, as far as /proc tells."""
+    """Return the process that listens on ``port``, as far as /proc tells."""
     inodes = _listening_inodes(port)
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """One type: ``word`` is its name on the page of variables, and ``parse`` raises ``ValueError`` for what is none."""
+    """Describes one type: ``word`` is its name on the page of variables, and ``parse`` raises ``ValueError`` for text
+    of another type."""
 
     word: str
     parse: Callable[[str], T]
@@ -23,7 +24,7 @@ class Kind(Generic[T]):
     unit: float = 1.0
 
     def read(self, name: str, text: str) -> T:
-        """The value of ``text``, which is not blank."""
+        """Return the value of ``text``, which is not blank."""
         try:
             return self.parse(text)
         except (ValueError, OverflowError):
@@ -31,7 +32,7 @@ class Kind(Generic[T]):
 
 
 def whole(least: int = 1, unit: int = 1, word: str = "whole number") -> Kind[int]:
-    """Whole numbers from ``least`` on, each so many of a smaller unit."""
+    """Return the type of whole numbers from ``least`` on, each counting so many of a smaller unit."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -43,7 +44,7 @@ def whole(least: int = 1, unit: int = 1, word: str = "whole number") -> Kind[int
 
 
 def choice(*among: str) -> Kind[str]:
-    """One of a few words, in capitals or not."""
+    """Return the type of a few words, in capitals or not."""
 
     def parse(text: str) -> str:
         if text.lower() not in among:
@@ -54,7 +55,7 @@ def choice(*among: str) -> Kind[str]:
 
 
 def _duration(word: str, unit: float) -> Kind[float]:
-    """A time above zero; the value is in seconds."""
+    """Return the type of times above zero, whose values are in seconds."""
 
     def parse(text: str) -> float:
         number = float(text)

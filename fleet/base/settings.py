@@ -1,11 +1,12 @@
-"""The settings, as one table: a field of one of the classes below is a row of it.
+"""Lists the settings in one table: a field of one of the classes below is a row of it.
 
 A row has the variable's name, its type, its default, who reads it, and a sentence. Everything else comes from the rows:
 what ``read`` parses, which names ``fleet.base.unknown_variables`` knows, and the tables of docs/environment.md, which
-docs/variables.py writes. A variable of others, that role makers read, is a row in ``fleet.base.launcher_variables``.
+docs/variables.py writes. A variable of another system's, which role makers read, is a row in
+``fleet.base.launcher_variables``.
 
-This is the one file that reads the process environment. ``PROCESS_ENVIRONMENT`` is the live mapping, handed to whoever
-takes an ``environ=`` argument.
+This is the one file that reads the process environment. ``PROCESS_ENVIRONMENT`` is the live mapping, which is handed to
+everything that takes an ``environ=`` argument.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the table."""
+    """Describes one row of the table."""
 
     name: str
     kind: Kind[Any]
@@ -60,7 +61,7 @@ class Setting:
     formerly: str = ""
 
     def values(self, environ: Mapping[str, str]) -> list[Any]:
-        """What the environment says: one value, or none. Two names of one setting have to agree."""
+        """Return what the environment says: one value, or none. Two names of one setting have to agree."""
         said = {name: environ.get(name, "").strip() for name in (self.name, self.formerly)}
         given = {name: text for name, text in said.items() if text}
         values = [self.kind.read(name, text) for name, text in given.items()]
@@ -85,7 +86,7 @@ def setting(
     formerly: str = "",
     secret: bool = False,
 ) -> T | D:
-    """A field that is a row: what the variable ``name`` says, else ``default``."""
+    """Return a field that is a row of the table: its value is what the variable ``name`` says, or else ``default``."""
     words = default_in_words or _in_words(default, kind)
     row = Setting(name, kind, words, readers, meaning, formerly)
     return field(default=default, repr=not secret, metadata={"setting": row})
@@ -98,19 +99,19 @@ def _in_words(default: object, kind: Kind[Any]) -> str:
 
 
 def rows(table: type) -> list[Setting]:
-    """The settings of one of the classes below, in their order."""
+    """Return the settings of one of the classes below, in their order."""
     return [each.metadata["setting"] for each in fields(table) if "setting" in each.metadata]
 
 
 def _given(table: type, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment says of the fields of ``table``, each under its name."""
+    """Return what the environment says about the fields of ``table``, by their names."""
     of_a_row = {each.name: each.metadata["setting"] for each in fields(table) if "setting" in each.metadata}
     return {name: value for name, row in of_a_row.items() for value in row.values(environ)}
 
 
 @dataclass(frozen=True)
 class CommunicatorKnobs:
-    """How workers of the relaxed modes merge, send and fetch; a strategy may say each of them itself."""
+    """Holds how workers of the relaxed modes merge, send and fetch; a strategy may say each of these itself."""
 
     max_merge_var_num: int = setting(
         *("FLAGS_communicator_max_merge_var_num", whole(), 1, _WORKERS),
@@ -150,7 +151,7 @@ class CommunicatorKnobs:
 
 @dataclass(frozen=True)
 class SecurityKnobs:
-    """Who is let in. Paths are as they were given; ``token`` appears in no text that is made of this."""
+    """Holds what decides who is let in. Paths are as they were given; ``token`` appears in no text made of this."""
 
     token: str = setting(
         *("FLEET_AUTH_TOKEN", TEXT, "", _BOTH),
@@ -185,7 +186,7 @@ class SecurityKnobs:
 
     @property
     def acting(self) -> list[str]:
-        """The variables by which this job was to be protected, for whoever cannot honour them."""
+        """Return the variables that were to protect this job, for the error of a job that cannot honour them."""
         given = {"AUTH_TOKEN": self.token, "TLS_CERT": self.cert, "TLS_KEY": self.key, "TLS_CA": self.ca}
         return [f"FLEET_{name}" for name, value in given.items() if value]
 
@@ -212,7 +213,7 @@ class SecurityKnobs:
 
 @dataclass(frozen=True)
 class ObservingKnobs:
-    """Where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
+    """Holds where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
 
     record_dir: str = setting(
         *("FLEET_RECORD_DIR", PATH, "", _ALL),
@@ -247,7 +248,7 @@ class ObservingKnobs:
 
 @dataclass(frozen=True)
 class Knobs:
-    """Deadlines and sizes that come from the environment; every duration is in seconds."""
+    """Holds deadlines and sizes that come from the environment; every duration is in seconds."""
 
     rpc_deadline_s: float = setting(
         *("FLAGS_rpc_deadline", MILLISECONDS, 180.0, _ALL),
@@ -315,7 +316,7 @@ class Knobs:
         "a name for the job: a server refuses a worker with a different one",
         default_in_words="none; `fleetrun` makes one up",
     )
-    #: who looks after all processes of the job, and tells what concerns them; empty: nobody does
+    #: who looks after all processes of the job, and reports on them; empty: nobody does
     launcher: str = setting(
         *("FLEET_LAUNCHER", TEXT, "", _ALL),
         "says that somebody looks after all processes of the job: they leave to it what it "
@@ -325,11 +326,12 @@ class Knobs:
     communicator: CommunicatorKnobs = CommunicatorKnobs()
     security: SecurityKnobs = SecurityKnobs()
     observing: ObservingKnobs = ObservingKnobs()
-    #: what all of it was read from, which may hold a token
+    #: the environment that all of it was read from, which may hold a token
     environ: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def joined(self, settings: Mapping[str, str]) -> Knobs:
-        """With what a strategy says by the names of variables, which have to be unset or say the same."""
+        """Return these settings with those of a strategy, by the names of their variables, which have to be unset or
+        say the same."""
         if not settings:
             return self
         for name, value in settings.items():
@@ -400,7 +402,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with every setting under the name that it has now, for processes that are started with it."""
+    """Return the environment with every setting under its present name, for processes that are started with it."""
     present = dict(environ)
     for row in {row.formerly: row for row in SETTINGS.values() if row.formerly in environ}.values():
         row.values(environ)  # refuses two names that do not agree
@@ -411,7 +413,8 @@ def under_present_names(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _token(token: str, path: str) -> str:
-    """The shared token. No error here may show it, nor what a wrong path happened to point to."""
+    """Return the shared token. No error here may show it, nor the content of a file that a wrong path happened to
+    name."""
     if token and path:
         raise ConfigurationError(
             "FLEET_AUTH_TOKEN and FLEET_AUTH_TOKEN_FILE are both set", todo="Leave one of them: they name one token."

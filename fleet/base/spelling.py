@@ -1,4 +1,4 @@
-"""Names of settings that do not exist, and what was probably meant."""
+"""Finds names of settings that do not exist, and what was probably meant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unknown_setting(of: str, name: str, known: Iterable[str]) -> AttributeError:
 
 
 def nearest(variable: str, known: Iterable[str]) -> str | None:
-    """The known variable that was probably meant, itself if it is known."""
+    """Return the known variable that was probably meant; a known variable is returned itself."""
     if variable in (known := set(known)):
         return variable
     import difflib
@@ -32,8 +32,8 @@ def nearest(variable: str, known: Iterable[str]) -> str | None:
 
 
 def misspelt(variable: str, known: Iterable[str]) -> str | None:
-    """The known variable that this is but for upper and lower case, underscores, and a letter or, of a long name, two:
-    so few that no stranger's is taken for it."""
+    """Return the known variable that this differs from only in upper and lower case, underscores, and one letter, or
+    two in a long name: so little that no stranger's variable is taken for it."""
     said = _squeezed(variable)
     if len(said) < _LONG_ENOUGH or variable in (known := set(known)):
         return None
@@ -52,7 +52,7 @@ def _squeezed(variable: str) -> str:
 
 
 def _distance(one: str, other: str) -> int:
-    """How many letters have to be put in, left out or replaced."""
+    """Return how many letters have to be put in, left out or replaced."""
     row = list(range(len(other) + 1))
     for place, letter in enumerate(one, 1):
         before, row[0] = row[0], place

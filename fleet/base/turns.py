@@ -1,8 +1,8 @@
-"""Who may call into a running job: the threads of the process that joined it, one at a time, and no fork of it.
+"""Decides who may call into a running job: the threads of the process that joined it, one at a time, and no fork of it.
 
-Training is one thread's: the one that took the last step. What other threads call, an evaluation beside the training
-say, takes its turn between two calls of that one. A forked child has the parent's connections and a copy of everything
-that is known of the job; what it sent would count as the parent's, so it may look at the job and not act in it.
+One thread trains: the one that took the last step. A call of another thread, such as an evaluation beside the training,
+takes its turn between two calls of that one. A forked child has the parent's connections and a copy of everything known
+of the job; what it sent would count as the parent's. So it may look at the job and not act in it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Turns:
         self._turn.__exit__(kind, error, at)
 
     def train(self) -> None:
-        """The calling thread takes a step."""
+        """Note that the calling thread takes a step."""
         self._trainer = threading.current_thread()
 
     @contextmanager
     def meeting(self, call: str) -> Iterator[None]:
-        """Surrounds a ``call`` in which all workers meet; only one can be under way."""
+        """Surround a ``call`` in which all workers meet; only one can be under way."""
         with self.meeting_if_free() as is_free:
             if not is_free:
                 raise StateError(
@@ -55,7 +55,7 @@ class Turns:
 
     @contextmanager
     def meeting_if_free(self) -> Iterator[bool]:
-        """Whether no other thread is in such a call; none can begin one meanwhile."""
+        """Tell whether no other thread is in a call in which all workers meet; none can begin one meanwhile."""
         is_free = self._meeting.acquire(blocking=False)
         try:
             yield is_free
@@ -64,7 +64,7 @@ class Turns:
                 self._meeting.release()
 
     def refuse_other_thread(self, call: str) -> None:
-        """For what needs the whole state of a training to stand still, which another thread goes on with."""
+        """Refuse a call that needs the whole state of a training to stand still, if another thread goes on with it."""
         if self.is_other_thread:
             raise StateError(
                 f"{call} was called in another thread than the one that trains",
@@ -74,12 +74,12 @@ class Turns:
 
     @property
     def is_other_thread(self) -> bool:
-        """Whether the calling thread is another one than the one that trains."""
+        """Say whether the calling thread is another one than the one that trains."""
         return threading.current_thread() is not self._trainer and self._trainer.is_alive()
 
     @property
     def is_fork(self) -> bool:
-        """Whether the calling process is a fork of the one that joined the job."""
+        """Say whether the calling process is a fork of the one that joined the job."""
         return os.getpid() != self._process
 
     def refuse_fork(self, call: str) -> None:
@@ -93,21 +93,22 @@ class Turns:
 
 
 class PerThread(threading.local, Generic[T]):
-    """A list of which every thread has its own."""
+    """Holds a list of which every thread has its own."""
 
     def __init__(self) -> None:
         self.list: list[T] = []
 
 
 def start_uninterrupted(work: Callable[[], T], name: str) -> Future[T]:
-    """What ``work`` returns, which no Ctrl-C interrupts: only the main thread hears of one, and another does this."""
+    """Start ``work`` where no Ctrl-C interrupts it: on a thread, as only the main thread hears of one. Its result comes
+    later."""
     done: Future[T] = Future()
     _begin(_once(work, done), name)
     return done
 
 
 def run_uninterrupted(work: Callable[[], T], name: str) -> T:
-    """The same, for what takes no time: a Ctrl-C is heard of when it is done."""
+    """Return what ``work`` returns, which takes no time; a Ctrl-C is heard when it is done."""
     done: Future[T] = Future()
     run, has_begun = _once(work, done), False
     interruption: KeyboardInterrupt | None = None
@@ -125,7 +126,7 @@ def run_uninterrupted(work: Callable[[], T], name: str) -> T:
 
 
 def _once(work: Callable[[], T], done: Future[T]) -> Callable[[], None]:
-    """Does it the first time that it is called, whichever thread that is."""
+    """Return a function that does ``work`` the first time it is called, on whichever thread that is."""
     permits = [done]
 
     def run() -> None:

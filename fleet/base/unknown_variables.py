@@ -14,7 +14,7 @@ _log = logging.getLogger("fleet")
 
 #: What role makers read of the source system's variables.
 ROLE_VARIABLES = {name for name in names(CLUSTER) if name.startswith("PADDLE_")}
-#: The settings, and what our role makers ask of whoever starts a job.
+#: The settings, and the variables that our role makers need from a job's launcher.
 KNOWN = set(SETTINGS) | {name for name in names(SLURM) if name.startswith("FLEET_")}
 
 _IDLE = {row.name for row in IDLE}
@@ -26,8 +26,8 @@ _remarked: set[str] = set()
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
-    """What there is to say of variables that are set and have no effect: misspelt ones, and those with nothing to act
-    on."""
+    """Return what there is to say about variables that are set and have no effect: misspelt ones, and those with
+    nothing to act on."""
     said = []
     for name in sorted(environ):
         if name in _IDLE:
@@ -43,7 +43,7 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
 
 
 def names_of_paddle(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are Paddle's or nearly so, and what each probably means."""
+    """Return the variables that are Paddle's or nearly so, and what each probably means."""
     found = {
         name: nearest(name, ROLE_VARIABLES | OF_PADDLE)
         for name in sorted(environ)
@@ -63,12 +63,12 @@ def remark(environ: Mapping[str, str]) -> None:
 
 
 def _is_service_link(name: str, value: str) -> bool:
-    """Whether it is one of the variables that Kubernetes gives every pod for each service."""
+    """Say whether this is one of the variables that Kubernetes gives every pod for each service."""
     return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 def _unknown(name: str, meant: str | None) -> str:
-    """``meant`` under the name that it has now."""
+    """Return ``meant`` under its present name."""
     now = None if meant is None else SETTINGS[meant].name if meant in SETTINGS else meant
     hint = "" if now is None else f"; did you mean {now}?"
     return f"the environment variable {name} is not known here and has no effect{hint}"

@@ -1,13 +1,14 @@
-"""The ranks of an MPI job, as far as a start by an MPI launcher needs them: who is there, and an exchange of cards.
+"""Knows the ranks of an MPI job as far as a start by an MPI launcher needs them: who is there, and an exchange of
+cards.
 
-The only file that imports mpi4py. MPI's own waits have no end, and its start even holds the GIL: when a rank dies
-before it has come to ``MPI_Init``, all others hang there for good. So the start runs on a thread that lets the GIL go,
-everything else is non-blocking, and each wait is a loop with a deadline. What travels is JSON in buffers of one size,
-never the pickles that mpi4py makes of objects.
+MPI's own waits have no end, and its start even holds the GIL: when a rank dies before it has come to ``MPI_Init``, all
+others hang there for good. So the start runs on a thread that lets the GIL go, everything else is non-blocking, and
+each wait is a loop with a deadline. JSON travels in buffers of one size, never the pickles that mpi4py makes of
+objects. No other file imports mpi4py.
 
 A launcher ends every rank as soon as one has ended badly (Open MPI by SIGTERM, MPICH by SIGKILL, too early for a word).
 Therefore a rank that fails in Python stays for a moment. Mostly the others hear of it from the job itself and come to
-their end too; those that have not are told by a message, and say so, before the failed rank ends the launch.
+their end too; the failed rank tells the rest by a message, and they say so, before it ends the launch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CARD_BYTES = 8192
 LOOK_S = 0.002
 #: While a rank that is done waits for the others to end, it leaves the processor to them.
 LEAVING_LOOK_S = 0.05
-#: What the others get to end in order after a rank has failed, and then to say what they were told.
+#: The time that the others get to end in order after a rank has failed, and then to say what they were told.
 FAILED_GRACE_S, TOLD_GRACE_S = 4.0, 1.0
 #: Between two looks at whether a rank has failed.
 WATCH_S = 0.25
@@ -48,7 +49,7 @@ _world: World | None = None
 
 
 def place_in(environ: Mapping[str, str]) -> str:
-    """Which rank this is, as far as the launcher's variables tell before MPI has started."""
+    """Return which rank this is, as far as the launcher's variables tell before MPI has started."""
     for rank, size in (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")):
         if rank in environ:
             return f"MPI rank {environ[rank]} of {environ.get(size, '?')}"
@@ -56,14 +57,14 @@ def place_in(environ: Mapping[str, str]) -> str:
 
 
 def launcher_of(environ: Mapping[str, str]) -> str | None:
-    """The variables that betray an MPI launcher, if there are any."""
+    """Return the variables that betray an MPI launcher, if there are any."""
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
     given = [f"{name}={environ[name].strip()}" for name in names if environ.get(name, "").strip()]
     return " ".join(given) or None
 
 
 def world(environ: Mapping[str, str], clock: Clock, deadline_s: float) -> World:
-    """This process among the ranks of its job; MPI is started if nobody has done so yet."""
+    """Return this process among the ranks of its job; start MPI if nobody has done so yet."""
     global _world
     if _world is None:
         _world = World(environ, clock, deadline_s)
@@ -135,7 +136,7 @@ class World:
             raise StateError("MPI did not start", where=self._place, got=f"error {result}")
 
     def _refuse_mixture(self, environ: Mapping[str, str]) -> None:
-        """A library under another MPI's launcher takes every process for a job of one."""
+        """Refuse to start if the launcher is another MPI's: the library then takes every process for a job of one."""
         told = {environ[name].strip() for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if environ.get(name, "").strip()}
         if told and told != {str(self.size)}:
             raise ConfigurationError(
@@ -148,7 +149,7 @@ class World:
     # ---------------------------------------------------------------- exchanging
 
     def exchange(self, card: Mapping[str, Any], deadline_s: float, what: str) -> list[dict[str, Any]]:
-        """Give every rank this one's card, and have theirs, by rank."""
+        """Give every rank this one's card, and return theirs, by rank."""
         text = json.dumps(card).encode()
         if len(text) > CARD_BYTES:
             raise ConfigurationError(f"a card for {what} is too large", expected=CARD_BYTES, got=len(text))
@@ -183,14 +184,14 @@ class World:
     # ---------------------------------------------------------------- leaving
 
     def engage(self) -> None:
-        """This rank takes part in a job from now on; its end is announced by ``done``."""
+        """Note that this rank takes part in a job from now on; ``done`` announces the end of its part."""
         self._engaged = True
 
     def done(self) -> None:
         self._engaged = False
 
     def fail(self, reason: str) -> None:
-        """This rank's script ends before its time."""
+        """Note that this rank's script ends before its time."""
         self._failure = f"{self._place} has failed and ends the job: {reason}"
 
     def _watch(self) -> None:
@@ -206,13 +207,13 @@ class World:
         request.Wait()
 
     def _hush(self) -> None:
-        """No MPI call of ours is under way any more."""
+        """Note that no MPI call of ours is under way any more."""
         self._ended.set()
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join()
 
     def _leave(self) -> None:
-        """When the process ends: wait for the others, a failed one not for long. mpi4py finalizes MPI after it."""
+        """Wait for the other ranks when the process ends, for a failed one not long. mpi4py finalizes MPI after it."""
         if os.getpid() != self._pid:  # a forked child ends without a word: the rank is its parent's
             return
         self._hush()
@@ -241,7 +242,7 @@ class World:
         self._mpi.COMM_WORLD.Abort(1)
 
     def _soon(self, requests: Sequence[Any], within_s: float) -> bool:
-        """Whether all are done in time."""
+        """Say whether all requests are done in time."""
         until = self._clock.now() + within_s
         while not all(request.Test() for request in requests):
             if self._clock.now() > until:
@@ -277,8 +278,8 @@ def _import_mpi(environ: Mapping[str, str]) -> Any:
 
 
 def _say_so_on_sigterm(place: str) -> None:
-    """Open MPI ends all ranks by SIGTERM when one has died: then they say what ended them. A running worker or server
-    has a handler of its own; somebody else's is left alone."""
+    """Let a rank that gets SIGTERM say what ended it: Open MPI sends one to all ranks when one has died. A running
+    worker or server has a handler of its own; a handler of the user's is left alone."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return

@@ -1,12 +1,12 @@
-"""Which of a process's addresses do the others reach? Found out by trying, not by guessing from a host's name.
+"""Finds out which of a process's addresses the others reach, by trying and not by guessing from a host's name.
 
-A host offers a port at every address it has, which goes to the guests by some other way (MPI, say). Every guest visits
-all of them and leaves a card; when all have said so, the host looks at its cards and settles on the first address where
-everybody was. An address may belong to another machine as well (a container bridge has the same one everywhere), so a
-card shows a token that nobody else knows.
+A host offers a port at every address it has; the offer goes to the guests by some other way (MPI, say). Every guest
+visits all of these ports and leaves a card. When all guests have said that they are done, the host looks at its cards
+and chooses the first address where everybody was. An address may belong to another machine as well (a container bridge
+has the same one everywhere), so a card shows a token that nobody else knows.
 
-The port of the chosen address stays bound, without listening, for as long as the ``Offer`` lives: nobody is given it
-meanwhile, and whoever listens with SO_REUSEADDR, as gRPC does, can take it over.
+The port of the chosen address stays bound, without listening, for as long as the ``Offer`` lives: the system gives it
+to nobody meanwhile, and a server that listens with SO_REUSEADDR, as gRPC does, can take it over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AT_ONCE = 256
 
 
 def own_addresses() -> list[str]:
-    """This machine's addresses as far as they are easily found, loopback first."""
+    """Return this machine's addresses as far as they are easily found, loopback first."""
     found = [_LOOPBACK, *sorted(addresses_of(socket.gethostname()))]
     for family, far in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
@@ -45,7 +45,7 @@ def own_addresses() -> list[str]:
 
 
 def addresses_of(host: str) -> set[str]:
-    """What a host's name stands for; nothing if it is unknown."""
+    """Return what a host's name stands for; nothing if it is unknown."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
@@ -53,7 +53,7 @@ def addresses_of(host: str) -> set[str]:
 
 
 class Offer:
-    """A host's side: a port at each of ``addresses`` that can be bound."""
+    """Holds the host's side: a port at each of ``addresses`` that can be bound."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
@@ -85,7 +85,8 @@ class Offer:
         return list(self._open)
 
     def choose(self, guests: set[int], clock: Clock) -> tuple[Endpoint | None, dict[Endpoint, set[int]]]:
-        """The first endpoint where all guests have left their card, and who was where. The other ports are let go."""
+        """Return the first endpoint where all guests have left their card, and which guests were where. The other ports
+        are let go."""
         visitors: dict[Endpoint, set[int]] = {endpoint: set() for endpoint in self._open}
         doors = {listening.fileno(): (endpoint, listening) for endpoint, listening in self._open.items()}
         inside: dict[int, tuple[Endpoint, socket.socket]] = {}
@@ -119,7 +120,7 @@ class Offer:
         return chosen, visitors
 
     def _read_card(self, visitor: socket.socket) -> int | None:
-        """The guest's number, if the whole card is there, as it is at once when it was sent in one piece."""
+        """Return the guest's number, if the whole card is there, as it is at once when it was sent in one piece."""
         with visitor, contextlib.suppress(OSError):
             card = visitor.recv(TOKEN_BYTES + RANK_BYTES)
             if len(card) == TOKEN_BYTES + RANK_BYTES and card.startswith(self.token):
@@ -128,7 +129,7 @@ class Offer:
 
 
 def visit(offers: Sequence[tuple[Endpoint, bytes]], guest: int, clock: Clock) -> None:
-    """A guest's side: leave a card, with the token that goes with the address, wherever somebody answers."""
+    """Act the guest's side: leave a card wherever somebody answers, with the token that goes with the address."""
     for start in range(0, len(offers), _AT_ONCE):
         _visit_some(offers[start : start + _AT_ONCE], guest, clock)
 

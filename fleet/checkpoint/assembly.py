@@ -21,7 +21,7 @@ class Assembly:
         self._come: dict[str, dict[str, int]] = {name: {} for name in numel}
 
     def add(self, entries: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
-        """Take what one export says of dense blocks: entries, and a tensor for each that is not plain."""
+        """Take what one export has of dense blocks: entries, and a tensor for each that is not a plain value."""
         for entry, tensor in joined(entries, tensors):
             name, key = entry["param"], entry["key"]
             if name not in self._numel:
@@ -37,7 +37,7 @@ class Assembly:
                 pieces.setdefault(key, tensor)
 
     def whole(self, name: str) -> tuple[dict[str, Any], set[str]]:
-        """All that came for one parameter, by key, and the keys that are flat and of its size."""
+        """Return all that came for one parameter, by key, and the keys that are flat and of its size."""
         come = self._come[name]
         if not come or any(count != self._numel[name] for count in come.values()):
             raise CheckpointError(f"the checkpoint lacks values of {name!r}", where=self._where)

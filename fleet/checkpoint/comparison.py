@@ -1,7 +1,7 @@
 """Compares two checkpoints, one parameter and one table at a time.
 
-The rows of a table come in another order in each, so those of the first are put into files of a temporary directory,
-sorted by id, and those of the second are looked up there as they pass by.
+A table's rows come in another order in each checkpoint. So those of the first are put into files of a temporary
+directory, sorted by id, and those of the second are looked up there as they pass by.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class RowDifference:
 
 @dataclass(frozen=True)
 class Told:
-    """Says what cannot be measured: numbers of the job, and what one lacks or has of another kind."""
+    """Reports a difference that cannot be measured: in numbers of the job, or in something that one checkpoint lacks or
+    has of another kind."""
 
     left: str
     right: str
@@ -63,8 +64,8 @@ Finding = tuple[str, "Difference | RowDifference | Told"]
 
 
 def compare(left: Checkpoint, right: Checkpoint) -> Iterator[Finding]:
-    """Yield everything that either has, in the order it is found: numbers of the job, parameters, their state, buffers,
-    the states of workers' own objects, tables."""
+    """Yield everything that either has, in the order in which it is found: numbers of the job, parameters, their state,
+    buffers, the states of workers' own objects, tables."""
     for name, mine, theirs in (
         ("step", left.manifest.version, right.manifest.version),
         ("seed of rows", left.manifest.seed, right.manifest.seed),
@@ -90,7 +91,7 @@ def _own(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _described(spec: JobSpec) -> dict[str, str]:
-    """By name, what must be the same for two parameters or tables to be compared."""
+    """Return by name what must be the same for two parameters or tables to be compared."""
     rules = [group.rule for group in spec.groups]
     params = {each.name: f"{each.dtype} {each.shape}, {rules[each.group]}" for each in spec.params}
     for each in spec.tables:
@@ -101,7 +102,8 @@ def _described(spec: JobSpec) -> dict[str, str]:
 
 
 def _parameters(left: Checkpoint, right: Checkpoint, both: set[str]) -> Iterator[Finding]:
-    """Both go through their parameters in an order of their own, so the second is asked for one at a time."""
+    """Compare the parameters. Each checkpoint goes through them in an order of its own, so the second is asked for one
+    at a time."""
     theirs = (each for each in parameters(right) if each.spec.name in both)
     waiting: dict[str, Parameter] = {}
     for mine in parameters(left):
@@ -173,7 +175,7 @@ def _compare_rows(left: Rows, right: Rows) -> RowDifference:
 
 
 def _places(ids: Array, known: Array) -> tuple[Array, Array]:
-    """Which of ``ids`` are among the ``known`` ones, which are sorted, and where these stand there."""
+    """Return which of ``ids`` are among the ``known`` ones, which are sorted, and where they stand there."""
     if not len(known):
         return np.zeros(len(ids), bool), np.empty(0, np.int64)
     places = np.minimum(np.searchsorted(known, ids), len(known) - 1)

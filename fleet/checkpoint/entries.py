@@ -18,7 +18,8 @@ Entry = tuple[dict[str, Any], torch.Tensor | None]
 
 
 def entries_of(name: str, offset: int, param: torch.Tensor, state: Mapping[str, Any]) -> Iterator[Entry]:
-    """``param`` is the whole parameter, or the block of it that begins at ``offset``; ``state`` is its optimizer's."""
+    """Yield the entries of ``param``, a whole parameter or the block of it that begins at ``offset``; ``state`` is its
+    optimizer's."""
     yield {**_place(name, offset, param), "key": VALUE, "elementwise": True}, param.detach().reshape(-1)
     yield from state_entries(name, offset, param, state)
 
@@ -38,8 +39,8 @@ def _place(name: str, offset: int, param: torch.Tensor) -> dict[str, Any]:
 
 
 def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
-    """Return what belongs to a block's elements from ``start`` to ``stop``; what belongs to all of them goes with the
-    first."""
+    """Yield the entries of a block's elements from ``start`` to ``stop``; an entry for all elements goes with the first
+    part."""
     for entry, tensor in entries:
         if tensor is not None and entry["elementwise"] and stop - start < tensor.numel():
             part = tensor.reshape(-1)[start:stop]
@@ -49,7 +50,7 @@ def cut(entries: Iterable[Entry], start: int, stop: int) -> Iterator[Entry]:
 
 
 def names(told: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What the tensors of entries are called in a file."""
+    """Return what the tensors of entries are called in a file."""
     return [
         f"{each['param']}[{each['offset']}:{each['offset'] + each['numel']}]/{each['key']}"
         for each in told
@@ -69,7 +70,7 @@ def split(entries: Iterable[Entry]) -> tuple[list[dict[str, Any]], list[torch.Te
 
 
 def joined(told: Iterable[dict[str, Any]], tensors: Iterable[torch.Tensor]) -> list[Entry]:
-    """The other way round: each entry with its tensor."""
+    """Join each entry with its tensor, which ``split`` has separated."""
     arriving = iter(tensors)
     return [(entry, None if "plain" in entry else next(arriving)) for entry in told]
 

@@ -26,7 +26,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Have on the disk what somebody else wrote."""
+    """Make sure that what somebody else wrote is on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -40,7 +40,7 @@ def sync_directory(path: Path) -> None:
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """How many bytes a file has, and their crc32."""
+    """Return how many bytes a file has, and their crc32."""
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
@@ -50,7 +50,8 @@ def measure(path: Path) -> tuple[int, int]:
 
 def read_past_cache(path: Path, most: int) -> memoryview | None:
     """Read at most ``most`` bytes from the beginning of a file without leaving them in the system's cache, so that what
-    is read once takes its memory once. None if the file is in the cache, or the system has no other way to read."""
+    is read once takes its memory once. Return None if the file is in the cache, or the system has no such way to read.
+    """
     if sys.platform != "linux":
         return None
     try:
@@ -60,12 +61,12 @@ def read_past_cache(path: Path, most: int) -> memoryview | None:
             data = _read_directly(path, min(most, os.fstat(file.fileno()).st_size))
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the asking has brought a page in
             return data
-    except OSError:  # whoever reads it in the usual way says what is wrong, if anything is
+    except OSError:  # a read in the usual way says what is wrong, if anything is
         return None
 
 
 def _is_cached(descriptor: int) -> bool:
-    """Whether the system has the beginning of a file in memory."""
+    """Say whether the system has the beginning of a file in memory."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
     try:
         os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT)
@@ -89,7 +90,7 @@ def _read_directly(path: Path, size: int) -> memoryview | None:
 
 
 def remove(path: Path) -> None:
-    """As far as it can be: what stays is in nobody's way."""
+    """Remove a file as far as it can be removed; one that stays is in nobody's way."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

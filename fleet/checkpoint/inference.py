@@ -1,7 +1,7 @@
 """Writes and reads a model to serve: a directory with its tensors, their description, perhaps a program, and a page.
 
-It is filled beside its place and renamed into it. One that is there already steps aside for the moment of two renames,
-so that the directory is always the old one, or none, or the new one, and never a mixture.
+The directory is filled beside its place and renamed into it. An older one steps aside for the moment of two renames, so
+there is always the old directory, or none, or the new one, and never a mixture.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DESCRIPTION, TENSORS, PROGRAM, README = "inference.json", "model.safetensors", "
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Says what a table's rows do not: ``mean`` is what ids without a row read; with ``zero_padding`` the padding id
-    reads zeros, and not its row."""
+    """Says what a table's rows do not tell: ``mean`` is what ids without a row read; with ``zero_padding`` the padding
+    id reads zeros, and not its row."""
 
     num_embeddings: int | None
     embedding_dim: int
@@ -42,7 +42,7 @@ class TableFacts:
     zero_padding: bool
 
     def check(self) -> None:
-        """Refuse what no file of ours says with a ``ValueError``."""
+        """Refuse with a ``ValueError`` what no file of ours says."""
         sizes = (self.num_embeddings or 1, self.embedding_dim)
         fits = (
             all(type(size) is int and size > 0 for size in sizes)
@@ -63,7 +63,7 @@ class InferenceModel:
     tables: Mapping[str, TableFacts]
 
     def check(self) -> None:
-        """Refuse tables whose tensors are not what they are said to be with a ``ValueError``."""
+        """Refuse with a ``ValueError`` tables whose tensors are not as described."""
         for key, facts in self.tables.items():
             facts.check()
             ids, rows = self.values[ids_key(key)], self.values[key]
@@ -78,7 +78,7 @@ class InferenceModel:
 
 
 def ids_key(weight: str) -> str:
-    """Where a table's ids stand: ``user.ids`` beside ``user.weight``."""
+    """Return where a table's ids stand: ``user.ids`` beside ``user.weight``."""
     prefix, dot, _ = weight.rpartition(".")
     return f"{prefix}{dot}ids"
 
@@ -112,7 +112,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def write(dirname: str, model: InferenceModel, save_program: Callable[[Path], None] | None) -> None:
-    """Make the directory appear; ``save_program`` writes the program to the path it is given."""
+    """Make the directory appear as a whole; ``save_program`` writes the program to the path it is given."""
     check_place(dirname)
     final = Path(dirname).resolve()
     with writing("a model to serve", str(final)):
@@ -149,7 +149,7 @@ def _write(final: Path, model: InferenceModel, save_program: Callable[[Path], No
 
 
 def _storable(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without shared memory, which a file of tensors cannot express."""
+    """Return the tensors without shared memory, which a file of tensors cannot express."""
     seen: set[int] = set()
     storable = {}
     for key, tensor in values.items():
@@ -171,7 +171,7 @@ def _described(model: InferenceModel, files: Mapping[str, tuple[int, int]]) -> s
 
 
 def _crc32(content: dict[str, Any]) -> int:
-    """Of the content as it would be written; without it an altered digit would go unnoticed."""
+    """Return the checksum of the content as it would be written; without it an altered digit would go unnoticed."""
     return crc32(json.dumps(content, sort_keys=True).encode())
 
 
@@ -179,7 +179,7 @@ def _crc32(content: dict[str, Any]) -> int:
 
 
 def read(dirname: str) -> InferenceModel:
-    """What was written, checked to the last byte; the program is for torch to read."""
+    """Read what was written, checked to the last byte; the program is left for torch to read."""
     directory = Path(dirname)
     path = directory / DESCRIPTION
     if not path.is_file():

@@ -1,7 +1,7 @@
 """Looks at a checkpoint without a job: what is in it, and whether all of it is as it was written.
 
-Nothing is held whole. Parameters are put together some at a time; of a table's rows only the ids are held, with the
-place of each among them (some 60 bytes a row while they are sorted), and the rest passes by piece after piece.
+Nothing is held whole. Parameters are put together some at a time. Of a table's rows only the ids are held, with the
+place of each among them (some 60 bytes a row while they are sorted); the rest passes by piece after piece.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ELEMENTS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, whole: its value in its shape, and its optimizer's state, tensors and plain numbers."""
+    """Holds one whole parameter: its value in its shape, and its optimizer's state, tensors and plain numbers."""
 
     spec: ParamSpec
     value: torch.Tensor
@@ -68,7 +68,7 @@ def _batches(specs: Sequence[ParamSpec]) -> Iterator[list[ParamSpec]]:
 
 
 def buffers(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """What the model of a collective job has beside its parameters."""
+    """Return what the model of a collective job has beside its parameters."""
     found: dict[str, torch.Tensor] = {}
     for place, piece in checkpoint.files(BUFFERS):
         found |= zip(piece.about[BUFFERS], _checked(place, piece, checkpoint), strict=True)
@@ -77,7 +77,7 @@ def buffers(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class OwnState:
-    """The state of one worker's own objects."""
+    """Holds the state of one worker's own objects."""
 
     worker: int
     #: how many of its steps it had taken
@@ -88,7 +88,7 @@ class OwnState:
 
 
 def states(checkpoint: Checkpoint) -> list[OwnState]:
-    """What each worker had beside the model, in the order of their indices."""
+    """Return what each worker had beside the model, in the order of their indices."""
 
     def own(worker: int, steps: int, data: Bytes) -> OwnState:
         return OwnState(worker, steps, data.nbytes, values(data, f"{checkpoint.where}, worker {worker}"))
@@ -102,7 +102,7 @@ def states(checkpoint: Checkpoint) -> list[OwnState]:
 
 
 class Rows:
-    """The rows of one table: of an id that was saved several times, what was saved last."""
+    """Holds the rows of one table: for an id that was saved several times, the newest."""
 
     def __init__(self, checkpoint: Checkpoint, spec: TableSpec) -> None:
         self.spec = spec
@@ -128,8 +128,8 @@ class Rows:
         self._ranks[order[is_last]] = np.arange(len(self.ids))
 
     def parts(self) -> Iterator[tuple[Array, dict[str, Array]]]:
-        """Yield some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once; in a
-        column that it was saved without it has zeros."""
+        """Yield some rows at a time: where their ids stand in ``ids``, and their columns. Each row comes once; a column
+        that it was saved without is zero."""
         start = 0
         for _, ids, columns in self._pieces():
             ranks = self._ranks[start : start + len(ids)]
@@ -138,7 +138,7 @@ class Rows:
             yield ranks[current], {name: values[current] for name, values in columns.items()}
 
     def fill(self, columns: Mapping[str, Array]) -> None:
-        """Write the columns that are given, which hold zeros, in the order of ``ids``."""
+        """Fill the given columns, which hold zeros, in the order of ``ids``."""
         for ranks, part in self.parts():
             for name in columns.keys() & part.keys():
                 columns[name][ranks] = part[name]
@@ -150,7 +150,7 @@ class Rows:
 
 
 def scratch(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeros in a new file, from where the system has them in memory as far as there is room."""
+    """Return zeros in a new file; the system keeps them in memory as far as there is room."""
     return np.memmap(path, dtype, "w+", shape=shape) if all(shape) else np.zeros(shape, dtype)
 
 
@@ -164,7 +164,8 @@ class Problem:
 
 
 def verify(dirname: object) -> Iterator[PieceFile | Problem]:
-    """Read all that a checkpoint consists of: every piece as it turns out to be whole, and whatever is wrong."""
+    """Read all that a checkpoint consists of, and yield every piece that turns out to be whole, and whatever is
+    wrong."""
     lineage: list[tuple[Place, Manifest]] = []
     is_whole = True
     links = chain(dirname)
@@ -202,7 +203,7 @@ def _told(error: CheckpointError) -> str:
 
 
 def _missing(manifest: Manifest) -> Iterator[str]:
-    """Parameters that the pieces of a checkpoint, which are as they should be, do not make whole."""
+    """Yield the parameters that the pieces of a checkpoint, sound as they are, do not make whole."""
     come: dict[tuple[str, str], list[tuple[int, int]]] = {(spec.name, VALUE): [] for spec in manifest.spec.params}
     for piece in manifest.pieces:
         for entry in piece.about.get(DENSE, ()):
@@ -227,7 +228,7 @@ def _checked(place: Place, piece: PieceFile, checkpoint: Checkpoint) -> list[tor
 
 
 def _fault(piece: PieceFile, tensors: Sequence[torch.Tensor], spec: JobSpec) -> str:
-    """What is wrong with a piece whose checksum is right, in words."""
+    """Return in words what is wrong with a piece whose checksum is right."""
     try:
         if DENSE in piece.about:
             return _dense_fault(piece.about[DENSE], tensors, {each.name: each for each in spec.params})

@@ -1,7 +1,7 @@
 """Reads and writes manifests, which name the pieces of a checkpoint. Reading one trusts nothing it has not checked.
 
-A delta has the rows that changed since the checkpoint it goes on from: either that one's pieces come before its own in
-one manifest, or it names that one as its parent, by place and id.
+A delta has the rows that changed since the checkpoint it goes on from. Either the pieces of that checkpoint come before
+its own in one manifest, or it names that checkpoint as its parent, by place and id.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DENSE, TABLE, BUFFERS, STATES = "dense", "table", "buffers", "states"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written: its id, and where."""
+    """Names a checkpoint that was written, by its id and its place."""
 
     id: str
     url: str
@@ -53,7 +53,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a delta goes on from."""
+    """Names the checkpoint that a delta goes on from."""
 
     place: str
     id: str
@@ -61,7 +61,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole job at one step: the spec it had, the rows' seed, and where everything is."""
+    """Describes a whole job at one step: the spec it had, the rows' seed, and where everything is."""
 
     id: str
     version: int
@@ -85,7 +85,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read what ``to_json`` wrote; anything else is a ``ValueError`` or one of its like."""
+        """Read what ``to_json`` wrote; raise a ``ValueError`` or a similar error for anything else."""
         raw = json.loads(text)
         if (raw["format"], raw["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
@@ -178,12 +178,12 @@ def _piece(raw: dict[str, Any]) -> PieceFile:
 
 
 def _crc32(content: dict[str, Any]) -> int:
-    """Of the content as it would be written; without it an altered digit would go unnoticed."""
+    """Return the checksum of the content as it would be written; without it an altered digit would go unnoticed."""
     return crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def is_checkpoint(place: Place) -> bool:
-    """Whether there is a checkpoint of ours, of any version and in whatever state; others have manifests too."""
+    """Say whether there is a checkpoint of ours, of any version and in any condition; others have manifests too."""
     try:
         raw = json.loads(_content(place))
     except (OSError, ValueError, RecursionError):
@@ -200,7 +200,7 @@ def _content(place: Place) -> bytes:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a checkpoint has of a job, by the names of parameters and tables."""
+    """Says what a checkpoint has of a job, by the names of parameters and tables."""
 
     #: of the same kind and under the same optimizer
     whole: frozenset[str]
@@ -214,7 +214,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A manifest, the place it was found at, and the checkpoint before it if it is a delta."""
+    """Holds a manifest, the place where it was found, and the checkpoint before it if it is a delta."""
 
     place: Place
     manifest: Manifest
@@ -222,7 +222,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, dirname: object) -> Checkpoint:
-        """The checkpoint that a user names, with all that it goes on from."""
+        """Open the checkpoint that a user names, with all that it goes on from."""
         found: Checkpoint | None = None
         for place, manifest in reversed(list(chain(dirname))):
             found = cls(place, manifest, found)
@@ -280,7 +280,7 @@ class Checkpoint:
             )
 
     def fit(self, spec: JobSpec) -> Fit:
-        """How far this is the state of a job."""
+        """Compare this checkpoint with the spec of a job, and return what it has of it."""
         saved, wanted = _outline(self.manifest.spec), _outline(spec)
         whole = frozenset(name for name in wanted if saved.get(name) == wanted[name])
         values = frozenset(name for name in wanted if name in saved and saved[name][0] == wanted[name][0]) - whole
@@ -292,7 +292,8 @@ class Checkpoint:
         return Fit(whole, values, frozenset(wanted) - whole - values, tuple(problems))
 
     def check_present(self) -> None:
-        """Refuse one whose files, or those it goes on from, are not all there in their sizes. None is read for that."""
+        """Refuse a checkpoint whose files, or those it goes on from, are not all there in their sizes. No file is read
+        for that."""
         for each in self.lineage():
             sizes: dict[str, dict[str, int | None]] = {}
             for piece in each.manifest.pieces:
@@ -314,7 +315,7 @@ class Checkpoint:
                     )
 
     def lineage(self) -> list[Checkpoint]:
-        """The checkpoints this one consists of, the first one first."""
+        """Return the checkpoints that this one consists of, the first one first."""
         lineage, before = [self], self.before
         while before is not None:
             lineage.append(before)
@@ -322,14 +323,15 @@ class Checkpoint:
         return lineage[::-1]
 
     def files(self, kind: str) -> list[tuple[Place, PieceFile]]:
-        """The pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of the
-        lineage, later ones over earlier ones; the rest is whole in the last one."""
+        """Return the pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of
+        the lineage, later ones over earlier ones; the rest is whole in the last one."""
         sources = self.lineage() if kind == TABLE else [self]
         return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
 
     def pieces(self, kind: str, *, once: bool = False) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """What the pieces of a kind are, and their tensors, each read and verified, and to be used before the next
-        piece is asked for; the next ones are read meanwhile. ``once``: nobody else on this machine reads them."""
+        """Yield what the pieces of a kind are, and their tensors, each read and verified; use them before asking for
+        the next piece, since the next ones are read meanwhile. ``once`` says that nobody else on this machine reads
+        them."""
         files = deque(self.files(kind))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="fleet-checkpoint") as reader:
             ahead: deque[tuple[dict[str, Any], Future[list[torch.Tensor]]]] = deque()
@@ -353,7 +355,7 @@ class Checkpoint:
             raise
 
     def _refuse_replaced(self) -> None:
-        """Say so if another checkpoint has come to where one of these was: its pieces are gone, and not damaged."""
+        """Raise if another checkpoint has come to the place of one of these: its pieces are gone, and not damaged."""
         for each in self.lineage():
             present = self.open_manifest(each.place)[1]
             if present.id != each.manifest.id:
@@ -367,13 +369,13 @@ class Checkpoint:
 
 
 def lacking_tables(spec: JobSpec, manifests: Iterable[Manifest]) -> list[str]:
-    """The tables of which nothing was saved; of one without rows that was."""
+    """Return the tables of which nothing was saved; a table that was saved without rows is not among them."""
     there = {piece.about.get(TABLE) for manifest in manifests for piece in manifest.pieces}
     return [table.name for table in spec.tables if table.name not in there]
 
 
 def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:
-    """The manifest that a user names, and those of what it goes on from, one after the other."""
+    """Yield the manifest that a user names, then one after the other those that it goes on from."""
     place, manifest = Checkpoint.open_manifest(place_at(dirname))
     known = {manifest.id}
     yield place, manifest
@@ -394,7 +396,7 @@ def chain(dirname: object) -> Iterator[tuple[Place, Manifest]]:
 
 
 def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Tensor]:
-    """The tensors of a piece, verified."""
+    """Read and verify the tensors of a piece."""
     where = f"{place.url.rstrip('/')}/{piece.file}"
     try:
         data = place.read(piece.file, piece.bytes + 1, once=once)
@@ -411,7 +413,7 @@ def read(place: Place, piece: PieceFile, *, once: bool = False) -> list[torch.Te
 
 
 def _outline(spec: JobSpec) -> dict[str, tuple[str, str]]:
-    """By name, what must be the same for values to be taken over, and what for the optimizer's state."""
+    """Return by name what must be the same for values to be taken over, and what for the optimizer's state."""
     rules = [group.rule for group in spec.groups]
     params = {p.name: (f"{p.dtype} {p.shape}", rules[p.group]) for p in spec.params}
     return params | {t.name: (f"table of {t.dtype} x {t.dim}", rules[t.group]) for t in spec.tables}

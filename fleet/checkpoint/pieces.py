@@ -51,7 +51,7 @@ Tensors = Mapping[str, "torch.Tensor | np.ndarray[Any, Any]"]
 
 @dataclass(frozen=True)
 class PieceFile:
-    """One file, the names of its tensors in the order of ``about``, and ``about``, which says what they are."""
+    """Names one file, the names of its tensors in the order of ``about``, and ``about``, which describes them."""
 
     file: str
     bytes: int
@@ -61,12 +61,12 @@ class PieceFile:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> PieceFile:
-        """One that was written as JSON, where there are no tuples."""
+        """Return a piece file from JSON, which has no tuples."""
         return cls(**{**raw, "tensors": tuple(raw["tensors"])})
 
 
 def encoded(tensors: Tensors) -> list[Buffer]:
-    """What a safetensors file of these tensors consists of."""
+    """Return what a safetensors file of these tensors consists of."""
     header: dict[str, Any] = {}
     bodies: list[Buffer] = []
     at = 0
@@ -90,7 +90,7 @@ def encoded(tensors: Tensors) -> list[Buffer]:
 
 
 def decoded(piece: PieceFile, data: memoryview, where: str) -> list[torch.Tensor]:
-    """The tensors of a file, in their order, once its checksum is right: views of its bytes."""
+    """Return the tensors of a file, in their order, once its checksum is right: views of its bytes."""
     found = (len(data), crc32(data))
     if found != (piece.bytes, piece.crc32):
         raise CheckpointError(
@@ -129,7 +129,7 @@ class PieceWriter:
     """Writes files into a folder while the next ones are made. Leaving it as a context waits for the last one."""
 
     def __init__(self, folder: Place, folder_name: str, prefix: str, *, behind: bool = False) -> None:
-        """Files are called ``folder_name/prefix-number``, as seen from the checkpoint. ``behind`` a training they are
+        """``folder_name/prefix-number`` is a file's name, as seen from the checkpoint. ``behind`` a training, files are
         written when nobody else wants the processor."""
         self._folder = folder
         self._folder_name = folder_name
@@ -145,7 +145,8 @@ class PieceWriter:
         return self
 
     def add(self, about: dict[str, Any], tensors: Tensors) -> None:
-        """From any thread. Returns when there is room for one more; a failure of an earlier one is raised."""
+        """Add a file, from any thread, and return when there is room for one more. The failure of an earlier one is
+        raised here."""
         pieces = encoded(tensors)
         size, crc = 0, 0
         for piece in pieces:

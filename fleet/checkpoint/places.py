@@ -23,7 +23,7 @@ from fleet.errors import ArgumentTypeError, CheckpointError, DeadlineError, Flee
 #: Bytes that can be written: of anything that has a buffer.
 Buffer = Any
 
-#: The file that says who is writing into a folder; it is locked as long as they are there, where files can be locked.
+#: The file that says who writes into a folder; where files can be locked, it is locked for as long as the writer lives.
 MARK = "in-progress"
 _PROOF_BYTES = 16
 #: Publishing takes milliseconds, and removing what it superseded seconds.
@@ -32,7 +32,8 @@ _LOCK_DEADLINE_S, _LOCK_PAUSE_S = 60.0, 0.05
 
 @contextlib.contextmanager
 def writing(what: str, where: str) -> Iterator[None]:
-    """Around what writes ``what`` (in words): if the system does not let it, a ``CheckpointError`` says so."""
+    """Surround the writing of ``what`` (in words): if the system does not allow it, raise a ``CheckpointError`` that
+    says so."""
     try:
         yield
     except OSError as error:
@@ -41,7 +42,7 @@ def writing(what: str, where: str) -> Iterator[None]:
 
 
 def refuse_unwritable(what: str, where: str, error: BaseException | None) -> None:
-    """Raise a ``CheckpointError`` if this is what the system said; some errors of this package are OSErrors too."""
+    """Raise a ``CheckpointError`` if the system caused this error; some errors of this package are OSErrors too."""
     if isinstance(error, OSError) and not isinstance(error, FleetError):
         raise CheckpointError(
             f"{what} could not be written",
@@ -52,25 +53,25 @@ def refuse_unwritable(what: str, where: str, error: BaseException | None) -> Non
 
 
 class Place(Protocol):
-    """A directory, or what stands for one. Names are relative and may have slashes."""
+    """Reads and writes files in a directory, or in what stands for one. Names are relative and may have slashes."""
 
     @property
     def url(self) -> str:
-        """Its name for people, for other processes, and for ``place_at``."""
+        """Return the place's name for people, for other processes, and for ``place_at``."""
         ...
 
     def within(self, name: str) -> Place: ...
 
     def exists(self) -> bool:
-        """Whether anything is here: a directory, even an empty one, or a file."""
+        """Say whether anything is here: a directory, even an empty one, or a file."""
         ...
 
     def is_file(self) -> bool:
-        """Whether what is here is a file."""
+        """Say whether what is here is a file."""
         ...
 
     def names(self) -> list[str]:
-        """What is directly here; nothing where there is no directory."""
+        """Return the names directly in this place; none where there is no directory."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -78,39 +79,39 @@ class Place(Protocol):
     def size(self, name: str) -> int: ...
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """The files directly in a folder that is in here, each with its size, or None where that cannot be told
-        without reading it."""
+        """Return the size of each file directly in a folder of this place, or None where it cannot be told without
+        reading."""
         ...
 
     def read(self, name: str, most: int, *, once: bool = False) -> memoryview:
-        """A file from its beginning, and no more of it than ``most``; in memory that can be written, as tensors ask.
-        What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
+        """Read a file from its beginning, at most ``most`` bytes of it, into memory that can be written, as tensors
+        ask. What is read ``once``, by nobody else on this machine, need not stay in the system's cache."""
         ...
 
     def create(self, name: str, pieces: Sequence[Buffer]) -> None:
-        """A new file of these bytes, durable when this returns."""
+        """Write these bytes to a new file, which is durable when this returns."""
         ...
 
     def publish(self, name: str, data: bytes) -> None:
-        """Have a file with this content, instead of one that may be there, from one moment to the next."""
+        """Put this content into a file at one instant, in place of an old one if there is any."""
         ...
 
     def remove(self, name: str) -> None:
-        """A file, or a folder with all in it; as far as it can be, for what stays is in nobody's way."""
+        """Remove a file, or a folder with all in it, as far as that is possible; what stays is in nobody's way."""
         ...
 
     def make(self) -> None:
-        """Be a directory."""
+        """Make the directory."""
         ...
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, nobody else is in here, where files can be locked. An error if somebody stays in for long."""
+        """Keep everybody else out of this place, where files can be locked; raise if somebody stays in for long."""
         ...
 
 
 class Directory:
-    """A place on a file system of this machine."""
+    """Reads and writes files on a file system of this machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,8 +203,8 @@ class Directory:
 
 
 class Remote:
-    """A place that fsspec reaches. Nothing can be renamed there, but a file appears only when all of it has been
-    written."""
+    """Reads and writes files wherever fsspec reaches. Nothing can be renamed there, but a file appears only when all of
+    it has been written."""
 
     def __init__(self, fs: Any, path: str, protocol: str) -> None:
         self._fs = fs
@@ -268,7 +269,7 @@ class Remote:
             self._fs.rm(self._at(name), recursive=True)
 
     def make(self) -> None:
-        """A bucket has no directories; they are where files are."""
+        """Do nothing: a bucket has no directories; they are where files are."""
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -289,7 +290,8 @@ class Remote:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Around every question to the store, which has errors of its own. That something is not there is none."""
+        """Surround every question to the store, which has errors of its own. That something is not there is no
+        error."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError):
@@ -306,7 +308,7 @@ class Remote:
 
 
 def place_at(dirname: object) -> Place:
-    """The place that a user means."""
+    """Return the place that a user means."""
     if not isinstance(dirname, str | os.PathLike):
         raise ArgumentTypeError("dirname must be a path or a URL", got=repr(dirname))
     text = os.fspath(dirname)
@@ -339,14 +341,14 @@ def place_at(dirname: object) -> Place:
 
 
 def reference(target: Place, seen_from: Place) -> str:
-    """How one place is named in a file of another: relative where both can be moved together."""
+    """Return the name of one place in a file of another: a relative one where both can be moved together."""
     if isinstance(target, Directory) and isinstance(seen_from, Directory):
         return os.path.relpath(target.path, seen_from.path)
     return target.url
 
 
 def referred(name: str, seen_from: Place) -> Place:
-    """The place that ``reference`` has named."""
+    """Return the place that ``reference`` named."""
     if isinstance(seen_from, Directory) and "://" not in name:
         return Directory((seen_from.path / name).resolve())
     return place_at(name)
@@ -356,10 +358,10 @@ def referred(name: str, seen_from: Place) -> Place:
 
 
 class Claimed:
-    """A folder that this process writes into, with a mark in it that other processes find there.
+    """Claims a folder that this process writes into, by a mark in it that other processes find there.
 
-    Whoever is told the mark's content and finds it there looks at the same folder; and a lock on it says that the
-    writer lives.
+    A process that is told the mark's content and finds it there looks at the same folder; a lock on the mark says that
+    the writer lives.
     """
 
     def __init__(self, folder: Place) -> None:
@@ -383,7 +385,7 @@ class Claimed:
             folder.create(MARK, [self.proof.encode()])
 
     def done(self) -> None:
-        """All is written."""
+        """Note that everything is written."""
         self.folder.remove(MARK)
         self.close()
 
@@ -394,7 +396,7 @@ class Claimed:
 
 
 def proven(url: str, proof: str) -> Place | None:
-    """The folder that somebody else claimed, if this process sees it and can write there as well."""
+    """Return the folder that somebody else claimed, if this process sees it and can write there as well."""
     try:
         place = place_at(url)
         found = place.read(MARK, 2 * _PROOF_BYTES + 1)
@@ -407,7 +409,7 @@ def proven(url: str, proof: str) -> Place | None:
 
 
 def is_abandoned(folder: Place) -> bool:
-    """Whether nobody writes here any more."""
+    """Say whether the process that wrote here is gone."""
     if not isinstance(folder, Directory):
         return False  # nobody can tell
     try:

@@ -1,7 +1,7 @@
 """Exports a checkpoint for other programs: safetensors with everything in it, Parquet for the rows of a table.
 
-Files are written beside their place and renamed into it. Rows come in the order of their ids: they are written to where
-they belong in a file as they pass by, so no table is ever in memory; the pages of such a file are the system's to keep.
+Files are written beside their place and renamed into it. Rows stand in the order of their ids: each is written to where
+it belongs in a file as it passes by, so no table is ever in memory; the system keeps the pages of such a file.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ENTRY_BYTES = 320
 
 
 def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, force: bool) -> list[Path]:
-    """Write the file or the folder that ``out`` names, and return the files. ``tables`` names the only tables wanted;
-    if empty, everything is."""
+    """Write the file or the folder that ``out`` names, and return the files. ``tables`` names the tables wanted;
+    without any, everything is written."""
     chosen = _chosen(checkpoint, tables)
     jobs = _planned(checkpoint, out, chosen, everything=not tables, state=state)
     present = [path for path in jobs if path.exists()]
@@ -55,7 +55,7 @@ def export(checkpoint: Checkpoint, out: str, *, tables: list[str], state: bool, 
 
 
 def short(table: str) -> str:
-    """What a table is called beside its rows: the name of its embedding, if its parameter has torch's usual name."""
+    """Return a table's name beside its rows: the name of its embedding, if its parameter has torch's usual name."""
     return table.removesuffix(f".{WEIGHT}")
 
 
@@ -75,7 +75,7 @@ def _chosen(checkpoint: Checkpoint, names: list[str]) -> list[TableSpec]:
 def _planned(
     checkpoint: Checkpoint, out: str, chosen: list[TableSpec], *, everything: bool, state: bool
 ) -> dict[Path, Callable[[Path], None]]:
-    """The files there are to be, each with what writes it."""
+    """Return the files that are to be written, each with the function that writes it."""
 
     def parquet(spec: TableSpec) -> Callable[[Path], None]:
         return lambda draft: _write_parquet(checkpoint, spec, draft, state)
@@ -113,7 +113,7 @@ def _planned(
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A name for a draft, which becomes ``path`` when it has been written."""
+    """Give a name for a draft, which becomes ``path`` when it has been written."""
     if path.is_dir():
         raise ConfigurationError("a file cannot replace a folder", where=str(path))
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
@@ -128,11 +128,11 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 class _SafetensorsFile:
-    """A file whose tensors come one after the other: room for its header is left before them, and what the header
-    does not need of it is blank, as the format allows."""
+    """Writes a file whose tensors come one after the other: room for its header is left before them, and what the
+    header does not need stays blank, as the format allows."""
 
     def __init__(self, path: Path, names: Iterable[str]) -> None:
-        """``names`` of all that may come, tensors or text."""
+        """``names`` are those of everything that may come, tensors or text."""
         self._header: dict[str, Any] = {"__metadata__": {}}
         size = sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names) + _ENTRY_BYTES
         self._room = size + -size % 8
@@ -151,7 +151,7 @@ class _SafetensorsFile:
             file.write(bits)
 
     def room(self, name: str, shape: tuple[int, int], dtype: str) -> np.ndarray[Any, Any]:
-        """Zeros in the file, to be written to in any order."""
+        """Return zeros in the file, to be written to in any order."""
         kind = getattr(torch, dtype)
         at = 8 + self._room + self._size
         self._enter(name, NAMES[kind], shape, shape[0] * shape[1] * kind.itemsize)
@@ -203,7 +203,7 @@ def _write_safetensors(
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[str]:
-    """At least as long as everything that an export may have, with the text of what is no tensor."""
+    """Yield names and texts at least as long as all of an export's, texts of plain values included."""
     for piece in checkpoint.manifest.pieces:
         yield from (f"{entry['param']}.{entry['key']}{entry.get('plain')}" for entry in piece.about.get(DENSE, ()))
         yield from piece.about.get(BUFFERS, ())

@@ -1,9 +1,9 @@
-"""Chooses what a job goes on from: once for all of its processes, from what its servers have and see.
+"""Chooses where a job goes on, once for all of its processes, from what its servers have and see.
 
-State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else it is the
-newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the servers
-tell (``Seen``), so that whoever asks them comes to the same choice; should a checkpoint become complete in between, the
-first server holds to the choice it was told first.
+State that the servers have themselves wins: that of a job that runs, or that they have kept on disk. Else the choice is
+the newest complete checkpoint that all of them see, and else a beginning. All of it is a pure function of what the
+servers tell (``Seen``), so all who ask them come to the same choice. Should a checkpoint become complete in between,
+the first server holds to the choice it was told first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TOLD = 16
 
 @dataclass(frozen=True, order=True)
 class Mark:
-    """A checkpoint by its step and its id."""
+    """Names a checkpoint by its step and its id."""
 
     step: int
     id: str
@@ -36,7 +36,7 @@ BEGINNING = Mark(0, "")
 
 @dataclass(frozen=True)
 class Choice:
-    """``strict``: all of the checkpoint has to fit."""
+    """Says what is gone on from; with ``strict`` all of the checkpoint has to fit."""
 
     mark: Mark
     strict: bool = True
@@ -54,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Held:
-    """A job as one server has it."""
+    """Describes a job as one server has it."""
 
     #: how far the job is; where workers share no step, how far the first one is
     step: int
@@ -72,7 +72,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one server has and sees. It lists checkpoints only if it has neither a job nor a choice."""
+    """Says what one server has and sees. It lists checkpoints only if it has neither a job nor a choice."""
 
     held: Held | None = None
     chosen: Choice | None = None
@@ -117,13 +117,13 @@ def _choice(raw: Any) -> Choice:
 
 
 def without_state(seen: Sequence[Seen]) -> list[int]:
-    """The servers that lack the job although others have been trained in it."""
+    """Return the servers that lack the job although others have been trained in it."""
     is_trained = any(each.held is not None and each.held.base is None for each in seen)
     return [server for server, each in enumerate(seen) if each.held is None] if is_trained else []
 
 
 def are_apart(steps: Sequence[int]) -> bool:
-    """Whether servers are further apart than one step, which may be under way."""
+    """Say whether servers are further apart than one step, which may be under way."""
     return max(steps) - min(steps) > 1
 
 
@@ -136,14 +136,14 @@ def steps_apart(seen: Sequence[Seen]) -> list[int] | None:
 
 
 def refuse_apart(servers: Sequence[object], earlier: Sequence[Seen], now: Sequence[Seen]) -> None:
-    """An error if servers were apart at both looks, and stand still."""
+    """Raise if servers were apart at both looks, and stand still."""
     steps = steps_apart(now)
     if steps is not None and steps == steps_apart(earlier):
         raise not_at_the_same_step(servers, steps)
 
 
 def not_at_the_same_step(servers: Sequence[object], steps: Sequence[int | None]) -> ServerLostError:
-    """``steps`` has None for a server without state."""
+    """Return the error for servers at these ``steps``, which have None for a server without state."""
     told = ["without state" if step is None else f"at {step}" for step in steps]
     if None in steps:
         todo = (
@@ -164,7 +164,8 @@ def not_at_the_same_step(servers: Sequence[object], steps: Sequence[int | None])
 
 
 def choose(servers: Sequence[object], seen: Sequence[Seen], *, strict: bool = True) -> Choice | None:
-    """What the job begins from; None where every server has it already. ``servers`` are named so in errors."""
+    """Return what the job begins from; None where every server has it already. Errors name the servers as ``servers``
+    does."""
     lost = without_state(seen)
     if lost:
         there = [f"{servers[i]} at step {each.held.step}" for i, each in enumerate(seen) if each.held is not None]
@@ -214,15 +215,15 @@ def passed_by(servers: Sequence[object], seen: Sequence[Seen], choice: Choice) -
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a process is told: the job's step; and how many more of this worker's steps the servers had then, which it
-    takes once more: a step that was brought before its round was over."""
+    """Tells a process the job's step; and how many more of this worker's steps the servers had then, which it takes
+    once more: a step that was brought before its round was over."""
 
     step: int
     ahead: int = 0
 
 
 def step_of_worker(seen: Sequence[Seen], choice: Choice | None) -> Resumed:
-    """Of a worker that is about to join, for the first time or again."""
+    """Return the step of a worker that is about to join, for the first time or again."""
     held = [each.held for each in seen if each.held is not None]
     if not held:
         assert choice is not None, "made where a server lacks the job"
@@ -237,7 +238,7 @@ def step_of_worker(seen: Sequence[Seen], choice: Choice | None) -> Resumed:
 
 
 def step_of_server(seen: Sequence[Seen], choice: Choice | None, me: int) -> Resumed:
-    """Of server ``me``, which has just started."""
+    """Return the step of server ``me``, which has just started."""
     mine = seen[me]
     if mine.chosen is not None:
         return Resumed(mine.chosen.mark.step)
@@ -249,8 +250,8 @@ def step_of_server(seen: Sequence[Seen], choice: Choice | None, me: int) -> Resu
 
 
 def _kept_at(held: Sequence[Held], mine: int, step: int) -> int:
-    """Where the job was when all of its servers started again, if that is just now, for whoever was at ``mine`` then:
-    others may have trained on since. Else ``step``, where it is."""
+    """Return where the job was when all of its servers started again, if that was just now, for a process that was at
+    ``mine`` then: others may have trained on since. Otherwise return ``step``, where the job is."""
     kept = [each.kept_at for each in held if each.kept_at is not None]
     if len(kept) < len(held) or mine - min(kept) > 1:
         return step

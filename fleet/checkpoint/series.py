@@ -22,13 +22,13 @@ def name_of(step: int) -> str:
 
 
 def steps_in(root: Place) -> list[int]:
-    """The steps that have a directory of their own, whatever is in it, in their order."""
+    """Return the steps that have a directory of their own, whatever is in it, in their order."""
     found = (_NAME.fullmatch(name) for name in root.names())
     return sorted(int(match[1]) for match in found if match is not None and match[0] == name_of(int(match[1])))
 
 
 def root_at(given: object) -> Place:
-    """The place of a series that a user names. It need not be there yet."""
+    """Return the place of a series that a user names, which need not be there yet."""
     root = place_at(given)
     try:
         got = "a checkpoint" if root.has(MANIFEST) else "a file" if root.is_file() else _file_above(root)
@@ -48,7 +48,8 @@ def root_at(given: object) -> Place:
 
 
 def _file_above(root: Place) -> str | None:
-    """The file that keeps a directory from being made here, in words. Stores have no such thing."""
+    """Return in words the file that keeps a directory from being made here, if there is one. Stores have no such
+    thing."""
     if not isinstance(root, Directory):
         return None
     nearest = next((path for path in root.path.parents if path.exists()), root.path)
@@ -56,8 +57,8 @@ def _file_above(root: Place) -> str | None:
 
 
 def complete(root: Place) -> Iterator[Checkpoint]:
-    """Return the complete checkpoints whose lineage is complete as well, the latest step first; each lies where its
-    step says."""
+    """Yield the complete checkpoints whose lineage is complete as well, the latest step first; each lies where its step
+    says."""
     for step in reversed(steps_in(root)):
         place = root.within(name_of(step))
         try:
@@ -73,7 +74,7 @@ def complete(root: Place) -> Iterator[Checkpoint]:
 
 
 def _opened(place: Place) -> Checkpoint | None:
-    """The checkpoint that is here; None if one is being written, or was to be."""
+    """Open the checkpoint that is here; None if one is being written, or was never finished."""
     if place.has(MANIFEST):
         found = Checkpoint.open(place.url)
         found.check_present()
@@ -87,7 +88,7 @@ def _opened(place: Place) -> Checkpoint | None:
 
 
 def marks(root: Place) -> list[Mark]:
-    """The newest complete ones."""
+    """Return the newest complete checkpoints."""
     try:
         return [Mark(each.manifest.version, each.manifest.id) for each in islice(complete(root), MOST_TOLD)]
     except CheckpointError:
@@ -101,8 +102,8 @@ def latest(root: Place) -> Checkpoint | None:
 
 
 def remove_old(root: Place, keep: int, newest: int) -> None:
-    """Keep so many, up to the step ``newest``, and what they go on from. Later steps are left alone: an earlier run may
-    have left them, and they are not of this series."""
+    """Keep so many checkpoints, up to the step ``newest``, and what they go on from. Later steps are left alone: an
+    earlier run may have left them, and they are not of this series."""
     steps = [step for step in steps_in(root) if step <= newest]
     places = {step: place for step in steps if is_checkpoint(place := root.within(name_of(step)))}
     kept = sorted(places)[-keep:]

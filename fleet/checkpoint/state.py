@@ -1,8 +1,8 @@
 """Turns the state of a worker's own objects (schedulers, datasets) into bytes, and back.
 
-It is a line of JSON and behind it the bytes of the tensors in it, end to end. JSON's lists are lists; what JSON does
-not know, other keys of a dict among it, is an object with one key, which says what it is. Nothing is pickled: what has
-no place in this is refused, by its name.
+It is a line of JSON, and behind it the bytes of the tensors in it, end to end. JSON's lists are lists; anything that
+JSON does not know, dicts with other keys included, is an object with one key, which says what it is. Nothing is
+pickled: a value for which there is no form is refused, by its name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NUMBERS = "biufc"
 
 #: An entry is the state of an object, or a value itself; with the first the options that a schedule sets.
 _OBJECT, _OPTIONS, _VALUE = "object", "options", "value"
-#: Of an optimizer's groups what schedules set, beside what they add to them.
+#: The options of an optimizer's groups that schedules set, beside those that they add.
 _SCHEDULED = ("lr", "momentum", "betas")
 
 
@@ -63,7 +63,7 @@ def _named(state: object) -> dict[str, Any]:
 
 
 def encoded(state: object) -> Bytes:
-    """What the objects of a dict say of themselves now, and its plain values."""
+    """Return the present states of the objects in a dict, and its plain values, as bytes."""
     encoder = _Encoder()
     entries: dict[str, Any] = {}
     for name, value in _named(state).items():
@@ -79,8 +79,8 @@ def encoded(state: object) -> Bytes:
 
 
 def restore(state: object, data: Bytes, where: str) -> None:
-    """Give the objects of a dict what ``encoded`` had of them, and the dict its plain values; ``where`` that came from,
-    errors tell. All of it is there and can be read before anything is given."""
+    """Give the objects of a dict their states out of ``data``, and the dict its plain values. Everything is checked to
+    be there and readable before anything is given; errors name ``where`` it came from."""
     wanted, entries = _named(state), decoded(data, where)
     problems = [f"{name!r} is not in it" for name in wanted if name not in entries]
     for name, entry in entries.items():
@@ -122,7 +122,7 @@ def _give(taker: Any, entry: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def decoded(data: Bytes, where: str) -> dict[str, dict[str, Any]]:
-    """What is in some bytes, by name; whatever is not as ``encoded`` makes it is refused."""
+    """Return what ``encoded`` put into some bytes, by name; refuse anything else."""
     line, _, body = bytes(data).partition(b"\n")
     decoder = _Decoder(body)
     try:
@@ -138,7 +138,7 @@ def decoded(data: Bytes, where: str) -> dict[str, dict[str, Any]]:
 
 
 def values(data: Bytes, where: str) -> dict[str, Any]:
-    """What is in some bytes, for people: by the path of each value, as `schedule.last_epoch`."""
+    """Return what is in some bytes, for people: by the path of each value, such as `schedule.last_epoch`."""
     found: dict[str, Any] = {}
 
     def enter(value: Any, path: str) -> None:
@@ -175,7 +175,7 @@ def _add(pieces: PieceWriter, shares: list[tuple[int, int, Bytes]]) -> None:
 
 
 def states_in(checkpoint: Checkpoint) -> Iterator[tuple[int, int, Bytes]]:
-    """The states that a checkpoint has, as ``write_states`` was given them."""
+    """Yield the states that a checkpoint has, as ``write_states`` was given them."""
     for about, tensors in checkpoint.pieces(STATES):
         try:
             found = shares_of(about, tensors)
@@ -186,19 +186,20 @@ def states_in(checkpoint: Checkpoint) -> Iterator[tuple[int, int, Bytes]]:
 
 
 def steps_in(checkpoint: Checkpoint) -> dict[int, int]:
-    """The workers whose states a checkpoint has, each with how many of its steps it had taken: the manifest says so."""
+    """Return from the manifest the workers whose states a checkpoint has, each with how many of its steps it had
+    taken."""
     abouts = [piece.about for _, piece in checkpoint.files(STATES)]
     return {worker: steps for about in abouts for worker, steps in zip(about[STATES], about["steps"], strict=True)}
 
 
 def whose(worker: int, workers_then: int, there: Container[int]) -> int:
-    """Whose state of a checkpoint a worker is given, which has the states of those who are ``there``: worker 0's, if
-    it was not among the workers of then."""
+    """Return whose state a worker gets from a checkpoint that has the states of those who are ``there``: its own, or
+    worker 0's if it was not among the workers of then."""
     return worker if worker < workers_then or worker in there else 0
 
 
 def warn_of_none(worker: int, step: int) -> None:
-    """A worker that goes on after some steps is given no state."""
+    """Warn that a worker goes on after some steps and is given no state."""
     told = (
         "worker %d goes on after step %d without a state: the job has none of it, as of one that gave none or had left "
         "before the checkpoint was saved; its schedules and places in data begin anew"
@@ -207,7 +208,7 @@ def warn_of_none(worker: int, step: int) -> None:
 
 
 def shares_of(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, Bytes]]:
-    """The states in one piece; a ``ValueError`` or one of its like if it makes no sense."""
+    """Return the states in one piece; raise a ``ValueError`` or a similar error if it makes no sense."""
     if any(tensor.dtype is not torch.uint8 or tensor.dim() != 1 for tensor in tensors):
         raise ValueError("a state is not a row of bytes")
     shares = zip(about[STATES], about["steps"], tensors, strict=True)
@@ -224,7 +225,7 @@ def _is_object(value: object) -> bool:
 
 
 def _groups(value: object) -> list[dict[str, Any]]:
-    """The groups of options that a learning-rate scheduler sets."""
+    """Return the groups of options that a learning-rate scheduler sets."""
     groups = getattr(getattr(value, "optimizer", None), "param_groups", None)
     return groups if isinstance(groups, list) else []
 
@@ -331,7 +332,7 @@ class _Decoder:
 
 
 def _called(value: object) -> str:
-    """What a value is, in words."""
+    """Return what a value is, in words."""
     if callable(value) and hasattr(value, "__qualname__"):
         return "a class" if isinstance(value, type) else f"a {type(value).__name__}"
     name = type(value).__name__

@@ -41,7 +41,7 @@ _OURS = re.compile(rf"\.?{_FOLDER}{_TOKEN}|\.{re.escape(MANIFEST)}-{_TOKEN}")
 
 
 class CheckpointWriter:
-    """Used as a context: leaving it without ``commit`` removes what was written."""
+    """Writes a checkpoint. Leaving it as a context without ``commit`` removes what was written."""
 
     def __init__(self, dirname: object, after: Saved | None = None) -> None:
         """``after`` is the checkpoint that this one goes on from, as a delta."""
@@ -109,7 +109,7 @@ class CheckpointWriter:
                 raise
 
     def _remove_dead_drafts(self) -> None:
-        """What writers left beside this place that were killed."""
+        """Remove what writers that were killed left beside this place."""
         if not isinstance(self._final, Directory) or self._inside:
             return
         draft = re.compile(rf"\.{re.escape(self._final.path.name)}\.{_TOKEN}")
@@ -120,16 +120,16 @@ class CheckpointWriter:
 
     @property
     def folder(self) -> Place:
-        """Where the pieces go."""
+        """Return where the pieces go."""
         return self._claimed.folder
 
     @property
     def proof(self) -> str:
-        """What another process finds in the folder if it looks at the same one."""
+        """Return what another process finds in the folder if it looks at the same one."""
         return self._claimed.proof
 
     def pieces(self, prefix: str) -> PieceWriter:
-        """For pieces that this process writes; their files are to be given to ``add``."""
+        """Return a writer for pieces of this process; give their files to ``add``."""
         return PieceWriter(self.folder, self._folder_name, prefix)
 
     @property
@@ -137,7 +137,7 @@ class CheckpointWriter:
         return self._folder_name
 
     def add(self, files: Iterable[PieceFile]) -> None:
-        """Pieces that have been written, by this process or another."""
+        """Take pieces that have been written, by this process or another."""
         for each in files:
             name = PurePosixPath(each.file).name
             found = self.folder.size(name) if self.folder.has(name) else None
@@ -190,7 +190,7 @@ class CheckpointWriter:
         sync_directory(self._final.path.parent)
 
     def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
-        """Remove what the manifest before this one named, and what dead writers have left."""
+        """Remove the pieces that the manifest before this one named, and those that dead writers have left."""
         named = {piece.file for piece in manifest.pieces}
         superseded = set() if before is None else {piece.file for piece in before.pieces} - named
         for file in superseded:
@@ -216,7 +216,7 @@ class CheckpointWriter:
         refuse_unwritable(_WHAT, self._final.url, error)
 
     def _may_be_there(self) -> bool:
-        """Whether the manifest that names the pieces is there, or may be: then they must stay."""
+        """Say whether the manifest that names the pieces is there, or may be: then they must stay."""
         try:
             present = Checkpoint.open_manifest(self._final)[1].id
         except CheckpointError:
@@ -225,7 +225,7 @@ class CheckpointWriter:
 
 
 def _check_present(saved: Saved, present: Manifest) -> None:
-    """Whether the checkpoint that a delta goes on from is still where it was saved."""
+    """Say whether the checkpoint that a delta goes on from is still where it was saved."""
     if present.id != saved.id:
         raise CheckpointError(
             "the checkpoint that a delta would go on from has been replaced",
@@ -241,7 +241,7 @@ def _folder(file: str) -> str:
 
 
 def _manifest_of(place: Place) -> Manifest | None:
-    """What is at a place, if it can be read."""
+    """Return what is at a place, if it can be read."""
     try:
         return Checkpoint.open_manifest(place)[1]
     except CheckpointError:

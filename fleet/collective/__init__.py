@@ -1,4 +1,4 @@
-"""Collective training: workers that average among themselves, over NCCL or Gloo, and need no server.
+"""Trains without servers: workers average among themselves, over NCCL or Gloo.
 
 This is also the source documents' import point: ``fleet`` is ``import fleet`` for collective jobs.
 """

@@ -30,7 +30,8 @@ _log = logging.getLogger("fleet")
 
 
 class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
-    """Where CUDA is, a new backend chooses this worker's device by its local rank."""
+    """Runs a collective job's part in this process. Where CUDA is, it chooses this worker's device by its local
+    rank."""
 
     def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
         super().__init__(assignment, knobs, clock)
@@ -111,7 +112,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         return self._beginning.step
 
     def let_go(self) -> None:
-        """Nothing comes of what was begun here before the job."""
+        """Drop what was begun here before the job."""
         group, self._group = self._group, None
         if group is not None:
             group.monitor.fail(f"worker {group.rank} did something else after resume_from()")
@@ -143,7 +144,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
             worker.reductions.barrier()
 
     def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
-        """What reduces (value, output, op) over the workers, on behalf of ``call``."""
+        """Return the function that reduces (value, output, op) over the workers, on behalf of ``call``."""
         worker = self._running_worker(f"{call}()")
 
         def reduce(value: object, output: object, op: object) -> Any:
@@ -155,24 +156,25 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     # ---------------------------------------------------------------- state
 
     def _quiet_worker(self, call: str) -> CollectiveWorker:
-        """For a call that needs all of the training's state, which a step and a backward alter in place."""
+        """Return the worker for a call that needs all of the training's state, which a step and a backward alter in
+        place."""
         worker = self._running_worker(call)
         worker.turns.refuse_other_thread(call)
         return worker
 
     def undisturbed(self, call: str) -> AbstractContextManager[None]:
-        """Nothing that could disturb what needs quiet is let in here."""
+        """Surround a call that needs quiet; nothing that could disturb it is let in here."""
         self._quiet_worker(call)
         return nullcontext()
 
     def begin_saving(
         self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = ""
     ) -> Callable[[None], None]:
-        """What is returned saves; there is nothing to be done before it."""
+        """Return a function that saves; nothing has to be done before it."""
         worker = self._running_worker("save_persistables()")
         return lambda _: checkpoint.save(worker, dirname, mode, own, wanted)
 
-    #: What would be saved is what the next step alters; and there are no rows.
+    #: False, since the next step alters what would be saved, and there are no rows.
     saves_behind = saves_deltas = False
 
     @property
@@ -180,7 +182,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         return self._running_worker("steps_taken").steps
 
     def checkpoint_states(self, *, gives: bool) -> object_states.CheckpointStates:
-        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        """Return the object that brings the states of all workers into the checkpoints that ``Checkpoints`` saves."""
         return object_states.CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
 
     def keep_state(self, state: object) -> NoReturn:  # noqa: ARG002

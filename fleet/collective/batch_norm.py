@@ -15,7 +15,7 @@ from fleet.collective.process_group import Group
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all workers; its gradient is the sum of theirs."""
+    """Sums up over all workers; the gradient of the sum is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, statistics: StatisticsGroup) -> torch.Tensor:
@@ -28,8 +28,8 @@ class _Sum(torch.autograd.Function):
 
 
 class StatisticsGroup:
-    """The communicator on which the batch norms of all workers meet, apart from that of gradients on their way. The
-    others must hear when a worker has stopped and will not come."""
+    """Holds the communicator on which the batch norms of all workers meet, apart from that of gradients on their way.
+    The others must hear when a worker has stopped and will not come."""
 
     def __init__(self) -> None:
         self._group: Group | None = None

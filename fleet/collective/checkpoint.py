@@ -1,8 +1,8 @@
 """Saves the state of a collective job as one checkpoint, and loads it.
 
-The same format as that of a parameter-server job, and servers can start from it: every parameter is one block, with its
-optimizer state; the model's buffers come in a piece of their own. One worker writes, one reads and hands it to the
-others, so that only its machine needs the files.
+The format is that of a parameter-server job, and servers can start from it: every parameter is one block, with its
+optimizer state; the model's buffers come in a piece of their own. One worker writes, and one reads and hands everything
+to the others, so only its machine needs the files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _log = logging.getLogger("fleet.checkpoint")
 
 
 def save(worker: CollectiveWorker, dirname: object, mode: object, own: Bytes | None, wanted: str) -> None:
-    """Save as the first worker that calls it after this step; the others wait until it is done. ``own`` is the state of
-    this worker's own objects, ``wanted`` the name under which others give theirs, or empty for that of this call."""
+    """Write a checkpoint, as the first worker that calls this after a step; the others wait until it is done. ``own``
+    is the state of this worker's own objects, ``wanted`` the name under which others give theirs, or empty for that of
+    this call."""
     if mode != "full":
         raise UnsupportedError(
             "a collective job has no rows of which only the changed ones could be saved",
@@ -90,7 +91,7 @@ def _write(worker: CollectiveWorker, pieces: PieceWriter) -> None:
 
 
 def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
-    """Every worker calls it; the values are those that worker 0 was given."""
+    """Take over the values that worker 0 was given; every worker calls this."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError("model must be a torch.nn.Module", got=type(model).__name__)
     if not isinstance(state, Mapping):
@@ -109,7 +110,8 @@ def load_state(worker: CollectiveWorker, model: object, state: object) -> None:
 
 
 def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> None:
-    """Every worker calls it; worker 0 reads. Unless it is ``strict``, what does not fit is logged and left out."""
+    """Load a checkpoint, which worker 0 reads; every worker calls this. Unless it is ``strict``, what does not fit is
+    logged and left out."""
     group, monitor = worker.group, worker.group.monitor
     found: dict[str, Any] = {}
     values: list[torch.Tensor] = []
@@ -137,7 +139,7 @@ def load(worker: CollectiveWorker, dirname: object, *, strict: bool = True) -> N
 
 
 def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Read what a checkpoint has, and its tensors in that order."""
+    """Read what a checkpoint has, and its tensors in the same order."""
     spec = _spec(worker)
     if strict:
         checkpoint.check_fits(spec)
@@ -181,7 +183,7 @@ def _read(worker: CollectiveWorker, checkpoint: Checkpoint, strict: bool) -> tup
 
 @torch.no_grad()
 def _fill(worker: CollectiveWorker, found: dict[str, Any], values: list[torch.Tensor]) -> None:
-    """``values`` are used up one by one: a device may have no room for all of them twice."""
+    """Fill in ``values``, which are used up one by one: a device may have no room for all of them twice."""
     values.reverse()
     members = {member.name: member for member in worker.members}
     for told in found["params"]:

@@ -1,4 +1,5 @@
-"""Deep gradient compression (Lin et al., 2018, arXiv:1712.01887): the few largest elements travel, the others wait.
+"""Compresses gradients (deep gradient compression, Lin et al., 2018, arXiv:1712.01887): the few largest elements
+travel, the others wait.
 
 Every worker keeps, for each compressed parameter, a momentum ``u`` of its own gradients and a sum ``v`` of what it has
 not sent yet. In a step, with momentum ``m`` and gradient ``g`` (weight decay included):
@@ -29,7 +30,7 @@ LEAST_ELEMENTS = 16384
 
 
 def sparsity_at(options: DGC, step: int) -> float | None:
-    """The share of elements that stay behind in this step, counted from 0; None while gradients travel whole."""
+    """Return the share of elements that stay behind in this step, counted from 0; None while gradients travel whole."""
     since = step - options.rampup_begin_step
     if since < 0:
         return None
@@ -38,19 +39,19 @@ def sparsity_at(options: DGC, step: int) -> float | None:
 
 
 def kept(elements: int, sparsity: float) -> int:
-    """How many elements travel."""
+    """Return how many elements travel."""
     return max(1, round(elements * (1.0 - sparsity)))
 
 
 def clip_factor(norm: float, clip_norm: float, workers: int) -> float:
-    """What a gradient of this norm is multiplied by: N clipped gradients add up to no more than one clipped sum."""
+    """Return the factor for a gradient of this norm: N clipped gradients add up to no more than one clipped sum."""
     limit = clip_norm / float(workers) ** 0.5
     return min(1.0, limit / norm) if norm > 0 else 1.0
 
 
 @dataclass
 class Residual:
-    """What a worker holds back of one parameter."""
+    """Holds what a worker keeps back of one parameter."""
 
     momentum: torch.Tensor
     unsent: torch.Tensor
@@ -58,7 +59,7 @@ class Residual:
     def take(
         self, gradient: torch.Tensor, momentum: float, nesterov: bool, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a gradient, and give away the ``count`` largest elements: where they are, and what."""
+        """Add a gradient, and give away the ``count`` largest elements: their places and values."""
         if nesterov:
             self.momentum.add_(gradient).mul_(momentum)
             self.unsent.add_(self.momentum).add_(gradient)
@@ -73,7 +74,7 @@ class Residual:
 
 
 class DeepCompression:
-    """The exchange of a job with DGC."""
+    """Exchanges the gradients of a job with DGC."""
 
     def __init__(self, group: Group, options: DGC, members: Sequence[Member]) -> None:
         self._group = group

@@ -26,18 +26,18 @@ class Exchange(Protocol):
     def begin(self, bucket: GradBucket) -> Finish: ...
 
     def adopt(self, members: Sequence[Member]) -> None:
-        """These parameters are trained from now on, in other buckets than before."""
+        """Train these parameters from now on, in other buckets than before."""
         ...
 
 
 class Route(Protocol):
-    """How a flat tensor is added up over all workers, in place."""
+    """Adds a flat tensor up over all workers, in place."""
 
     def begin(self, tensor: torch.Tensor, number: int) -> Callable[[], None]: ...
 
 
 class Flat:
-    """One all-reduce; with several communicators they take turns."""
+    """Adds up with one all-reduce; with several communicators they take turns."""
 
     def __init__(self, group: Group, communicators: int) -> None:
         self._group = group
@@ -52,7 +52,8 @@ class Flat:
 
 
 class Hierarchical:
-    """To the first worker of each of ``inner`` groups, among these, and back: little crosses from group to group."""
+    """Adds up to the first worker of each of ``inner`` groups, among these, and back: little crosses from group to
+    group."""
 
     def __init__(self, group: Group, inner: Sequence[Sequence[int]], communicators: int) -> None:
         self._group = group
@@ -79,7 +80,7 @@ class Hierarchical:
 
 
 class Averaging:
-    """The mean, divided before it is added up, and in ``dtype`` on its way if that is given."""
+    """Takes the mean, divided before it is added up, and in ``dtype`` on its way if that is given."""
 
     def __init__(self, route: Route, size: int, dtype: torch.dtype | None) -> None:
         self._route = route
@@ -88,7 +89,7 @@ class Averaging:
         self.sent_bytes = 0
 
     def adopt(self, members: Sequence[Member]) -> None:
-        """All are treated alike."""
+        """Do nothing: all parameters are treated alike."""
 
     def begin(self, bucket: GradBucket) -> Finish:
         whole = bucket.buffer()
@@ -104,5 +105,5 @@ class Averaging:
 
 
 def neighbours(size: int, inner: int) -> list[list[int]]:
-    """Ranks in groups of ``inner`` that follow each other."""
+    """Return ranks in groups of ``inner`` that follow each other."""
     return [list(range(start, start + inner)) for start in range(0, size, inner)]

@@ -31,7 +31,7 @@ def recompute(model: torch.nn.Module, names: Sequence[str]) -> None:
 
 
 def half_precision(device: torch.device) -> torch.dtype:
-    """What AMP computes in: float16 on CUDA, and bfloat16 where float16 would be slow."""
+    """Return what AMP computes in: float16 on CUDA, and bfloat16 where float16 would be slow."""
     return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 
 class Liveness:
-    """How long each of some counters has stood still."""
+    """Measures for how long each of some counters has stood still."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, float]] = {}
 
     def still_for(self, worker: int, count: int, now: float) -> float:
-        """Note a worker's counter as it is ``now``; for how long it has been that."""
+        """Note a worker's counter as it is ``now``, and return for how long it has stood there."""
         known, since = self._last.get(worker, (None, now))
         if count != known:
             since = now
@@ -24,5 +24,5 @@ class Liveness:
 
 
 def stopped(before: Mapping[int, int], after: Mapping[int, int]) -> list[int]:
-    """The workers whose counter has not moved from one look to the next."""
+    """Return the workers whose counter has not moved from one look to the next."""
     return [worker for worker, count in after.items() if before[worker] == count]

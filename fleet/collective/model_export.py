@@ -11,7 +11,8 @@ from fleet.collective.worker import CollectiveWorker
 
 
 def state_dict(model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
-    """A copy of ``model.state_dict()``. Remote tables have no rows in such a job: they are left out or refused."""
+    """Return a copy of ``model.state_dict()``. Remote tables have no rows in such a job: they are left out or
+    refused."""
     if tables:
         return _copied(serving.state_in_job(model, ()))
     state = serving.own_state(model)
@@ -22,7 +23,8 @@ def state_dict(model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tenso
 def save_inference_model(
     worker: CollectiveWorker, dirname: str, model: torch.nn.Module, example_inputs: object, statistics: StatisticsGroup
 ) -> None:
-    """Written by the first worker that calls it after this step; the others wait until it has been."""
+    """Write the model to serve, by the first worker that calls this after its step; the others wait until it is
+    written."""
     state = serving.state_to_save(model, (), example_inputs)
     alone = {id(statistics): StatisticsGroup()}  # batch norms of a copy to serve meet nobody
 

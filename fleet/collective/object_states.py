@@ -1,7 +1,7 @@
 """Moves the states of the workers' own objects through the job's store: into a checkpoint, and back.
 
-Every worker puts its own there when a checkpoint wants it. Whoever writes takes them out, and waits for those that give
-theirs as long as they can still come to it.
+Every worker puts its own there when a checkpoint wants it. The worker that writes takes them out, and waits for those
+that give theirs as long as they can still come to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def give(worker: CollectiveWorker, name: str, state: Bytes) -> None:
 
 
 def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[tuple[int, int, Bytes]]:
-    """Collect what has been given under a name, by everyone who makes this call or by those who give theirs: worker,
+    """Yield what has been given under a name, by everyone who makes this call or by those who give theirs: worker,
     steps, state."""
     monitor = worker.group.monitor
 
@@ -47,7 +47,7 @@ def collect(worker: CollectiveWorker, name: str, *, everyone: bool) -> Iterator[
 
 
 def _may_come(worker: CollectiveWorker, store: Store, name: str, other: int, everyone: bool) -> bool:
-    """Whether to wait for a worker: not if it waits for this one itself, in a round or a gathering."""
+    """Say whether to wait for a worker: not if it waits for this one itself, in a round or a gathering."""
     monitor = worker.group.monitor
     if other == monitor.rank or store.check([f"state/{name}/{other}"]) or store.check([f"left/{other}"]):
         return False
@@ -64,7 +64,7 @@ def _gives(store: Store, worker: int) -> bool:
 
 
 def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]:
-    """Lay out what a checkpoint has for each worker; who that is, and how many workers there were."""
+    """Lay out what a checkpoint has for each worker; return whose states there are, and how many workers there were."""
     monitor, found = worker.group.monitor, []
     for of, _, state in states_in(checkpoint):
         key, tensor = f"brought/{worker.loads}/{of}", WireTensor.of(state)
@@ -75,7 +75,7 @@ def bring(worker: CollectiveWorker, checkpoint: Checkpoint) -> dict[str, object]
 
 
 def load(worker: CollectiveWorker, state: object) -> bool:
-    """Give this worker's own objects what the checkpoint has of them that was loaded; whether it has anything."""
+    """Give this worker's own objects what the loaded checkpoint has of them; return whether it has anything."""
     check_state(state)
     rank, of = worker.group.monitor.rank, worker.brought["of"]
     given = whose(rank, worker.brought["workers"], of)
@@ -90,7 +90,7 @@ def load(worker: CollectiveWorker, state: object) -> bool:
 
 
 class CheckpointStates:
-    """How the states of all workers come into the checkpoints that worker 0 saves from time to time."""
+    """Brings the states of all workers into the checkpoints that worker 0 saves from time to time."""
 
     def __init__(self, worker: CollectiveWorker, *, gives: bool) -> None:
         self._worker = worker
@@ -105,7 +105,8 @@ class CheckpointStates:
 
     @property
     def needs_notice(self) -> bool:
-        """Whether others have to hear of a checkpoint before its step: their states right after that belong into it."""
+        """Say whether others have to hear of a checkpoint before its step: their states right after that belong into
+        it."""
         return self._gives and self._worker.group.size > 1
 
     def ask(self, step: int) -> None:
@@ -116,12 +117,12 @@ class CheckpointStates:
 
     @property
     def asked(self) -> str:
-        """The name under which all have been asked after this step; empty if they have not."""
+        """Return the name under which all have been asked after this step; empty if they have not."""
         return self._after(self._asked_at) if self._asked_at == self._worker.steps else ""
 
     @property
     def wanted(self) -> str | None:
-        """The name under which this worker's state is wanted now; None if it is not."""
+        """Return the name under which this worker's state is wanted now; None if it is not."""
         step = self._worker.group.monitor.ask(lambda store: int(store.get("asked")) if store.check(["asked"]) else -1)
         return self._after(step) if step == self._worker.steps else None
 
@@ -130,11 +131,12 @@ class CheckpointStates:
         return f"checkpoint after step {step}"
 
     def name_of_call(self, call: str) -> str:
-        """The name of what is wanted in a call that every worker makes; empty where this one gives none."""
+        """Return the name of the states that are wanted in a call that every worker makes; empty where this worker
+        gives none."""
         return f"{call} after step {self._worker.steps}" if self._gives else ""
 
     def give(self, name: str, state: Bytes, *, last: bool = False) -> None:
-        """Hand this worker's over; after the ``last`` one no other is to be waited for."""
+        """Hand over this worker's state; after the ``last`` one, nobody waits for another."""
         if not self._worker.stopped:
             give(self._worker, name, state)
             if last:

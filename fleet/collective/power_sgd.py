@@ -62,7 +62,8 @@ class LowRank:
                 self._group.monitor.wait(lambda slice_s: self._done_within(future, slice_s))
 
     def _done_within(self, future: torch.futures.Future[torch.Tensor], slice_s: float) -> bool:
-        """Futures cannot be waited for with a deadline: look, often at first."""
+        """Look again and again whether a future is done, often at first: a future cannot be waited for with a
+        deadline."""
         clock = self._group.monitor.clock
         until, pause_s = clock.now() + slice_s, 0.0001
         while not future.done():

@@ -32,7 +32,7 @@ from fleet.errors import DeadlineError, PlanMismatchError, PortInUseError, State
 
 _log = logging.getLogger("fleet.worker")
 
-#: Who is lost is found out by the monitor, so that a long step of one worker is no reason for torch to give up.
+#: The monitor finds out who is lost, so a long step of one worker is no reason for torch to give up.
 _PATIENCE = timedelta(days=30)
 #: Requests of the store that wait for something wait in the monitor, not in it.
 _STORE_TIMEOUT = timedelta(seconds=30)
@@ -65,7 +65,7 @@ class Group:
     # ---------------------------------------------------------------- coming together
 
     def open(self) -> None:
-        """Open the job's store, through which workers find each other. A second time does nothing."""
+        """Open the job's store, through which workers find each other. A second call does nothing."""
         if self._store is not None:
             return
         self._adopted = dist.is_initialized()
@@ -80,7 +80,7 @@ class Group:
         self.monitor = StoreMonitor(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
 
     def gather_texts(self, what: str, told: str) -> list[str]:
-        """What every worker says here, in their order; all of them come within the start-up deadline."""
+        """Return what every worker says here, in their order; all of them come within the start-up deadline."""
         self._post_and_wait(what, told, self._knobs.startup_deadline_s)
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         return [self.monitor.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
@@ -227,7 +227,7 @@ class Group:
         return self._control or self.everyone
 
     def split(self, backend: str | None = None, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """A further group, of all workers or some; every worker makes the same ones in the same order."""
+        """Return a further group, of all workers or some; every worker makes the same ones in the same order."""
         made = dist.new_group(ranks, backend=backend, timeout=_PATIENCE)
         if isinstance(made, dist.ProcessGroup):  # it is something else where this worker is no member
             self._made.append(made)
@@ -260,7 +260,7 @@ class Group:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """The values that ``source`` has, on every worker, in place."""
+        """Copy the values that ``source`` has to every worker, in place."""
         for some in _batches(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
             self.finish(dist.broadcast(flat, source, async_op=True), flat.device)
@@ -273,7 +273,7 @@ class Group:
     # ---------------------------------------------------------------- parting
 
     def stop(self) -> None:
-        """Every worker has come here: part from the others; what was the user's stays."""
+        """Part from the others when every worker has come here; groups of the user's stay."""
         self.monitor.part()
         self.monitor.end()
         self._store = None
@@ -301,7 +301,7 @@ class Group:
 
 
 def _is_over(store: Store) -> bool:
-    """Whether it is the store of a job that has ended, or goes while it is asked."""
+    """Say whether this is the store of a job that has ended, or one that goes away while it is asked."""
     try:
         return any(store.check([key]) for key in ENDED)
     except RuntimeError:
@@ -309,7 +309,7 @@ def _is_over(store: Store) -> bool:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors that can travel as one: of one element type and device, and not too many bytes."""
+    """Group tensors that can travel as one: of one element type and device, and not too many bytes."""
     made: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for tensor in tensors:
         batches = made.setdefault((tensor.dtype, tensor.device), [[]])
@@ -330,7 +330,7 @@ def _done_within(work: dist.Work, slice_s: float) -> bool:
 
 
 def _bound(endpoint: Endpoint) -> int:
-    """A socket at the endpoint and nowhere else; torch's own would listen at every address of the machine."""
+    """Return a socket at the endpoint and nowhere else; torch's own would listen at every address of the machine."""
     host = endpoint.host.strip("[]")
     made: socket.socket | None = None
     try:

@@ -36,13 +36,14 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 @dataclass(frozen=True)
 class Round:
-    """Who brought gradients to a round."""
+    """Says who brought gradients to a round."""
 
     workers: tuple[int, ...]
 
 
 class Reducer:
-    """``on_round`` is called after each round with what it was, inside of the backward that it belongs to."""
+    """Averages gradients in rounds. ``on_round`` is called with each round after it, inside the backward that it
+    belongs to."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Reducer:
         _register_comm_hook(self._reducer, None, self._begin_bucket)
 
     def run(self, taking_part: bool) -> None:
-        """A round on the gradients as they are; without taking part, on none."""
+        """Run a round on the gradients as they are; without taking part, on none."""
         self._taking_part = taking_part
         if not taking_part:
             for param in self._params:
@@ -103,7 +104,7 @@ class Reducer:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether a backward began a round and ended in an exception before it was complete."""
+        """Say whether a backward began a round and ended in an exception before it was complete."""
         return self._is_open
 
     def close(self) -> None:
@@ -116,7 +117,7 @@ class Reducer:
     # ---------------------------------------------------------------- within a backward
 
     def _arrive(self, index: int, _: object) -> None:
-        """A gradient is about to be accumulated."""
+        """Note that a gradient is about to be accumulated."""
         if self.enabled:
             if not self._is_open:
                 self._open()
@@ -138,7 +139,7 @@ class Reducer:
         return future
 
     def _close(self) -> None:
-        """Backward is through: complete the round."""
+        """Complete the round, as the backward is through."""
         self._is_open = False
         self._mark()
         counting = None
@@ -183,7 +184,8 @@ class Reducer:
         self._on_round(Round(workers))
 
     def _correct(self, marks: Sequence[float], workers: int) -> None:
-        """Give parameters that nobody has a gradient for none, and divide by the number of those who took part."""
+        """Drop the gradients of parameters that no worker has one for, and divide by the number of those who took
+        part."""
         present = []
         for param, mark in zip(self._params, marks, strict=True):
             if mark > 0 and param.grad is not None:
@@ -195,7 +197,7 @@ class Reducer:
 
 
 def _accumulator(param: torch.nn.Parameter) -> Any:
-    """The autograd node that adds to ``param.grad``."""
+    """Return the autograd node that adds to ``param.grad``."""
     return torch.autograd.graph.get_gradient_edge(param).node
 
 

@@ -2,7 +2,7 @@
 
 So they are not in the way of gradients, and a worker that has stopped need not take part: it says so in the store. The
 n-th gathering of one worker meets the n-th of every other. The first worker that is in it collects what all have
-brought, reduces it in worker order, and writes down what came of it; the others wait for that.
+brought, reduces it in worker order, and writes the result down; the others wait for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreReductions:
         self._number = 0
 
     def is_ahead(self, store: Store, worker: int) -> bool:
-        """Whether a worker has come to the gathering that is next for this one."""
+        """Say whether a worker has come to the gathering that is next for this one."""
         return store.check([f"gather/{self._number + 1}/{worker}"])
 
     def barrier(self) -> None:
@@ -42,7 +42,8 @@ class StoreReductions:
             self._meet(Asked(BARRIER, beside=self._turns.is_other_thread), None)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
-        """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
+        """Reduce the ``value`` of all workers to one, in the kind it came in, and write it into ``output`` if that is
+        given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
             with self._turns.meeting(call):
@@ -73,14 +74,14 @@ class StoreReductions:
         return found
 
     def _leads(self, store: Store, number: int) -> bool | None:
-        """Whether this worker collects; None while that is open."""
+        """Say whether this worker collects; None while that is open."""
         if store.check([f"gather/{number}/result"]):
             return False
         earlier = range(self._monitor.rank)
         return True if all(self._is_out(store, number, other) for other in earlier) else None
 
     def _is_out(self, store: Store, number: int, worker: int) -> bool:
-        """Whether a worker has left without coming to a gathering."""
+        """Say whether a worker has left without coming to a gathering."""
         left = store.check([f"left/{worker}"])  # asked first: what it brought, it brought before
         return left and not store.check([f"gather/{number}/{worker}"])
 

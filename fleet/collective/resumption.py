@@ -19,7 +19,7 @@ _log = logging.getLogger("fleet.checkpoint")
 
 @dataclass(frozen=True)
 class Resumption:
-    """What the job goes on from; without a ``url`` it begins."""
+    """Says what the job goes on from; without a ``url`` it begins."""
 
     step: int
     url: str
@@ -42,5 +42,6 @@ def resume(group: Group, root: Place, *, strict: bool) -> Resumption:
 
 
 def choose(seen: list[list[Mark]]) -> Mark:
-    """Choose the newest checkpoint that is seen by all who see any. The others need none: worker 0 reads for them."""
+    """Choose the newest checkpoint that is seen by all who see any. The others need to see none: worker 0 reads for
+    them."""
     return newest_of_all([some for some in seen if some]) if seen[0] else BEGINNING

@@ -13,7 +13,7 @@ from fleet.collective.reducer import Round
 
 @torch.no_grad()
 def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contribute: bool) -> Round:
-    """The mean of the parameters of all workers that contribute, on every worker."""
+    """Return the mean of the parameters of all workers that contribute, on every worker."""
     marks = torch.zeros(group.size)
     marks[group.rank] = float(contribute)
     counting = dist.all_reduce(marks, group=group.control, async_op=True)
@@ -39,7 +39,7 @@ def average_parameters(group: Group, params: Sequence[torch.nn.Parameter], contr
 
 
 class MergedGradients:
-    """The sum of the gradients of several steps."""
+    """Holds the sum of the gradients of several steps."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self._params = params

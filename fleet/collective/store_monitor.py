@@ -1,12 +1,12 @@
 """Connects a worker to the job's store, beside the process group, on a thread of its own.
 
 A request to a store whose host has stopped answering never returns, and a collective of which one member has died may
-not either. So the user's thread asks neither directly. The monitor's thread alone speaks to the store: it counts a
-heartbeat up, looks whether the next worker's still grows and whether somebody has reported a failure, and carries out
-what it is asked to between two beats. The user's thread waits in slices (``ask``, ``wait``), and looks between them
+not either. So the user's thread asks neither directly. Only the monitor's thread speaks to the store: it counts a
+heartbeat up, looks whether the next worker's heartbeat still grows and whether a failure has been reported, and between
+two beats does what it is asked to. The user's thread waits in slices (``ask``, ``wait``), and looks between them
 whether the job has failed.
 
-Each worker watches its successor. Whoever finds the failure first writes it down; everybody reads the same sentence.
+Each worker watches its successor. The first to find a failure writes it down; everybody reads the same sentence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 #: How long the user's thread waits before it looks whether the job has failed.
 SLICE_S = 0.25
-#: How many beats a worker that is alive may be late by when the others wonder who has died.
+#: By how many beats a living worker may be late when the others find out who has died.
 LATE_BEATS = 3
 #: After how many slices a wait is long enough to be told of.
 _LONG = 4
@@ -71,7 +71,7 @@ class StoreMonitor:
     # ---------------------------------------------------------------- the user's thread
 
     def ask(self, work: Callable[[Store], T]) -> T:
-        """What ``work`` does with the store, done by the monitor."""
+        """Return what ``work`` does with the store, done by the monitor."""
         future: Future[T] = Future()
         self._requests.put((work, future))
         while True:
@@ -84,7 +84,7 @@ class StoreMonitor:
                 raise self._failure.again() from error
 
     def until(self, ready: Callable[[Store], T | None], within_s: float | None = None) -> T | None:
-        """What ``ready`` finds once it finds anything, asked again and again; None if the time is over first."""
+        """Return what ``ready`` finds once it finds anything, asked again and again; None if the time is over first."""
         began, pause_s = self.clock.now(), 0.0005
         while True:
             found = self.ask(ready)
@@ -132,7 +132,7 @@ class StoreMonitor:
             raise error
 
     def refuse_standstill(self, absent: Iterable[int], where: str) -> None:
-        """This worker waits for the ``absent`` ones: raise if one of them waits in a round for this one."""
+        """Raise if this worker and one of the ``absent`` ones wait for each other, the other one in a round."""
 
         def find(store: Store) -> list[int]:
             waiting = [other for other in absent if store.check([f"waits/{other}"])]
@@ -189,7 +189,7 @@ class StoreMonitor:
             self.until(lambda store: store.check(parted) or None, self.deadline_s)
 
     def linger(self) -> None:
-        """After a failure the store's host stays for a few beats, until all others have read what it was."""
+        """Stay for a few beats after a failure, if this is the store's host, until all others have read what failed."""
         heard = [f"heard/{other}" for other in range(self.size)]
         with contextlib.suppress(FleetError):
             if self._hosts_store:
@@ -203,7 +203,8 @@ class StoreMonitor:
         self._thread.join(SLICE_S)
 
     def blame(self, error: RuntimeError) -> FleetError:
-        """A connection broke: find out whose worker has gone. The living keep counting while everybody looks."""
+        """Find out which worker has gone, after a connection broke, and return the error that says so. The living keep
+        counting while everybody looks."""
         try:
             before = self.ask(self._counts)
             limit_s = LATE_BEATS * self._heartbeat_s

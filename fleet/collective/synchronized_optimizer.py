@@ -13,14 +13,14 @@ from fleet.optimizer import DistributedOptimizer, Stepper
 
 
 class Synchronized(Stepper, Protocol):
-    """A running worker whose backwards can be kept from sending anything."""
+    """Runs as a worker whose backwards can be kept from sending anything."""
 
     def set_synchronized(self, wanted: bool) -> bool: ...
 
 
 class SynchronizedOptimizer(DistributedOptimizer):
-    """``scaler`` scales the loss in ``minimize``, where the strategy asks for AMP; ``compressed`` says that gradients
-    of different scales must not be mixed."""
+    """Wraps the user's optimizers in a collective job. ``scaler`` scales the loss in ``minimize``, where the strategy
+    asks for AMP; ``compressed`` says that gradients of different scales must not be mixed."""
 
     #: A GradScaler then hands its scale over and leaves to ``step`` what to skip, so that no worker misses a round.
     _step_supports_amp_scaling = True
@@ -55,7 +55,8 @@ class SynchronizedOptimizer(DistributedOptimizer):
         return self._stepper().step_here(self._update_if_finite)
 
     def _update_if_finite(self) -> None:
-        """All workers come to the same answer, as the gradients are everybody's, but in local SGD each to its own."""
+        """Update unless a gradient is not finite. All workers decide alike, as the gradients are everybody's; in local
+        SGD each decides for itself."""
         if all(bool(torch.isfinite(gradient).all()) for gradient in self._gradients()):
             self._update()
 
@@ -63,7 +64,8 @@ class SynchronizedOptimizer(DistributedOptimizer):
         return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
 
     def minimize(self, loss: torch.Tensor) -> None:
-        """``zero_grad(); loss.backward(); step()``, with the loss scaled where the strategy asks for AMP."""
+        """Take a step on ``loss``: ``zero_grad(); loss.backward(); step()``, with the loss scaled where the strategy
+        asks for AMP."""
         if self._scaler is None:
             super().minimize(loss)
             return
@@ -75,7 +77,7 @@ class SynchronizedOptimizer(DistributedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For backwards that only accumulate: they send nothing, and the first one outside sends it all."""
+        """Surround backwards that only accumulate: they send nothing, and the first one outside sends everything."""
         worker = self._collective()
         before = worker.set_synchronized(False)
         try:

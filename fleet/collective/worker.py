@@ -100,7 +100,7 @@ class CollectiveWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker trains."""
+        """Return the device that this worker trains on."""
         return self._trained[0].device
 
     def _outline(self) -> dict[str, object]:
@@ -132,7 +132,7 @@ class CollectiveWorker:
         return Hierarchical(self.group, neighbours(size, inner), strategy.nccl_comm_num)
 
     def _workers_here(self) -> int:
-        """How many workers this host has, 0 where only the first one's address is known."""
+        """Return how many workers this host has; 0 where only the first worker's address is known."""
         workers, mine = self.assignment.workers, self.assignment.endpoint
         return sum(mine is not None and worker.host == mine.host for worker in workers) if len(workers) > 1 else 0
 
@@ -170,14 +170,14 @@ class CollectiveWorker:
         return any(id(p) not in self._known and p.requires_grad for group in groups for p in group["params"])
 
     def _values(self) -> list[torch.Tensor]:
-        """Everything that is to be the same on all workers: what is trained, and what the model has beside it."""
+        """Return everything that is to be the same on all workers: what is trained, and what else the model has."""
         if self.model is None:
             return [member.param for member in self.members]
         beside = {id(value): value for value in (*self.model.parameters(), *self.model.buffers())}
         return list(({id(m.param): m.param for m in self.members} | beside).values())
 
     def _after_round(self, done: Round) -> None:
-        """Buffers are those of the first worker that took part, as DistributedDataParallel has worker 0's."""
+        """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
         self._last_round = done if done.workers else self._last_round
         self._is_over = not done.workers
         buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
@@ -187,7 +187,7 @@ class CollectiveWorker:
     # ---------------------------------------------------------------- a step
 
     def step_here(self, update: Callable[[], None]) -> None:
-        """One step on what the gradients are now; ``update`` lets the wrapped optimizers step."""
+        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step."""
         self.check("step()")
         self.turns.train()
         if self._reducer is not None and self._reducer.was_interrupted:
@@ -245,7 +245,7 @@ class CollectiveWorker:
                 )
 
     def set_synchronized(self, wanted: bool) -> bool:
-        """Whether backwards reduce from now on, as far as the strategy lets them; what it was before."""
+        """Set whether backwards reduce from now on, as far as the strategy lets them, and return what it was before."""
         if self._reducer is None:
             return wanted
         before = self._reducer.enabled
@@ -255,7 +255,7 @@ class CollectiveWorker:
     # ---------------------------------------------------------------- the end
 
     def stop(self) -> None:
-        """Meet the others until all have stopped, take over where the last of them has come to, and part."""
+        """Wait for the others until all have stopped, take over where the last of them has come to, and part."""
         if self.stopped:
             return
         self.stopped = True
@@ -286,7 +286,7 @@ class CollectiveWorker:
             self.group.broadcast(self._values(), last.workers[0])
 
     def abort(self, reason: str) -> None:
-        """End the job for everybody: this worker failed."""
+        """End the job for all, because this worker failed."""
         if not self.stopped:
             self.stopped = True
             try:
@@ -296,7 +296,7 @@ class CollectiveWorker:
                 self.group.abandon()
 
     def end(self, reason: str) -> None:
-        """No collective job goes on without one of its workers."""
+        """End the job, since no collective job goes on without one of its workers."""
         self.abort(reason)
 
     def _let_go(self) -> None:
@@ -317,7 +317,7 @@ class CollectiveWorker:
         }
 
     def read_figures(self) -> dict[str, float]:
-        """What this worker tells of itself, from any thread."""
+        """Return this worker's figures, from any thread."""
         return self.figures.read(step=self.steps, steps=self._own_steps, lockstep=True, sent_bytes=self._sent_bytes)
 
     @property

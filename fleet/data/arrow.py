@@ -18,7 +18,7 @@ Report = Callable[[int, str, str, str], None]
 
 
 def pyarrow(what: str) -> Any:
-    """The module, or how to get it."""
+    """Import pyarrow, or say how to get it."""
     try:
         import pyarrow as arrow
     except ImportError:
@@ -32,7 +32,7 @@ def is_list(kind: Any) -> bool:
 
 
 def fits(kind: Any, column: Ids | Floats) -> bool:
-    """Whether a column of this type can be read as what was declared."""
+    """Say whether a column of this type can be read as it was declared."""
     types = pyarrow("Arrow").types
     if is_list(kind):
         kind = kind.value_type
@@ -52,7 +52,7 @@ def fits(kind: Any, column: Ids | Floats) -> bool:
 
 
 def described(column: Ids | Floats) -> str:
-    """What a column has to consist of."""
+    """Return in words what a column has to consist of."""
     each = "numbers" if isinstance(column, Floats) else "strings" if column.hash else "integers"
     if column.width is None:
         return f"{each}, or lists of them"
@@ -60,7 +60,7 @@ def described(column: Ids | Floats) -> str:
 
 
 class _Taken(NamedTuple):
-    """One column: its values one after the other, and how many each row has."""
+    """Holds one column: its values one after the other, and how many each row has."""
 
     values: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ class _Taken(NamedTuple):
 
 
 def rows_of(arrays: Mapping[str, Any], columns: Mapping[str, Column], layout: Layout, report: Report) -> Rows:
-    """The rows that are not malformed; the others are reported, in their order."""
+    """Return the rows that are not malformed; report the others, in their order."""
     taken = {name: _taken(array, columns[name]) for name, array in arrays.items()}
     bad = {row: (name, *told) for name, each in reversed(taken.items()) for row, told in each.bad.items()}
     for row in sorted(bad):
@@ -123,7 +123,7 @@ def _taken(array: Any, column: Column) -> _Taken:
 
 
 def _neutral(kind: Any) -> Any:
-    """What can stand where a null was, in a row that is dropped."""
+    """Return what can stand where a null was, in a row that is dropped."""
     types = pyarrow("Arrow").types
     return "" if types.is_string(kind) or types.is_large_string(kind) else 0
 
@@ -147,7 +147,7 @@ def _numbers(array: Any, column: Ids | Floats) -> npt.NDArray[Any]:
 
 @compiled
 def _hash(text: Any, bounds: Any, ids: Any) -> None:
-    """The 64-bit FNV-1a hash of each string's bytes."""
+    """Write the 64-bit FNV-1a hash of each string's bytes into ``ids``."""
     for k in range(len(ids)):
         state = np.uint64(0xCBF29CE484222325)
         for at in range(bounds[k], bounds[k + 1]):

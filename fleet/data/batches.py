@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Rows(NamedTuple):
-    """Samples one after the other: row ``i`` is the words from ``bounds[i]`` to ``bounds[i + 1]``."""
+    """Holds samples one after the other: row ``i`` is the words from ``bounds[i]`` to ``bounds[i + 1]``."""
 
     words: Words
     bounds: Indices
@@ -30,13 +30,13 @@ class Rows(NamedTuple):
         return len(self.bounds) - 1
 
     def part(self, begin: int, end: int | None = None) -> Rows:
-        """Some of them, without a copy."""
+        """Return some of the rows, without a copy."""
         return Rows(self.words, self.bounds[begin : None if end is None else end + 1])
 
 
 @compiled
 def _measure(words: Any, bounds: Any, picks: Any, widths: Any, totals: Any) -> None:
-    """How many values of each column the picked rows have."""
+    """Count how many values of each column the picked rows have."""
     totals[:] = 0
     for pick in picks:
         at = bounds[pick]
@@ -62,8 +62,8 @@ def _spread(
     ids: Any,
     floats: Any,
 ) -> None:
-    """Copy the picked rows into columns: that of number c begins at ``starts[c]`` of ``ids`` or ``floats``, and its
-    offsets, where it has some, at ``offsets[c]`` of ``ids``."""
+    """Copy the picked rows into columns: column c begins at ``starts[c]`` of ``ids`` or ``floats``, and its offsets,
+    where it has some, at ``offsets[c]`` of ``ids``."""
     filled = starts.copy()
     for index in range(len(picks)):
         at = bounds[picks[index]]
@@ -85,7 +85,7 @@ def _spread(
 
 
 def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
-    """The picked rows as tensors, in this order."""
+    """Return the picked rows as tensors, in this order."""
     size = len(picks)
     real, ragged = layout.kinds == FLOATS, layout.widths == 0
     totals = size * layout.widths
@@ -111,7 +111,7 @@ def batch_of(rows: Rows, picks: Indices, layout: Layout) -> Batch:
 
 
 def samples_of(batch: Batch) -> Iterator[Batch]:
-    """The samples of a batch one by one: a vector for each column."""
+    """Yield the samples of a batch one by one: a vector for each column."""
     taken = [_single(column) for column in batch.values()]
     for values in zip(*taken, strict=True):
         yield dict(zip(batch, values, strict=True))
@@ -124,7 +124,7 @@ def _single(column: torch.Tensor | Ragged) -> Sequence[torch.Tensor]:
 
 
 def collated(samples: Sequence[Batch], layout: Layout) -> Batch:
-    """The batch that these samples are."""
+    """Return the batch that consists of these samples."""
     batch: Batch = {}
     for name, width in zip(layout.names, layout.widths.tolist(), strict=True):
         values: list[Any] = [sample[name] for sample in samples]
@@ -152,7 +152,8 @@ def _place(words: Any, at: Any, values: Any, offsets: Any, counted: bool) -> Non
 
 
 def interleaved(columns: Sequence[tuple[npt.NDArray[Any], Indices]], layout: Layout) -> Rows:
-    """Rows made of columns, each its values and, one more than rows, where each row's begin; int64 or float32."""
+    """Return rows made of columns, int64 or float32. Each column has its values, and the places where each row's begin,
+    with one more at the end."""
     counted = layout.widths == 0
     sizes = sum(np.diff(offsets) for _, offsets in columns) + counted.sum()
     bounds = np.zeros(len(sizes) + 1, np.int64)

@@ -28,11 +28,12 @@ _INT = "an int or None"
 
 @dataclass(frozen=True)
 class Ids:
-    """Whole numbers, as int64: ``width`` of them in every sample, or any number (``None``), for an ``EmbeddingBag``.
+    """Declares whole numbers, as int64: ``width`` of them in every sample, or any number (``None``), for an
+    ``EmbeddingBag``.
 
-    ``missing``, for Parquet and CSV, stands in for a null or an empty cell, which is malformed otherwise; without a
-    width these are no ids at all. ``hash=True``, for those too, makes ids of strings: the 64-bit FNV-1a hash of their
-    bytes.
+    ``missing``, for Parquet and CSV, stands in for a null or an empty cell, which is malformed otherwise; in a column
+    without a width such a cell has no ids at all. ``hash=True``, also for these formats, makes ids of strings: the
+    64-bit FNV-1a hash of their bytes.
 
     Examples:
         >>> fleet.data.Ids(width=None)  # any number of ids in a sample, for an EmbeddingBag
@@ -53,7 +54,8 @@ class Ids:
 
 @dataclass(frozen=True)
 class Floats:
-    """Numbers, as float32: ``width`` of them in every sample, or any number (``None``); ``missing`` as with ``Ids``.
+    """Declares numbers, as float32: ``width`` of them in every sample, or any number (``None``). ``missing`` works as
+    for ``Ids``.
 
     Examples:
         >>> fleet.data.Floats(width=13)
@@ -72,7 +74,7 @@ class Floats:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Something in the line that is not wanted.
+    """Declares something in the line that is not wanted.
 
     Examples:
         >>> columns = {"clicked": fleet.data.Floats(), "comment": fleet.data.Ignored(), "user": fleet.data.Ids()}
@@ -100,8 +102,8 @@ def _check_missing(column: Ids | Floats) -> None:
 
 
 class Ragged(NamedTuple):
-    """The values of a batch whose samples have different numbers of them: those of sample ``i`` begin at
-    ``offsets[i]``. ``bag(*ragged)`` is how an ``EmbeddingBag`` takes them.
+    """Holds the values of a batch whose samples have different numbers of them: those of sample ``i`` begin at
+    ``offsets[i]``. An ``EmbeddingBag`` takes them as ``bag(*ragged)``.
 
     Examples:
         >>> bag = torch.nn.EmbeddingBag(10, 4, mode="sum")
@@ -119,14 +121,14 @@ Batch: TypeAlias = dict[str, torch.Tensor | Ragged]
 
 
 class Layout(NamedTuple):
-    """The columns as compiled loops take them."""
+    """Holds the columns as compiled loops take them."""
 
     names: tuple[str, ...]
     kinds: npt.NDArray[np.uint8]
     widths: npt.NDArray[np.int64]  #: 0: any number
 
     def used(self) -> Layout:
-        """Without what is ignored: of this rows are made."""
+        """Return the layout without the ignored columns, of which rows are made."""
         kept = self.kinds != IGNORED
         names = tuple(name for name, keep in zip(self.names, kept, strict=True) if keep)
         return Layout(names, self.kinds[kept], self.widths[kept])

@@ -1,4 +1,4 @@
-"""Reads CSV and its like in chunks: lines are found here, as in all text, and taken apart by pyarrow."""
+"""Reads CSV and similar text in chunks: lines are found here, as in all text, and taken apart by pyarrow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Csv(SampleFiles):
-    """CSV files, plain or ``.gz``, with a header, or without one: ``columns`` then names all columns, in their order.
+    """Reads CSV files, plain or ``.gz``, with a header or without; without one, ``columns`` names all columns in their
+    order.
 
-    ``list_delimiter`` stands between the values of a cell that has several, which are those of all columns whose width
+    ``list_delimiter`` stands between the values of a cell that has several, which is a cell of any column whose width
     is not 1. A value in quotes may hold the delimiter, but no end of line. ``options`` are those that all formats have.
 
     Examples:
@@ -96,7 +97,8 @@ class Csv(SampleFiles):
             yield from self._rows(piece, first, text, faults)
 
     def _rows(self, piece: Piece, first: int, text: bytes, faults: Faults) -> Iterator[Rows]:
-        """Of these lines. pyarrow does not say which line it cannot read, so it is looked for by halving."""
+        """Yield the rows of these lines. pyarrow does not say which line it cannot read, so it is looked for by
+        halving."""
         arrow = pyarrow("Reading CSV")
 
         def malformed(line: int, where: str, expected: str, got: str) -> DataError:

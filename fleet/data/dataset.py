@@ -1,10 +1,11 @@
 """Defines ``SampleFiles``, which every format shares: who reads what, in which order, in batches, and from where.
 
 Files consist of pieces, which are dealt to the processes that read: the workers of a ``DataLoader``, or this one alone.
-Each reads its pieces into rows, holds as many rows as the bound on memory allows (a *window*; a few, where nothing is
-shuffled) and makes batches of them. Where it is, is a ``Position``: where in the pieces its window begins, and how many
-samples of the window it has handed out. A window has a whole number of batches, but for the last, and what it consists
-of follows from where it begins; so going on means to read one window again, and not to hand out what was.
+Each process reads its pieces into rows, holds as many rows as the bound on memory allows (a *window*; only a few rows
+where nothing is shuffled) and makes batches of them. Its place is a ``Position``: where in the pieces its window
+begins, and how many samples of the window it has handed out. A window has a whole number of batches, except for the
+last, and its content follows from where it begins. So to go on, a process reads one window again and skips what it had
+handed out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _EPOCH, _ELSEWHERE = 0, 1
 
 @dataclass(frozen=True)
 class Position:
-    """Where a window begins: so many rows into one of this process's pieces; and how many samples it has handed out."""
+    """Says where a window begins, so many rows into one of this process's pieces, and how many samples it has handed
+    out."""
 
     piece: int = 0
     row: int = 0
@@ -52,11 +54,11 @@ class _Window:
 
 
 class SampleFiles(IterableDataset[Batch], ABC):
-    """Batches, or samples, from files; the base of ``MultiSlot``, ``Parquet`` and ``Csv``.
+    """Yields batches, or samples, from files; ``MultiSlot``, ``Parquet`` and ``Csv`` derive from it.
 
-    ``batch_size=None`` yields samples, for a ``DataLoader`` with ``collate_fn=dataset.collate``; else batches come out
-    whole, for one with ``batch_size=None``, which is much faster. ``shuffle_mb`` is how many MB of samples each reading
-    process may hold to shuffle them (0: the order of the files); ``seed`` and what ``set_epoch`` tells decide the
+    ``batch_size=None`` yields samples, for a ``DataLoader`` with ``collate_fn=dataset.collate``. Otherwise it yields
+    whole batches, for a ``DataLoader`` with ``batch_size=None``, which is much faster. Each reading process may hold
+    ``shuffle_mb`` MB of samples to shuffle them (0: the order of the files); ``seed`` and ``set_epoch`` decide the
     order. ``on_error="skip"`` counts and logs what is malformed, and goes on.
     """
 
@@ -95,16 +97,16 @@ class SampleFiles(IterableDataset[Batch], ABC):
 
     @abstractmethod
     def _pieces(self, file: str) -> list[Piece]:
-        """What the file consists of, each to be read by one process."""
+        """Return the pieces of the file, each to be read by one process."""
 
     @abstractmethod
     def _read(self, piece: Piece, faults: Faults) -> Iterator[Rows]:
-        """The rows of a piece, in portions that depend on nothing but the file, each valid until the next."""
+        """Yield the rows of a piece, in portions that depend on nothing but the file, each valid until the next."""
 
     # ---------------------------------------------------------------- for users
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is, in worker processes too: each has an order of its own."""
+        """Set the epoch of the next iteration, in worker processes too: each epoch has an order of its own."""
         epoch = _checked_int("epoch", epoch)
         if epoch != self._shared[_EPOCH]:
             self._shared[_EPOCH] = epoch
@@ -122,7 +124,8 @@ class SampleFiles(IterableDataset[Batch], ABC):
         return self._batches(start, reader, readers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process is: ``load_state_dict`` goes on with the sample after the last one that was yielded."""
+        """Return where this process is: after ``load_state_dict``, reading goes on with the sample after the last one
+        that was yielded."""
         info = get_worker_info()
         if info is None and self._shared[_ELSEWHERE]:
             raise StateError(
@@ -143,7 +146,8 @@ class SampleFiles(IterableDataset[Batch], ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration go on from there, in the epoch of then, with the same files and settings."""
+        """Let the next iteration go on from ``state``, in the epoch it was saved in, with the same files and
+        settings."""
         if not isinstance(state, Mapping):
             raise ArgumentTypeError("a state must be what state_dict() returned", got=type(state).__name__)
         if missing := sorted({"epoch", "reader", "piece", "row", "done", "settings"} - set(state)):
@@ -154,13 +158,13 @@ class SampleFiles(IterableDataset[Batch], ABC):
         self._loaded = dict(state)
 
     def collate(self, samples: Sequence[Batch]) -> Batch:
-        """The batch of these samples, as a ``DataLoader``'s ``collate_fn``."""
+        """Return the batch of these samples; a ``DataLoader`` takes this as its ``collate_fn``."""
         return collated(samples, self._layout)
 
     # ---------------------------------------------------------------- reading
 
     def _settings(self, readers: int) -> dict[str, Any]:
-        """All that decides what comes when."""
+        """Return everything that decides which sample comes when."""
         sizes = repr([piece[1:] for piece in self._all_pieces]).encode()
         return {
             "files": len(self.files),
@@ -219,7 +223,7 @@ class SampleFiles(IterableDataset[Batch], ABC):
 
 
 class _Held:
-    """Rows that were read and not handed out, in one piece of memory: a window lies there until it is dropped."""
+    """Holds rows that were read and not handed out, in one piece of memory: a window lies there until it is dropped."""
 
     def __init__(self, batch: int, most_bytes: int) -> None:
         self.batch = batch
@@ -252,13 +256,13 @@ class _Held:
         return self.number >= self.batch and 8 * (self._end + self.number) >= self._most_bytes
 
     def window(self, all_of_them: bool = False) -> _Window:
-        """What is held, as far as it makes whole batches; the rest stays."""
+        """Return the rows held, as far as they make whole batches; the rest stays."""
         self._taken = self.number if all_of_them else self.number - self.number % self.batch
         self._bounds = [np.concatenate(self._bounds)]
         return _Window(self._begins[0][1], Rows(self._words, self._bounds[0][: self._taken + 1]))
 
     def drop(self) -> None:
-        """The window was handed out; what is left comes to the beginning."""
+        """Forget the window, which was handed out; the rows that are left move to the beginning."""
         bounds = self._bounds[0][self._taken :]
         begin, end = int(bounds[0]), int(bounds[-1])
         self._words[: end - begin] = self._words[begin:end]
@@ -270,7 +274,7 @@ class _Held:
 
 
 def _position_in(state: Mapping[str, Any], settings: Mapping[str, Any], reader: int) -> Position:
-    """Where a state says to go on, if it is one of the same reading."""
+    """Return where ``state`` says to go on, if it is a state of the same reading."""
     for name, now in {**settings, "reader": reader}.items():
         then = state[name] if name == "reader" else state["settings"].get(name)
         if then != now:

@@ -14,15 +14,15 @@ TOLD = 10
 
 
 class Faults:
-    """Those of one reading in one process."""
+    """Counts the malformed samples of one reading in one process."""
 
     def __init__(self, skip: bool) -> None:
         self._skip = skip
         self.skipped = 0
 
     def found(self, described: Callable[[], DataError]) -> None:
-        """Count one more. It is described only if it is reported, since finding its line may mean to read a file
-        again."""
+        """Count one more. It is described only if it is reported, since its line may have to be looked for by reading
+        the file again."""
         if not self._skip:
             raise described()
         self.skipped += 1

@@ -62,7 +62,8 @@ def _after_word(text: Any, at: int) -> int:
 
 @compiled
 def _whole(text: Any, at: int) -> tuple[int, Any, int]:
-    """Where a whole number ends, its 64 bits, and what the word was. What does not fit an int64 wraps, as a uint64."""
+    """Return where a whole number ends, its 64 bits, and what the word was. A number that does not fit an int64 wraps,
+    as a uint64."""
     negative = text[at] == _MINUS
     if negative or text[at] == _PLUS:
         at += 1
@@ -84,7 +85,7 @@ def _whole(text: Any, at: int) -> tuple[int, Any, int]:
 
 @compiled
 def _letters(text: Any, at: int, word: Any) -> bool:
-    """Whether these letters, large or small, are the whole word."""
+    """Say whether these letters, large or small, are the whole word."""
     for letter in word:
         if text[at] | 32 != letter:
             return False
@@ -97,7 +98,7 @@ _NAN, _INF, _INFINITY = (np.frombuffer(name, np.uint8) for name in (b"nan", b"in
 
 @compiled
 def _real(text: Any, at: int) -> tuple[int, Any, int]:
-    """Where a number ends, its value, and what the word was."""
+    """Return where a number ends, its value, and what the word was."""
     sign = 1.0
     if text[at] == _MINUS or text[at] == _PLUS:
         if text[at] == _MINUS:
@@ -172,8 +173,8 @@ def _real(text: Any, at: int) -> tuple[int, Any, int]:
 
 @compiled
 def _parse(text: Any, kinds: Any, widths: Any, words: Any, reals: Any, bounds: Any, doubtful: Any, state: Any) -> int:
-    """Whole lines into rows, from where ``state`` says on, until a line is malformed, all is done, or there is no room
-    for doubtful floats. A line that was not finished leaves nothing behind but the state."""
+    """Parse whole lines into rows, from where ``state`` says on, until a line is malformed, all is done, or there is no
+    room for doubtful floats. A line that was not finished leaves nothing behind but the state."""
     at, line, row, to, doubts = state[AT], state[LINE], state[ROW], state[WORD], state[DOUBTFUL]
     while at < len(text):
         at = _after_blanks(text, at)
@@ -259,7 +260,7 @@ def _parse(text: Any, kinds: Any, widths: Any, words: Any, reals: Any, bounds: A
 
 
 def nearest_float32(text: str) -> np.float32:
-    """The float32 next to a decimal number; of two that are equally near the one whose last bit is 0."""
+    """Return the float32 next to a decimal number; of two that are equally near, the one whose last bit is 0."""
     exact = Fraction(text)
     with np.errstate(over="ignore"):
         near = np.float32(float(exact))  # to float64 and on to float32: wrong at most by one, and only near halfway
@@ -288,7 +289,7 @@ class Parser:
         self._state = np.zeros(10, np.int64)
 
     def fault(self) -> int:
-        """Go on to the next malformed line and say what it is; ``DONE`` if there is none any more."""
+        """Go on to the next malformed line and say what is wrong with it; ``DONE`` if there is no further one."""
         slots, state, reals = self._slots, self._state, self._words.view(np.float32)
         while True:
             fault = _parse(
@@ -304,30 +305,30 @@ class Parser:
         return fault
 
     def rows(self) -> Rows:
-        """All that was not malformed; in memory that the next chunk takes."""
+        """Return all rows that were not malformed, in memory that the next chunk takes again."""
         return Rows(self._words, self._bounds[: self._state[ROW] + 1])
 
     @property
     def line(self) -> int:
-        """The malformed line, counted from 0 where the chunk begins."""
+        """Return the malformed line, counted from 0 where the chunk begins."""
         return int(self._state[LINE]) - 1
 
     @property
     def slot(self) -> str:
-        """Which slot is malformed; the last one, where the line goes on behind it."""
+        """Return which slot is malformed; the last one, where the line is too long."""
         return self._slots.names[min(int(self._state[SLOT]), len(self._slots.names) - 1)]
 
     @property
     def word(self) -> bytes:
-        """What stands where the line goes wrong."""
+        """Return the word at which the line goes wrong."""
         return self._bytes[self._state[BEGIN] : self._state[END]]
 
     @property
     def number(self) -> int:
-        """How many values of the slot were read."""
+        """Return how many values of the slot were read."""
         return int(self._state[NUMBER])
 
     @property
     def wanted(self) -> int:
-        """How many values the slot said it has."""
+        """Return how many values the slot said it has."""
         return int(self._state[WANTED])

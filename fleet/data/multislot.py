@@ -23,7 +23,7 @@ from fleet.errors import ArgumentTypeError, ConfigurationError, DataError
 
 
 class MultiSlot(SampleFiles):
-    """Files of MultiSlot text, plain or ``.gz``. ``columns`` names all slots of a line, in the order of the line.
+    """Reads files of MultiSlot text, plain or ``.gz``. ``columns`` names all slots of a line, in the order of the line.
 
     Examples:
         >>> from pathlib import Path
@@ -85,8 +85,9 @@ def _expected_and_got(fault: int, parser: Parser, column: Column) -> tuple[str, 
 
 
 def write_multislot(file: IO[str], samples: Iterable[Mapping[str, Any]], slots: Mapping[str, Column]) -> None:
-    """Write samples as lines of MultiSlot text: mappings of slots to a number or a sequence of numbers (a list, an
-    array, a tensor). ``slots`` says which, and in which order; an ``Ignored`` one is written as ``1 0``.
+    """Write samples as lines of MultiSlot text. Each sample maps slots to a number or a sequence of numbers (a list, an
+    array, a tensor). ``slots`` says which slots are written, and in which order; an ``Ignored`` one is written as ``1
+    0``.
 
     Examples:
         >>> import io

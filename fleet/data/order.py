@@ -32,11 +32,11 @@ def _keys(parts: Any, number: int) -> Any:
 
 
 def shuffled(number: int, *key: int) -> npt.NDArray[np.int64]:
-    """The numbers below ``number`` in an order that the key says; another key, another order."""
+    """Return the numbers below ``number`` in an order that the key decides; another key gives another order."""
     return np.argsort(_keys(np.array(key, np.int64), number), kind="stable")
 
 
 def dealt(pieces: Sequence[T], reader: int, readers: int, shuffle: Sequence[int] | None) -> list[T]:
-    """The pieces that one of several processes reads; together they read each piece once."""
+    """Return the pieces that one of several processes reads; together they read each piece once."""
     order = range(len(pieces)) if shuffle is None else shuffled(len(pieces), *shuffle).tolist()
     return [pieces[index] for index in order[reader::readers]]

@@ -20,8 +20,8 @@ PORTION = 8192
 
 
 class Parquet(SampleFiles):
-    """Parquet files. ``columns`` names those that are read: numbers, or lists of numbers, or strings with
-    ``Ids(hash=True)``; others may be there.
+    """Reads Parquet files. ``columns`` names those that are read: numbers, lists of numbers, or strings with
+    ``Ids(hash=True)``; the files may have others.
 
     Examples:
         >>> import pyarrow.parquet

@@ -28,7 +28,7 @@ TODO = "Repair the file, or pass on_error='skip' to go on without what is malfor
 
 
 class Piece(NamedTuple):
-    """Part of a file that can be read for itself: of text a range of bytes, of Parquet one of row groups."""
+    """Names a part of a file that can be read by itself: of text a range of bytes, of Parquet one of row groups."""
 
     file: str
     begin: int
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Whole lines, each with its end; ``first`` counts from one, from where the piece begins."""
+    """Holds whole lines, each with its end; ``first`` counts from one, from where the piece begins."""
 
     first: int
     text: bytes
@@ -63,7 +63,7 @@ def unreadable(file: str, error: Exception) -> DataError:
 
 
 def opened(file: str) -> IO[bytes]:
-    """The file as it lies there."""
+    """Open the file as it lies there, without decompressing it."""
     try:
         if "://" not in file:
             return open(file, "rb")
@@ -87,7 +87,7 @@ def ranges(file: str) -> list[Piece]:
 
 
 def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
-    """All lines that begin in the piece, in chunks."""
+    """Yield all lines that begin in the piece, in chunks."""
 
     def malformed(what: str, expected: str, got: str) -> DataError:
         return DataError(what, where=f"{piece.file}:{line_in_file(piece, line)}", expected=expected, got=got, todo=TODO)
@@ -124,7 +124,7 @@ def lines_of(piece: Piece, faults: Faults) -> Iterator[Lines]:
 
 
 def line_in_file(piece: Piece, line: int) -> int:
-    """Which line of the file the piece's own is. The file is read again up to there; errors are rare."""
+    """Return which line of the file the piece's line is. The file is read again up to there; errors are rare."""
     if piece.begin:
         with _reading(piece.file), opened(piece.file) as handle:
             at = _first_line(handle, piece.begin)
@@ -136,13 +136,13 @@ def line_in_file(piece: Piece, line: int) -> int:
 
 
 def shown(text: bytes) -> str:
-    """The beginning of something that may be anything, for an error."""
+    """Return the beginning of ``text``, which may be anything, for an error."""
     most = 40
     return repr(text[:most].decode("ascii", "backslashreplace")) + ("…" if len(text) > most else "")
 
 
 class _Broken(Exception):
-    """The compressed data does not go on."""
+    """Says that the compressed data does not go on."""
 
 
 def _is_compressed(file: str) -> bool:
@@ -158,7 +158,7 @@ def _reading(file: str) -> Iterator[None]:
 
 
 def _blocks(piece: Piece) -> Iterator[bytes]:
-    """The bytes of all lines that begin in the piece."""
+    """Yield the bytes of all lines that begin in the piece."""
     with _reading(piece.file), opened(piece.file) as handle:
         if _is_compressed(piece.file):
             yield from _unpacked(handle)
@@ -176,7 +176,7 @@ def _blocks(piece: Piece) -> Iterator[bytes]:
 
 
 def _first_line(handle: IO[bytes], begin: int) -> int:
-    """Where the first line begins that begins at ``begin`` or later."""
+    """Return where the first line begins that begins at ``begin`` or later."""
     if not begin:
         return 0
     at = handle.seek(begin - 1)
@@ -197,7 +197,7 @@ def _to_line_end(handle: IO[bytes]) -> Iterator[bytes]:
 
 
 def _filled(handle: Any, size: int) -> bytes:
-    """As many bytes as were asked for, unless the file ends: a store may give them in parts."""
+    """Return as many bytes as were asked for, unless the file ends: a store may give them in parts."""
     block: bytes = handle.read(size)
     while len(block) < size and (more := handle.read(size - len(block))):
         block += more

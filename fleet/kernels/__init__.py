@@ -1,4 +1,4 @@
-"""The update's maths, by the name of the optimizer. Adding a rule is one file and a line here."""
+"""Finds the maths of an update by the name of the optimizer. Adding a rule is one file and a line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Adam and its variants share: their options, the state of a row, and the two readings of weight decay.
+"""Holds what Adam and its variants share: their options, the state of a row, and the two readings of weight decay.
 
 Their loops stay apart: each follows its class's order of operations, and compiled functions are of one file.
 """
@@ -32,7 +32,7 @@ def fading(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class MomentRows:
-    """Rows with a first and a second moment, and with ``amsgrad`` the largest second one."""
+    """Updates rows with a first and a second moment, and with ``amsgrad`` the largest second one."""
 
     options: Mapping[str, Any]
 
@@ -45,8 +45,8 @@ class MomentRows:
 
 
 def decay_and_shrink(options: Mapping[str, Any]) -> tuple[float, float]:
-    """How much of the weight is added to its gradient, and by what the weight is multiplied: weight decay is one of
-    the two."""
+    """Return how much of the weight is added to its gradient, and by what the weight is multiplied: weight decay is one
+    or the other."""
     if options["decoupled_weight_decay"]:
         return 0.0, 1 - options["lr"] * options["weight_decay"]
     return options["weight_decay"], 1.0

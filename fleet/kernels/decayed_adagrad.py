@@ -15,7 +15,8 @@ from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
 class DecayedAdagrad(OneByOne):
-    """Adagrad over a running mean of squared gradients instead of their sum, as PaddlePaddle's ``DecayedAdagrad``.
+    """Runs Adagrad over a running mean of squared gradients instead of their sum, as PaddlePaddle's ``DecayedAdagrad``
+    does.
 
     Each step with gradient g does::
 

@@ -15,7 +15,7 @@ from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row
 
 
 class Ftrl(OneByOne):
-    """Follow the regularized leader (McMahan et al., 2013), as PaddlePaddle's ``Ftrl`` computes it.
+    """Follows the regularized leader (McMahan et al., 2013), as PaddlePaddle's ``Ftrl`` does.
 
     With n the sum of squared gradients and p = ``-lr_power``, each step with gradient g does::
 

@@ -13,7 +13,7 @@ from fleet.kernels.rule import Rule
 
 
 class Lamb(OneByOne):
-    """Layer-wise adaptive moments (You et al., 2020), as PaddlePaddle's ``Lamb`` computes it.
+    """Adapts moments layer by layer (You et al., 2020), as PaddlePaddle's ``Lamb`` does.
 
     With m and v Adam's moments, corrected for their start at zero, each step does::
 

@@ -13,7 +13,7 @@ from fleet.kernels.rule import Rule
 
 
 class LarsMomentum(OneByOne):
-    """Layer-wise adaptive rate scaling (You et al., 2017), as PaddlePaddle's ``LarsMomentum`` computes it.
+    """Adapts the learning rate layer by layer (You et al., 2017), as PaddlePaddle's ``LarsMomentum`` does.
 
     Each step with gradient g does, with norms of the whole parameter::
 
@@ -21,8 +21,9 @@ class LarsMomentum(OneByOne):
         v = momentum * v + rate * (g + weight_decay * w)
         w -= v
 
-    Where one of the norms is zero the rate is ``lr``. So it is with ``weight_decay=0``, which leaves plain momentum:
-    PaddlePaddle has it so, for parameters that are not to be scaled (biases, norms) in a param group of their own.
+    Where one of the norms is zero the rate is ``lr``. The same holds with ``weight_decay=0``, which leaves plain
+    momentum: PaddlePaddle has it so, for parameters that are not to be scaled (biases, norms) in a param group of their
+    own.
 
     Examples:
         >>> fleet.stop_worker()

@@ -37,13 +37,13 @@ class NAdamRows(MomentRows):
 
 
 def _mu(beta1: float, momentum_decay: float, t: int) -> float:
-    """The momentum of step ``t``."""
+    """Return the momentum of step ``t``."""
     return float(beta1 * (1.0 - 0.5 * 0.96 ** (t * momentum_decay)))
 
 
 @lru_cache(maxsize=256)  # the tables of a server often stand at the same step
 def _mu_product(beta1: float, momentum_decay: float, t: int) -> float:
-    """The product of the momenta of steps 1 to ``t``.
+    """Return the product of the momenta of steps 1 to ``t``.
 
     torch keeps it in the state, in float32 and multiplied on from step to step; as long as nobody changes the options
     in mid-training the two agree to float32's rounding. Every factor is at most beta1, so the product is soon too small

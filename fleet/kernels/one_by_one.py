@@ -1,4 +1,4 @@
-"""What the optimizers that torch lacks have in common: a step goes through the parameters one by one."""
+"""Holds what the optimizers that torch lacks have in common: a step goes through the parameters one by one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def refuse_negative(**options: float | torch.Tensor) -> None:
 
 
 class OneByOne(torch.optim.Optimizer):
-    """A derived class says what a step does to one parameter."""
+    """Steps through the parameters one by one; a derived class says what a step does to one of them."""
 
     @abstractmethod
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None: ...
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; ``closure`` computes the loss anew and returns it."""
+        """Take one step; ``closure`` computes the loss anew, which is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What an optimizer is to a server: how it updates dense blocks, rows of a table, and what it cannot honour.
+"""Defines what an optimizer is to a server: how it updates dense blocks and rows of a table, and what it cannot honour.
 
 Dense blocks are updated by ``torch.optim`` itself. Rows have their own kernels: lazily, that is by the optimizer's
 dense formula on the rows touched in a step and nothing on the others, in torch's order of operations.
@@ -28,21 +28,22 @@ REFUSED_OPTIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Column:
-    """State of a row: so many numbers, and what they are before the row is first touched."""
+    """Describes one kind of state of a row: how many numbers it has, and what they are before the row is first
+    touched."""
 
     width: int
     fill: float = 0.0
 
 
 class RowKernel(Protocol):
-    """The update of rows. Has no state of its own, so one object serves every table."""
+    """Updates rows. It has no state of its own, so one object serves every table."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Every option the formula honours, with torch's default."""
+        """Return every option that the formula honours, with torch's default."""
 
     def columns(self, options: Mapping[str, Any], dim: int) -> dict[str, Column]:
-        """The state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
+        """Return the state that rows of ``dim`` numbers need under these options; memory is taken for no other."""
 
     def idle_changes(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Name what in the dense formula changes rows without a gradient too, or their state, under these options.
@@ -62,7 +63,7 @@ class RowKernel(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """One optimizer: the class that users name, which also updates dense blocks, and what updates rows."""
+    """Describes one optimizer: the class that users name, which also updates dense blocks, and what updates rows."""
 
     optimizer: type[torch.optim.Optimizer]
     dense: bool = True  #: False: it cannot update dense parameters
@@ -74,7 +75,7 @@ class Rule:
 
     @property
     def joinable(self) -> bool:
-        """Whether several parameters may be updated as one."""
+        """Say whether several parameters may be updated as one."""
         return self.sliceable and self.seamless
 
     @property
@@ -83,8 +84,8 @@ class Rule:
 
 
 def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
-    """A state column. Where the options need none, the weights stand for it, which the update must then leave alone: an
-    argument of the same type lets all options share one compilation."""
+    """Return a state column. Where the options need none, the weights stand for it, which the update must then leave
+    alone: an argument of the same type lets all options share one compilation."""
     return state.get(name, weights)
 
 
@@ -94,6 +95,6 @@ def named(options: Mapping[str, Any], *names: str) -> tuple[str, ...]:
 
 
 def scalars(dtype: npt.DTypeLike, *numbers: float) -> list[Any]:
-    """Numbers in the element type of the table: torch, too, computes them in double and rounds them once."""
+    """Return numbers in the element type of the table: torch, too, computes them in double and rounds them once."""
     kind: Any = np.dtype(dtype).type
     return [kind(number) for number in numbers]

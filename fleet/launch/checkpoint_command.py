@@ -24,7 +24,7 @@ from fleet.plan.specs import INITIALIZERS
 
 
 def carry_out(command: str, options: argparse.Namespace) -> int:
-    """One of the commands that ``checkpoint_options`` has read; the exit code."""
+    """Carry out a command that ``checkpoint_options`` has read, and return the exit code."""
     return {"ls": _list, "verify": _verify, "diff": _diff, "export": _export}[command](options)
 
 
@@ -33,7 +33,7 @@ def carry_out(command: str, options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What a manifest says."""
+    """Holds what a manifest says."""
 
     url: str
     format: str
@@ -73,7 +73,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _State:
-    """Of one worker's own objects."""
+    """Describes the state of one worker's own objects."""
 
     worker: int
     step: int
@@ -97,7 +97,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _list_several(places: Sequence[Place], as_json: bool) -> bool:
-    """Whether all of them could be opened."""
+    """List checkpoints, and say whether all of them could be opened."""
     found, broken = [], []
     for place in places:
         try:
@@ -181,7 +181,8 @@ def _summary(checkpoint: Checkpoint) -> _Summary:
 
 
 def _kind(checkpoint: Checkpoint) -> str:
-    """Deltas that were saved into the directory of what they go on from have folders of their own there."""
+    """Return the kind of a checkpoint. A delta saved into the directory of the checkpoint that it goes on from has a
+    folder of its own there."""
     folders = {piece.file.partition("/")[0] for piece in checkpoint.manifest.pieces}
     kind, more = "full" if checkpoint.before is None else "delta", len(folders) - 1
     return kind if more < 1 else f"{kind}, with {more} more delta{'s' if more > 1 else ''} inside"
@@ -292,7 +293,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _print_aligned(rows: Sequence[Sequence[object]]) -> None:
-    """Columns; numbers to the right."""
+    """Print rows in columns, numbers to the right."""
     texts = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
     to_the_right = [isinstance(cell, int) for cell in rows[-1]]
@@ -323,7 +324,7 @@ def _size(count: int) -> str:
 
 
 def _finite(number: float) -> float | None:
-    """JSON knows no others."""
+    """Return a number if it is finite: JSON knows no others."""
     return number if math.isfinite(number) else None
 
 

@@ -24,7 +24,7 @@ examples:
 
 
 def inspect(argv: list[str], prog: str) -> int:
-    """The ``fleet checkpoint`` command; returns the exit code."""
+    """Run the ``fleet checkpoint`` command, and return the exit code."""
     options = _parser(prog).parse_args(argv)
     from fleet.launch.checkpoint_command import carry_out
 

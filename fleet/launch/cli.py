@@ -73,17 +73,17 @@ the job, a second one kills it. After a mistake in the options nothing is starte
 
 
 def fleetrun(argv: list[str] | None = None) -> int:
-    """The ``fleetrun`` command; returns the exit code."""
+    """Run the ``fleetrun`` command, and return the exit code."""
     return _guarded(_run, sys.argv[1:] if argv is None else argv, "fleetrun")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The ``fleet`` command; returns the exit code."""
+    """Run the ``fleet`` command, and return the exit code."""
     return _guarded(_dispatch, sys.argv[1:] if argv is None else argv, "fleet")
 
 
 def _guarded(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
-    """Turns every way in which a command can end into an exit code, and errors into a line."""
+    """Turn every way in which a command can end into an exit code, and errors into a line."""
     try:
         return command(argv, prog)
     except FleetError as error:
@@ -177,7 +177,7 @@ def _report(argv: list[str], prog: str) -> int:
 
 
 def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: str) -> int:
-    """A command that asks a job: not every error is a mistake in the arguments, so most say no word of --help."""
+    """Run a command that asks a job: not every error is a mistake in the arguments, so most do not mention --help."""
     try:
         return command(argv, prog)
     except (DeadlineError, AuthenticationError) as error:
@@ -252,7 +252,8 @@ def _run_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our options, and the script with its own: argparse would look into the script's, however it is asked not to."""
+    """Separate our options from the script with its own: argparse would look into the script's, however it is asked not
+    to."""
     options: list[str] = []
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "--":
@@ -267,7 +268,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _checked(command: list[str], *, as_module: bool) -> list[str]:
-    """The arguments for Python, once it is known that there is something to run."""
+    """Return the arguments for Python, once it is certain that there is something to run."""
     if not command:
         raise ConfigurationError("no script given", todo="Name it after the options.")
     script = command[0]
@@ -287,7 +288,7 @@ def _checked(command: list[str], *, as_module: bool) -> list[str]:
 
 
 def _plan(options: argparse.Namespace, command: list[str]) -> LaunchPlan:
-    """What the options ask for, checked against this machine."""
+    """Plan what the options ask for, checked against this machine."""
     alone = [f"--{name}" for name in ("server_num", "worker_num", "start_port") if getattr(options, name) is not None]
     part = [f"--{name}" for name in ("servers", "workers", "node_ip") if getattr(options, name) is not None]
     if alone and part:
@@ -356,7 +357,7 @@ def _make_writable(name: str, directory: Path) -> None:
 
 
 def _record_dir(options: argparse.Namespace) -> Path:
-    """Where the processes keep their figures, for the view and ``fleet report``."""
+    """Return where the processes keep their figures, for the view and ``fleet report``."""
     return Path(PROCESS_ENVIRONMENT.get("FLEET_RECORD_DIR", "").strip() or options.log_dir).resolve()
 
 
@@ -374,7 +375,7 @@ def _wants_live_view(asked: str) -> bool:
 
 
 def _metrics_port(options: argparse.Namespace) -> int | None:
-    """The first one, if figures are to be shown to Prometheus."""
+    """Return the first port at which figures are shown to Prometheus, if they are."""
     port: int | None = options.metrics_port
     if port is None:
         port = Knobs.read(PROCESS_ENVIRONMENT).observing.metrics_port
@@ -384,7 +385,7 @@ def _metrics_port(options: argparse.Namespace) -> int | None:
 
 
 def _check_restarts(max_restarts: int, *, has_servers: bool) -> None:
-    """What is started again must find its place again."""
+    """Refuse restarts of processes that could not find their place again."""
     if max_restarts < 0:
         raise ConfigurationError("--max_restarts is not usable", expected="0 or more", got=max_restarts)
     if not max_restarts:
@@ -405,7 +406,7 @@ def _check_restarts(max_restarts: int, *, has_servers: bool) -> None:
 
 
 def _check_numbers(server_num: int | None, worker_num: int | None) -> None:
-    """A collective job has workers only."""
+    """Refuse numbers that make no job: a collective job has workers only."""
     for option, number in (("--worker_num", worker_num), ("--server_num", server_num)):
         if number is None and option == "--worker_num":
             raise ConfigurationError(f"{option} is missing", todo="For example: --server_num 2 --worker_num 2.")

@@ -37,7 +37,7 @@ _PACKAGES = (
     *("torch-fleet", "torch", "numpy", "grpcio", "protobuf", "numba", "llvmlite", "safetensors"),
     *("fsspec", "pyarrow", "mpi4py", "grpcio-health-checking"),
 )
-#: Of a processor's abilities, those that decide which loops run on it.
+#: The abilities of a processor that decide which loops run on it.
 _CPU_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 _VARIABLES = re.compile(
@@ -60,7 +60,7 @@ print(json.dumps(found))
 
 
 def tell(argv: list[str], prog: str, environ: Mapping[str, str]) -> int:
-    """The ``fleet env`` command; returns the exit code."""
+    """Run the ``fleet env`` command, and return the exit code."""
     parser = Parser(prog, description="Print what a bug report needs. Tokens are not shown.", allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="for programs")
     as_json = parser.parse_args(argv).json
@@ -103,7 +103,7 @@ def version_of(package: str) -> str:
 
 
 def _job(environ: Mapping[str, str]) -> dict[str, str]:
-    """What ``fleet.init()`` would find here, short of starting MPI for it."""
+    """Return what ``fleet.init()`` would find here, short of starting MPI for it."""
     told = {}
     launcher = launcher_of(environ)
     try:
@@ -194,7 +194,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(name: str, value: str) -> str:
-    """A variable's value, unless it is a secret itself; a path to one is none."""
+    """Return a variable's value, unless that is a secret itself; a path to a secret is none."""
     if _SECRET.search(name) and not name.endswith("_FILE"):
         return "(set, and not shown)"
     return re.sub(r"//[^/@\s]+@", "//***@", value)

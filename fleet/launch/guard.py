@@ -23,7 +23,7 @@ _KILL_PATIENCE_S = 2.0
 
 
 def end_groups(groups: Iterable[int], grace_s: float) -> None:
-    """SIGTERM, up to ``grace_s`` seconds, SIGKILL; groups that are already gone are fine."""
+    """Send SIGTERM, wait up to ``grace_s`` seconds, and send SIGKILL; groups that are already gone are fine."""
     left = [group for group in groups if is_there(group)]
     for signum, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_PATIENCE_S)):
         for group in left:
@@ -35,7 +35,7 @@ def end_groups(groups: Iterable[int], grace_s: float) -> None:
 
 
 def is_there(group: int) -> bool:
-    """Whether any process of ``group`` is left, once those that have ended and are ours to collect are collected."""
+    """Say whether any process of ``group`` is left, after collecting those that have ended and are ours to collect."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG) != (0, 0):
             pass
@@ -43,7 +43,8 @@ def is_there(group: int) -> bool:
 
 
 def _has_members(group: int) -> bool:
-    """Tells processes from zombies, which in a container may have nobody to collect them; without /proc, all count."""
+    """Say whether a group has processes that are no zombies, which in a container may have nobody to collect them;
+    without /proc, all count."""
     with contextlib.suppress(OSError), open("/proc/self/stat"):
         return any(_lives_in(group, pid) for pid in os.listdir("/proc") if pid.isdigit())
     return True

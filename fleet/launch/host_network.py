@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different ports nobody listens on.
+    """Return ``count`` different ports that nobody listens on.
 
     All are held until the last one is chosen, or the kernel might give one twice. They stay free until the servers
     take them: Linux serves ``bind`` and ``connect`` from different halves of the range while both have room.
@@ -28,7 +28,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def consecutive_ports(start: int, count: int) -> list[int]:
-    """``start`` and the ports after it, refused if one of them is busy."""
+    """Return ``start`` and the ports after it; refuse them if one is busy."""
     ports = list(range(start, start + count))
     if not 1 <= start <= ports[-1] <= 65535:
         raise ConfigurationError(
@@ -50,7 +50,7 @@ def check_free(endpoint: Endpoint) -> None:
 
 
 def hosts_here(hosts: Iterable[str], node_ip: str | None) -> frozenset[str]:
-    """Those of ``hosts`` that are this machine; with ``node_ip``, those that are the machine of that name.
+    """Return those of ``hosts`` that are this machine; with ``node_ip``, those that are the machine of that name.
 
     A host is here if a socket can be bound to it. That asks the kernel, which knows, and holds for every interface,
     alias and loopback name.
@@ -75,7 +75,7 @@ def hosts_here(hosts: Iterable[str], node_ip: str | None) -> frozenset[str]:
 
 
 def machine_names() -> list[str]:
-    """The names and addresses of this machine, as far as they are easily found."""
+    """Return the names and addresses of this machine, as far as they are easily found."""
     loopback, *others = own_addresses()
     return list(dict.fromkeys([socket.gethostname(), *others, loopback]))
 

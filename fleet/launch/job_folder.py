@@ -17,7 +17,7 @@ _NAME = "fleetrun.lock"
 
 @contextlib.contextmanager
 def alone_in(folders: Mapping[Path, str]) -> Iterator[None]:
-    """Inside, no other job keeps anything in these, each with the option or variable that chooses it."""
+    """Keep other jobs out of these folders, each of which comes with the option or variable that chooses it."""
     with contextlib.ExitStack() as held:
         for folder, chosen_by in folders.items():
             held.callback(os.close, _taken(folder, chosen_by))

@@ -1,7 +1,7 @@
 """Shows the live view of ``fleetrun``: a table that stays below the lines of the processes, on a terminal.
 
-It is made of the records that the processes keep in the log directory, and drawn by whoever writes the lines: nothing
-else may write to the terminal in between.
+It is made of the records that the processes keep in the log directory. The thread that writes their lines draws it, as
+nothing else may write to the terminal in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEPT = 6
 
 class LiveView:
     def __init__(self, fd: int, directory: Path, processes: Sequence[str]) -> None:
-        """On the terminal ``fd``. ``processes`` are those of this machine; servers report the others."""
+        """``fd`` is the terminal. ``processes`` are those of this machine; servers report the others."""
         self.fd = fd
         self._directory = directory
         self._processes = processes
@@ -44,12 +44,12 @@ class LiveView:
         self._ended.pop(process, None)
 
     def clear(self) -> bytes:
-        """What takes it off the terminal, so that a line can be written."""
+        """Return the bytes that take the view off the terminal, so that a line can be written."""
         drawn, self._drawn = self._drawn, 0
         return f"\x1b[{drawn}A\r\x1b[J".encode() if drawn else b""
 
     def draw(self, now: float) -> bytes:
-        """What puts it below what was written, with new figures if the old ones are."""
+        """Return the bytes that draw the view below what was written, with new figures if the old ones are due."""
         if self._drawn and now - self._made_at < PERIOD_S:
             return b""
         columns, lines = _size(self.fd)
@@ -75,7 +75,7 @@ class LiveView:
 
 
 def _size(fd: int) -> tuple[int, int]:
-    """Of a terminal; one that does not know is taken for an ordinary one."""
+    """Return the size of a terminal; one that does not know its size is taken for an ordinary one."""
     try:
         size = os.get_terminal_size(fd)
     except OSError:
@@ -84,7 +84,7 @@ def _size(fd: int) -> tuple[int, int]:
 
 
 def _place(item: tuple[str, Row]) -> tuple[bool, int, str]:
-    """Workers first, in the order of their numbers."""
+    """Return a sorting key: workers first, in the order of their numbers."""
     role, _, index = item[0].partition(" ")
     return role == "server", int(index) if index.isdigit() else 0, item[0]
 

@@ -22,7 +22,7 @@ _LOOPBACK_NAMES = ("localhost", "[::1]")
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process: ``environment`` is what it gets on top of the launcher's own."""
+    """Describes one process: ``environment`` is what it gets on top of the launcher's own."""
 
     role: Role
     index: int
@@ -40,7 +40,8 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The processes of this machine, servers first; ``worker_num`` and ``server_num`` are those of the whole job."""
+    """Lists the processes of this machine, servers first; ``worker_num`` and ``server_num`` are those of the whole
+    job."""
 
     processes: tuple[ProcessSpec, ...]
     worker_num: int
@@ -50,12 +51,12 @@ class LaunchPlan:
 
     @property
     def has_every_worker(self) -> bool:
-        """Whether this machine's workers are all there are, so that their end is the end of the job."""
+        """Say whether this machine has all the workers, so that their end is the end of the job."""
         return sum(process.role is Role.WORKER for process in self.processes) == self.worker_num
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the job is on this machine."""
+        """Say whether all of the job is on this machine."""
         return len(self.processes) == self.worker_num + self.server_num
 
 
@@ -71,8 +72,8 @@ def plan_launch(
     record_dir: str = "",
     metrics_port: int | None = None,
 ) -> LaunchPlan:
-    """The processes whose host is in ``here``; an index is a place in the list of the whole job. A collective job has
-    no servers, and ``workers`` are the endpoints of those on ``worker_hosts``. Each process keeps its figures in
+    """Plan the processes whose host is in ``here``; an index is a place in the list of the whole job. A collective job
+    has no servers, and ``workers`` are the endpoints of those on ``worker_hosts``. Each process keeps its figures in
     ``record_dir``, and shows them at a port of its own from ``metrics_port`` on."""
     addresses = (
         {"PADDLE_TRAINER_ENDPOINTS": ",".join(map(str, workers))}
@@ -130,7 +131,7 @@ def plan_launch(
 
 
 def child_environment(inherited: Mapping[str, str], process: ProcessSpec) -> dict[str, str]:
-    """The whole environment of ``process``, without what an earlier job left to contradict it."""
+    """Return the whole environment of ``process``, without variables of an earlier job that would contradict it."""
     kept = {
         name: value
         for name, value in inherited.items()
@@ -140,7 +141,8 @@ def child_environment(inherited: Mapping[str, str], process: ProcessSpec) -> dic
 
 
 def parse_endpoints(text: str, whose: str) -> tuple[Endpoint, ...]:
-    """``host:port,host:port``; the addresses by which every machine reaches them. ``whose``: server or worker."""
+    """Parse ``host:port,host:port``, the addresses by which every machine reaches them. ``whose`` is server or
+    worker."""
     option = f"--{whose}s"
     _refuse_count(option, f"--{whose}_num", text)
     endpoints = tuple(Endpoint.parse(entry) for entry in text.split(","))
@@ -155,7 +157,8 @@ def parse_endpoints(text: str, whose: str) -> tuple[Endpoint, ...]:
 
 
 def parse_worker_hosts(text: str) -> tuple[str, ...]:
-    """``host,host``, a host once for each of its workers; workers listen nowhere, so a port says nothing."""
+    """Parse ``host,host``, which has a host once for each of its workers; workers listen nowhere, so a port says
+    nothing."""
     _refuse_count("--workers", "--worker_num", text)
     return tuple(parse_address(entry)[0] for entry in text.split(","))
 

@@ -13,7 +13,7 @@ from fleet.ps.server.runtime import ServerRuntime
 
 
 def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
-    """Serve until the job is over; the exit code."""
+    """Serve until the job is over, and return the exit code."""
     knobs = Knobs.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
     be_lean()

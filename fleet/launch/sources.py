@@ -24,18 +24,18 @@ class Source(Protocol):
     def look(self) -> View: ...
 
     def whole(self) -> tuple[View, View, View] | None:
-        """The beginning and the end of its training, and its own end, if it is over."""
+        """Return views of the beginning and the end of the job's training, and of its own end, if it is over."""
         ...
 
     def ending(self) -> Cause | None:
-        """Who has ended it, where that is known."""
+        """Return who has ended the job, where that is known."""
         ...
 
     def close(self) -> None: ...
 
 
 def source_of(target: str) -> Source:
-    """What ``host:port,host:port`` or the name of a directory means."""
+    """Return the source that ``host:port,host:port`` or the name of a directory means."""
     if not target.strip():
         raise ConfigurationError("nothing to look at", expected="host:port of every server, or a log directory")
     if Path(target).is_dir():
@@ -52,7 +52,7 @@ def source_of(target: str) -> Source:
 
 
 class Running:
-    """A job whose servers answer. Asking changes nothing there, and takes the job's token or certificates."""
+    """Looks at a job whose servers answer. Asking changes nothing there, and takes the job's token or certificates."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         from fleet.ps.backend import real_network  # loads torch and grpc
@@ -102,10 +102,10 @@ class Running:
 
 
 class Recorded:
-    """A job that keeps records in a directory of this machine, as under ``fleetrun``; it may be over."""
+    """Looks at a job that keeps records in a directory of this machine, as under ``fleetrun``; it may be over."""
 
     def __init__(self, directory: Path, processes: Sequence[str] | None = None) -> None:
-        """``processes`` are those to look at, all unless given."""
+        """``processes`` are those to look at; None means all."""
         self._directory = directory
         self._processes = processes
 
@@ -131,4 +131,4 @@ class Recorded:
         return claimed(self._directory) if is_launched else None
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: nothing is kept open."""

@@ -5,12 +5,12 @@ sends signals; it never waits for the console. A waiter for each process reports
 failure is the first in time. The pump reads every pipe and is the only writer of console and logs, so
 lines cannot interleave; what the launcher itself says reaches it through a pipe as well.
 
-When a job fails, what its processes write on stderr waits until all have ended: then what the one that caused it said
-is shown, last, and of the others, who follow it with tracebacks of their own, one line. A traceback waits a moment
-anyway, since it may be what ends the job. The logs have everything.
+When a job fails, what its processes write on stderr is held back until all have ended. Then everything that the failed
+process said is shown last, and one line of each of the others, which follow with tracebacks of their own. A traceback
+is always held back for a moment, since it may be what ends the job. The logs have everything.
 
-Each process leads a session of its own: one signal reaches all it has started, and Ctrl-C only the launcher. Its exit
-is observed but not collected until the end, because an uncollected process keeps its id: a signal to
+Each process leads a session of its own: one signal reaches everything it has started, and Ctrl-C reaches only the
+launcher. Its exit is observed but not collected until the end, because an uncollected process keeps its id: a signal to
 its group cannot hit a stranger.
 """
 
@@ -180,13 +180,13 @@ class Lines:
         return lines
 
     def close(self) -> list[bytes]:
-        """The last line, if it was left without a newline."""
+        """Return the last line, if it was left without a newline."""
         rest, self._rest = _as_drawn(self._rest), b""
         return [rest] if rest else []
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns in it."""
+    """Return what a terminal would show of a line with carriage returns in it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -204,7 +204,7 @@ class _Stream:
 
 
 class _Pump:
-    """Everything that is written is written here, by one thread."""
+    """Writes everything that is written, by one thread."""
 
     def __init__(self, stdout: int, stderr: int, view: LiveView | None, fails: Callable[[], bool]) -> None:
         """``fails`` tells whether the job is failing."""
@@ -308,7 +308,7 @@ class _Pump:
         self._write(stream.console, text)
 
     def _not_held(self, stream: _Stream, lines: list[bytes]) -> list[bytes]:
-        """Those that are shown now."""
+        """Return those lines that are shown now."""
         if stream.held is None or not lines:
             return lines
         begins = 0
@@ -320,7 +320,7 @@ class _Pump:
         return lines[:begins]
 
     def _show_late(self) -> None:
-        """What waited for an end that did not come."""
+        """Show the lines that waited for an end that did not come."""
         for _, stream in self._errors:
             if stream.held and time.monotonic() - stream.held_since > _HELD_S and not self._fails():
                 self._show(stream, stream.held)
@@ -338,7 +338,7 @@ class _Pump:
             self._show(stream, stream.held or ())
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write it all, past Python's buffers; a reader that went away or a full disk must not stop the job."""
+        """Write all of it, past Python's buffers; a reader that went away or a full disk must not stop the job."""
         while data and fd not in self._mute:
             try:
                 data = data[os.write(fd, data) :]
@@ -351,7 +351,7 @@ class _Pump:
 
 
 class _Guard:
-    """The program that ends the job should the launcher be killed."""
+    """Starts the program that ends the job if the launcher is killed."""
 
     def __init__(self, grace_s: float, inherited: Mapping[str, str]) -> None:
         self._popen = subprocess.Popen(
@@ -410,7 +410,7 @@ def _report_exit(child: _Child, events: queue.SimpleQueue[_Event]) -> None:
 def _next_effects(
     watch: Watch, events: queue.SimpleQueue[_Event], children: Mapping[str, _Child], record_dir: Path, job_id: str
 ) -> tuple[_Event | None, list[Effect]]:
-    """What happens next, if it is not just that time passes, and what is to be done about it."""
+    """Wait for the next event, if any comes in time, and return what is to be done about it."""
     timeout = None if watch.deadline is None else max(0.0, watch.deadline - time.monotonic())
     try:
         event = events.get(timeout=timeout)
@@ -434,7 +434,7 @@ def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
 
 
 def _kept_state(plan: LaunchPlan, inherited: Mapping[str, str]) -> list[Path]:
-    """Folders of durable servers here that are still there: a server that was killed has not removed its own."""
+    """Return folders of durable servers that are still here: a server that was killed has not removed its own."""
     root = inherited.get("FLEET_DURABLE_DIR", "").strip()
     servers = [spec for spec in plan.processes if root and spec.role is Role.SERVER]
     endpoints = (Endpoint.parse(spec.environment["PADDLE_CURRENT_ENDPOINT"]) for spec in servers)
@@ -453,7 +453,7 @@ def _act(effect: Say | Send, pump: _Pump, children: Mapping[str, _Child]) -> Non
 
 
 def _sweep(children: Mapping[str, _Child], pump: _Pump, grace_s: float) -> None:
-    """Collect the processes, and end what they have left behind in their groups."""
+    """Collect the processes, and end those that they have left behind in their groups."""
     deadline = time.monotonic() + _HELPERS_S
     while (left := [child for child in children.values() if is_there(child.popen.pid)]) and time.monotonic() < deadline:
         time.sleep(_HELPERS_S / 10)
@@ -466,7 +466,7 @@ def _sweep(children: Mapping[str, _Child], pump: _Pump, grace_s: float) -> None:
 
 @contextlib.contextmanager
 def _signals_to(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
-    """Interruptions become events while the job runs."""
+    """Turn interruptions into events while the job runs."""
 
     def handle(signum: int, _frame: FrameType | None) -> None:
         events.put(_Signalled(signal.Signals(signum)))

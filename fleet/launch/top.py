@@ -60,7 +60,7 @@ def _show(source: Source, interval_s: float, once: bool) -> None:
 
 @contextlib.contextmanager
 def _display(live: bool) -> Iterator[Callable[[list[Row]], None]]:
-    """What shows a table: over the one before on a terminal, else below it."""
+    """Give a function that shows a table: over the one before on a terminal, else below it."""
     if not (live and sys.stdout.isatty() and find_spec("rich")):
         yield lambda shown: print(f"{plain(shown)}\n{title(shown)}\n", flush=True)
         return

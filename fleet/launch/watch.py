@@ -4,12 +4,12 @@ A job runs until a process fails, somebody interrupts it, or all its processes h
 a grace period after the last worker are asked to end. Ending is SIGTERM to all, a grace period, then SIGKILL.
 What ends the job decides the exit code; what the dying processes return says nothing.
 
-One failure brings others about, and whose exit is seen first is chance. So whoever has failed by itself has put that
-down (``fleet.telemetry.cause``): its exit code is the job's, even if it is still on its way when another one's comes.
-Without such a word it is the first one's.
+One failure brings others about, and whose exit is seen first is chance. So a process that has failed by itself has put
+that down (``fleet.telemetry.cause``). Its exit code is the job's, even if it is still on its way when another one's
+comes. Without such a note the first exit code is the job's.
 
-A process that was killed by a signal may be started again, so many times each. One that ended with an exit code has
-failed by itself: it has told the job so, and would fail again.
+A process that was killed by a signal may be started again, so many times for each. A process that ended with an exit
+code has failed by itself: it has told the job so, and would fail again.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _BROKE_OFF = "it ended in the midst of its job, without fleet.stop_worker(), whi
 
 @dataclass(frozen=True)
 class Say:
-    """A line for the person at the terminal."""
+    """Asks to show a line to the person at the terminal."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Send:
-    """A signal to every process group of the job."""
+    """Asks to send a signal to every process group of the job."""
 
     signal: Signals
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start a process again."""
+    """Asks to start a process again."""
 
     process: ProcessSpec
 
@@ -54,7 +54,7 @@ Effect: TypeAlias = Say | Send | Restart
 
 
 class Watch:
-    """``deadline`` is the instant at which ``elapsed`` has something to do, if any."""
+    """Decides when a job is over. ``deadline`` is the instant at which ``elapsed`` has something to do, if any."""
 
     def __init__(self, plan: LaunchPlan, *, grace_s: float, log_dir: str, max_restarts: int = 0) -> None:
         self.exit_code = 0
@@ -81,7 +81,7 @@ class Watch:
 
     @property
     def failing(self) -> bool:
-        """Whether the job is known to end badly, by no wish of the user's."""
+        """Say whether the job is known to end badly, and not because the user wished it."""
         return self._first_failed is not None
 
     def exited(
@@ -93,8 +93,8 @@ class Watch:
         *,
         broke_off: bool = False,
     ) -> list[Effect]:
-        """``returncode`` is negative for a signal, as in ``subprocess``; ``cause`` is what a process has put down;
-        ``broke_off`` says that this one ended as part of a job, without having left it."""
+        """Take note that a process ended. ``returncode`` is negative for a signal, as in ``subprocess``; ``cause`` is
+        what a process has put down; ``broke_off`` says that this one ended as part of a job, without having left it."""
         may_come_back = returncode < 0 and cause is None and not self._ending
         if may_come_back and self._restarts[process.name] < self._max_restarts:
             self._restarts[process.name] += 1
@@ -136,14 +136,15 @@ class Watch:
         return [Say(f"{late}: ending with SIGTERM"), *self._end(now)]
 
     def _ended_late(self, process: ProcessSpec, returncode: int) -> list[Effect]:
-        """Only servers that outstayed the workers end with an exit code still to be found."""
+        """Judge the end of a server that outstayed the workers; only such ends come after the job's exit code is
+        found."""
         if returncode == 0 or self.exit_code != 0:
             return []
         self.exit_code = _as_exit_code(returncode)
         return [Say(f"{process.name} did not end cleanly: {how_ended(returncode)}; {self._where(process)}")]
 
     def _judge(self, first: ProcessSpec, now: float) -> list[Effect]:
-        """The job fails, as ``first`` was seen to: name who has caused it, or wait for its end."""
+        """Fail the job, as ``first`` was seen to fail: name the process that caused it, or wait for its end."""
         cause = self._cause
         if cause is not None and any(process.name == cause.process for process in self._alive):
             self.deadline = self.deadline if self._awaits_cause else now + _ON_ITS_WAY_S
@@ -185,7 +186,7 @@ def _as_exit_code(returncode: int) -> int:
 
 
 def how_ended(returncode: int) -> str:
-    """In words; ``returncode`` is negative for a signal."""
+    """Return in words how a process ended; ``returncode`` is negative for a signal."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -197,7 +198,7 @@ def how_ended(returncode: int) -> str:
 
 
 def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, records: str) -> str:
-    """The last line of a job that went well. ``steps`` are those of each worker here that has told of some."""
+    """Return the last line of a job that went well. ``steps`` are those of each worker here that has reported some."""
     workers = sum(process.role is Role.WORKER for process in plan.processes)
     parts = [f"{workers} worker{'s' * (workers != 1)}"]
     if steps:
@@ -213,7 +214,7 @@ def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, 
 
 
 def state_stays(folders: Sequence[Path], job_id: str) -> str:
-    """What to do with what durable servers have kept, when their job is over and they have not removed it."""
+    """Return what to do with the folders of durable servers that their job has left behind."""
     names = ", ".join(folder.name for folder in folders)
     return (
         f"what the servers kept of this job stays in {folders[0].parent} ({names}): remove that, or go on with the job "
@@ -230,7 +231,7 @@ def _duration(seconds: float) -> str:
 
 
 def named(processes: list[ProcessSpec]) -> str:
-    """``server 0, worker 0 and worker 1``; of many, a few and a number."""
+    """Return ``server 0, worker 0 and worker 1``; of many processes, a few and a number."""
     names = [process.name for process in processes]
     if len(names) > 6:
         names = [*names[:5], f"{len(names) - 5} more"]

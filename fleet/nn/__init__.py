@@ -1,4 +1,4 @@
-"""Layers whose parameters are tables on the servers."""
+"""Offers layers whose parameters are tables on the servers."""
 
 from fleet.nn.embedding import Embedding, EmbeddingBag
 from fleet.nn.embedding_group import EmbeddingGroup

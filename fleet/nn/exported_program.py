@@ -19,7 +19,7 @@ from fleet.errors import ArgumentTypeError, UnsupportedError
 
 
 def check_examples(example_inputs: object) -> None:
-    """Refuse what is no tuple of positional arguments, each a tensor or dicts and lists of them."""
+    """Refuse anything but a tuple of positional arguments, each a tensor or dicts and lists of tensors."""
     if not isinstance(example_inputs, tuple):
         raise ArgumentTypeError(
             "example_inputs must be a tuple of the positional arguments of forward",
@@ -48,7 +48,8 @@ def _leaves(value: object, where: str) -> Iterator[tuple[str, object]]:
 
 
 def export_program(model: torch.nn.Module, example_inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """``model``, which is on the CPU and in evaluation mode. The first dimension of every tensor may have any size."""
+    """Export ``model``, which is on the CPU and in evaluation mode. The first dimension of every tensor may have any
+    size."""
     dynamic = getattr(torch.export.Dim, "DYNAMIC", None)
     if dynamic is None or not hasattr(_config, "backed_size_oblivious"):
         raise UnsupportedError(
@@ -90,7 +91,7 @@ def _unsupported(where: str, got: str) -> UnsupportedError:
 
 @contextmanager
 def _any_layout() -> Iterator[None]:
-    """Let torch's operators not ask whether a batch has one sample, as columns of such a batch are contiguous.
+    """Keep torch's operators from asking whether a batch has one sample, as columns of such a batch are contiguous.
 
     They take the way then that is right for every layout. What Python asks of a size is still known by its answer.
     """
@@ -110,20 +111,20 @@ _SIZE = re.compile(r"L\[.+?\]\.size\(\)\[\d+\]")
 
 
 def _limits(program: torch.export.ExportedProgram) -> list[str]:
-    """What the program would refuse inputs by, but for sizes that have to fit each other."""
+    """Return the conditions by which the program would refuse inputs, except sizes that have to fit each other."""
     guards: list[str] = getattr(program, "_guards_code", [])
     limits = [guard for guard in guards if "!=" in guard or len(set(_SIZE.findall(guard))) < 2]
     return [re.sub(r"L\['(\w+)'\]", r"\1", limit) for limit in limits]
 
 
 def _line(error: Exception) -> str:
-    """Where in the user's code it happened, if it did."""
+    """Return where in the user's code it happened, if it did."""
     others = (str(Path(torch.__path__[0])), str(Path(__file__).parents[1]))
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(others)]
     return f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _beginning(text: str) -> str:
-    """What torch says first; its hints for its own developers follow."""
+    """Return what torch says first; its hints for its own developers follow."""
     lines = [line.strip(" -") for line in text.splitlines()]
     return " ".join([line for line in lines if line][:2])[:400].rstrip(".")

@@ -22,8 +22,8 @@ from fleet.nn.embedding_group import EmbeddingGroup
 
 @dataclass(frozen=True, eq=False)
 class FrozenTable:
-    """A table's rows for sorted ids. ``mean`` is what other ids read; with ``zero_padding`` the padding id reads zeros,
-    and not its row."""
+    """Holds a table's rows for sorted ids. ``mean`` is what other ids read; with ``zero_padding`` the padding id reads
+    zeros, and not its row."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -54,7 +54,7 @@ class _Frozen(torch.nn.Module):
         self._nowhere = self._unknown + 2
 
     def _places(self, ids: torch.Tensor, pads: bool) -> torch.Tensor:
-        """Where in the matrix each id's row is."""
+        """Return where in the matrix each id's row is."""
         ids = ids.long().contiguous()
         found = torch.searchsorted(self.ids, ids).clamp(max=self._unknown - 1)
         places = torch.where(self.ids[found] == ids, found, self._unknown)

@@ -1,9 +1,9 @@
-"""Memory for large tensors, used again and again.
+"""Keeps memory for large tensors, which is used again and again.
 
 The C library hands blocks beyond 32 MiB back to the system as soon as they are free, so the next one of that size is
 faulted in page by page: filling 64 MiB takes two to three times as long in fresh memory as in memory that is there
 already, and a step moves a model's values through several such blocks. A block taken here comes back by itself when the
-last array that looks into it is gone, and is given to whoever asks for about as much.
+last array that looks into it is gone, and serves the next request for about as much.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SLACK = 1.5
 #: Finds an array as long as anybody has it.
 Watch = weakref.ref[np.ndarray[Any, Any]]
 
-# Blocks come back whenever Python finds them unused, on whatever thread: nothing here may need a lock.
+# Blocks come back whenever Python finds them unused, on any thread: nothing here may need a lock.
 _free: deque[memoryview] = deque(maxlen=KEPT)
 
 
 def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """So many bytes, holding anything."""
+    """Return so many bytes, with any content."""
     if not SMALLEST <= nbytes <= LARGEST:
         return np.empty(nbytes, np.uint8)
     block = _fitting(nbytes) or np.empty(nbytes, np.uint8).data
@@ -44,7 +44,7 @@ def take(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def installed() -> int | None:
-    """The bytes of memory this machine has, where the system tells."""
+    """Return how many bytes of memory this machine has, where the system tells."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -52,14 +52,15 @@ def installed() -> int | None:
 
 
 def take_flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor, holding anything."""
+    """Return a flat tensor with any content."""
     if numel * dtype.itemsize < SMALLEST:
         return torch.empty(numel, dtype=dtype)
     return torch.from_numpy(take(numel * dtype.itemsize)).view(dtype)
 
 
 def window(flat: torch.Tensor) -> tuple[torch.Tensor, Watch]:
-    """A tensor of the same memory, and what finds nothing any more once nobody looks through it, or its views."""
+    """Return a tensor of the same memory, and a watch that finds nothing any more once nobody looks through the tensor
+    or its views."""
     # What torch and numpy make of an array keeps the array alive; tensors made of a tensor keep its memory alone.
     array = np.frombuffer(flat.view(torch.uint8).numpy().data, np.uint8)
     return torch.from_numpy(array).view(flat.dtype), weakref.ref(array)

@@ -1,8 +1,8 @@
-"""What is done to ids and rows whatever the optimizer: count them, send them to their server, sum, move, invent them.
+"""Does to ids and rows what every optimizer needs: counts them, sends them to their server, sums, moves, invents them.
 
 Arrays from outside go through ``packed`` before they reach a compiled function: one memory layout means one
 compilation, so that nothing is left to compile once a server has said that it is ready. Compiled functions check no
-bounds; their turns do.
+bounds; their callers do.
 
 ``mix`` and what is made of it (``owner``, ``initial_rows``) are fixed for ever: processes of one job, and a job and its
 checkpoints, must agree on them.
@@ -26,7 +26,8 @@ CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 
 
 def packed(array: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
-    """Contiguous, aligned and writable, copied only when it is not: read-only is another type to the compiler."""
+    """Return the array contiguous, aligned and writable, copied only if it is not: to the compiler, read-only is
+    another type."""
     if isinstance(array, np.ndarray) and array.flags.carray and array.dtype == dtype:
         return array
     return np.require(array, np.dtype(dtype), ["C", "A", "W"])
@@ -38,7 +39,8 @@ def packed_ids(ids: npt.ArrayLike) -> Ids:
 
 @compiled
 def mix(x: np.uint64) -> np.uint64:
-    """The finalizer of splitmix64: a bijection of 64 bits in which every output bit depends on every input bit."""
+    """Apply the finalizer of splitmix64: a bijection of 64 bits in which every output bit depends on every input
+    bit."""
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -59,7 +61,7 @@ def bounds(ids: Ids) -> tuple[int, int]:
 
 
 def unique(ids: npt.ArrayLike) -> tuple[Ids, Ids]:
-    """The distinct ids in the order they first appear, and for every id its place among them."""
+    """Return the distinct ids in the order they first appear, and for every id its place among them."""
     return _unique(packed_ids(ids))
 
 
@@ -92,7 +94,8 @@ def _unique(ids: Ids) -> tuple[Ids, Ids]:
 
 @compiled
 def accumulate(places: Ids, grads: Array, total: Rows) -> None:
-    """Add every row of ``grads`` to the row of ``total`` at its place, in the order they come: it decides the bits."""
+    """Add every row of ``grads`` to the row of ``total`` at its place, in the order they come, since the order decides
+    the bits."""
     for k in range(places.size):
         if k + AHEAD < places.size:
             prefetch(total, places[k + AHEAD])
@@ -103,8 +106,9 @@ def accumulate(places: Ids, grads: Array, total: Rows) -> None:
 
 @compiled
 def accumulate_apart(places: Ids, grads: Array, together: int, apart: int, total: Rows) -> None:
-    """The same for rows of which so many lie ``together``, and those that follow so many numbers ``apart`` from where
-    these begin; ``grads`` is all of that memory. Where all lie together the other loop is a sixth faster."""
+    """Do what ``accumulate`` does for rows in groups: ``together`` rows lie side by side, and each group begins
+    ``apart`` numbers after the one before; ``grads`` is all of that memory. Where all rows lie together, the other loop
+    is a sixth faster."""
     begin = np.uint64(0)  # compiled code asks of every signed index whether it counts from the end
     for first in range(0, places.size, together):
         start = begin
@@ -133,7 +137,7 @@ def accumulate_bags(places: Ids, bags: Ids, scales: Array, grads: Array, total: 
 
 
 def owner(ids: npt.ArrayLike, servers: int) -> Ids:
-    """The server each id lives on."""
+    """Return the server that each id lives on."""
     return _owner(packed_ids(ids), servers)
 
 
@@ -146,7 +150,7 @@ def _owner(ids: Ids, servers: int) -> Ids:
 
 
 def partition(ids: npt.ArrayLike, servers: int) -> list[Ids]:
-    """For every server, the places of its ids, in their order."""
+    """Return for every server the places of its ids, in their order."""
     if servers == 1:
         return [np.arange(np.size(ids))]
     order, ends = _partition(packed_ids(ids), servers)
@@ -209,7 +213,7 @@ _PAGE_BYTES = 4096
 
 
 def touch_pages(array: Array) -> None:
-    """Have the memory of an array that is in one piece from the system, whoever writes to it meanwhile."""
+    """Make the system provide the memory of an array that is in one piece; other threads may write to it meanwhile."""
     if array.size:
         _touch_pages(array.reshape(-1).view(np.uint8).reshape(-1, 1), _PAGE_BYTES)
 
@@ -225,7 +229,7 @@ def _touch_pages(memory: Array, apart: int) -> None:
 
 
 def table_key(name: str) -> np.uint64:
-    """A table's name as 64 bits, the same in every process."""
+    """Return a table's name as 64 bits, the same in every process."""
     return np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
@@ -271,7 +275,7 @@ def initial_rows(kind: int, a: float, b: float, seed: np.uint64, key: np.uint64,
 
 @compiled
 def noise(ids: Ids, width: int, worker: int, step: int) -> Array:
-    """Numbers on [0, 1), a row an id, that depend on id, column, worker and step, and on nothing else."""
+    """Return numbers on [0, 1), a row for each id, that depend on id, column, worker and step, and on nothing else."""
     out = np.empty((ids.size, width), np.float32)
     key = mix(mix(np.uint64(worker) + GAMMA) ^ np.uint64(step))
     for k in range(ids.size):

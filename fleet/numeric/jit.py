@@ -1,4 +1,4 @@
-"""Plain Python loops over numpy arrays, compiled by numba when they are first called; the only file that imports it.
+"""Compiles plain Python loops over numpy arrays with numba when they are first called; no other file imports numba.
 
 Importing numba takes half a second and compiling a function a few tenths, so neither happens before a function is
 called: a process without sparse tables and hundreds of dense parameters pays for nothing. Compiled code runs without
@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """Rows that lie in segments of 2 to the power of ``bits``; whoever made it keeps the segments alive."""
+    """Holds rows that lie in segments of 2 to the power of ``bits``; the maker of this keeps the segments alive."""
 
     addresses: npt.NDArray[np.uint64]  #: where each segment begins
     like: Array  #: one of them, for its type and width
@@ -50,7 +50,7 @@ _building = threading.RLock()
 
 
 def _numba() -> Any:
-    """The module, whole: an import that failed half-way is not gone on with, but begun anew by the next call."""
+    """Return the whole module: after an import that failed half-way, the next call begins anew."""
     try:
         import numba
     except BaseException:
@@ -61,12 +61,12 @@ def _numba() -> Any:
 
 
 def _undisturbed(work: Callable[[], R]) -> R:
-    """What ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
+    """Return what ``work`` returns; it comes to its end even if the caller is interrupted while waiting."""
     return start_uninterrupted(work, "fleet-compiling").result()
 
 
 class Compiled(Generic[P, R]):
-    """A function that turns into machine code on its first call with each combination of argument types."""
+    """Holds a function that becomes machine code on its first call with each combination of argument types."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         assert isinstance(function, FunctionType)
@@ -110,7 +110,7 @@ def compiled(function: Callable[P, R]) -> Compiled[P, R]:
 
 
 class Intrinsic(Generic[P, R]):
-    """Machine code under a name, for what Python cannot say. It exists inside compiled functions only."""
+    """Names machine code for what Python cannot say. It exists inside compiled functions only."""
 
     def __init__(self, signed: Callable[..., Any], meaning: Callable[P, R]) -> None:
         self._signed = signed
@@ -135,14 +135,14 @@ def _code(signed: Callable[..., Any]) -> Callable[[Callable[P, R]], Intrinsic[P,
 
 
 def _matrix(rows: Any) -> Any:
-    """The type of ``rows``, or of the segment in it."""
+    """Return the type of ``rows``, or of the segment in it."""
     from numba import types
 
     return rows if isinstance(rows, types.Array) else rows.types[1]
 
 
 def _located(context: Any, builder: Any, kind: Any, rows: Any, number: Any) -> tuple[Any, Any]:
-    """A pointer to the first byte of a row, and the matrix or segment whose rows are like it."""
+    """Return a pointer to the first byte of a row, and the matrix or segment whose rows are like it."""
     from llvmlite import ir
     from numba import types
 
@@ -225,28 +225,29 @@ def _touch(_context: Any, rows: Any, _number: Any) -> Any:
 
 @_code(_row)
 def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
-    """One row, to read and to write in place. Nobody checks whether there is one."""
+    """Return one row, to read and to write in place. Nobody checks whether there is one."""
 
 
 @_code(_copy_bytes)
 def copy_bytes(rows: Rows, number: Any, source: Array, start: Any, size: Any) -> None:
-    """So many bytes of ``source``, which is of bytes, into the beginning of a row. Nobody checks whether they fit."""
+    """Copy so many bytes of ``source``, which is of bytes, to the beginning of a row. Nobody checks whether they
+    fit."""
 
 
 @_code(_prefetch)
 def prefetch(rows: Rows, number: Any) -> None:
     """Ask for the first cache line of a row some iterations before it is needed.
 
-    Rows of a large table lie anywhere in memory, and waiting for them is most of the time of every row loop. Only a
-    hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
+    Rows of a large table lie anywhere in memory, and waiting for them takes most of the time of every row loop. This is
+    only a hint, so nothing changes but the speed; a negative number, which stands for "no row", asks for the first one.
     """
 
 
 @_code(_touch)
 def touch(rows: Rows, number: Any) -> None:
-    """Write to a row's first byte what is there already, whoever else writes to the row meanwhile.
+    """Write to a row's first byte what is there already; other threads may write to the row meanwhile.
 
-    A system hands out memory when it is written first, and takes its time: so it can be had before it is needed.
+    A system hands out memory when it is first written to, and takes its time. Touching gets it before it is needed.
     """
 
 

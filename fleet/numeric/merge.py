@@ -1,4 +1,4 @@
-"""Gradients of the same rows from several sources, made one."""
+"""Makes one of the gradients of the same rows that come from several sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleet.numeric.jit import Array, Ids
 
 
 def merge(contributions: Sequence[tuple[Ids, Array]], divisor: float) -> tuple[Ids, Array]:
-    """Sum by id and divide. The order of the contributions is the order of the sum, down to the last bit."""
+    """Sum up by id and divide. The order of the contributions is the order of the sum, down to the last bit."""
     ids = [packed_ids(each) for each, _ in contributions]
     distinct, places = unique(np.concatenate(ids))
     first = contributions[0][1]

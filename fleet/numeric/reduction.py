@@ -1,11 +1,11 @@
-"""What workers do all together beside training: barriers and reductions over all of them, one after the other.
+"""Decides what workers do all together beside training: barriers and reductions over all of them, one after the other.
 
 Each worker numbers its gatherings 1, 2, 3, … by itself. Gathering ``n`` closes when every live worker has come to it,
-and all who wait for it are answered. A worker that leaves stops being waited for, and what it brought to a gathering
-that is still open stays in it, as a gradient does in a synchronous round. Workers that ask for different things under
-one number are all refused, those who come later too; the gatherings after it go on.
+and all workers that wait for it are answered. A worker that leaves stops being waited for, and what it brought to a
+gathering that is still open stays in it, as a gradient does in a synchronous round. Workers that ask for different
+things under one number are all refused, those that come later too; the gatherings after it go on.
 
-What came of a gathering is kept for as long as one of its workers could ask again: until all have come to the next.
+The result of a gathering is kept for as long as one of its workers could ask again: until all have come to the next.
 
 Pure: no thread, no clock, no tensor.
 """
@@ -26,12 +26,13 @@ CARRIED = {
     **dict.fromkeys(("int64", "int32", "int16", "int8", "uint8", "bool"), "int64"),
 }
 
-#: What one worker may bring to one gathering; the server holds that of all of them at once.
+#: How much one worker may bring to one gathering; the server holds that much for all of them at once.
 MAX_BYTES = 1 << 30
 
 
 def result_dtype(op: str, dtype: str) -> str:
-    """The element type of a reduction: the input's, but for sums (int64) and means (float64) of integers and bools."""
+    """Return the element type of a reduction: the input's, but for sums (int64) and means (float64) of integers and
+    bools."""
     if CARRIED[dtype] != "int64" or op in ("max", "min"):
         return dtype
     return "int64" if op == "sum" else "float64"
@@ -39,7 +40,7 @@ def result_dtype(op: str, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a worker wants of a gathering; of all its workers it must be the same."""
+    """Says what a worker wants of a gathering; all of its workers must want the same."""
 
     op: str
     dtype: str = ""
@@ -53,7 +54,7 @@ class Asked:
 
 
 def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) -> PlanMismatchError:
-    """What is told to workers that came to one gathering for different things."""
+    """Return the error for workers that came to one gathering for different things."""
     return PlanMismatchError(
         "workers asked for different things at the same time",
         where=f"gathering {number} of each",
@@ -66,7 +67,7 @@ def disagreement(number: int, one: tuple[int, Asked], other: tuple[int, Asked]) 
 
 @dataclass(frozen=True)
 class Close:
-    """Reduce what these workers brought to gathering ``number``, in this order, and keep the result."""
+    """Asks to reduce what these workers brought to gathering ``number``, in this order, and to keep the result."""
 
     number: int
     contributors: tuple[int, ...]
@@ -74,7 +75,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Gathering ``number`` fails: these two workers asked for different things. Keep that as its result."""
+    """Asks to fail gathering ``number``, as these two workers want different things, and to keep that as its result."""
 
     number: int
     one: tuple[int, Asked]
@@ -83,7 +84,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Tell:
-    """Answer the request that waits under ``ticket`` with what came of gathering ``number``."""
+    """Asks to answer the request that waits under ``ticket`` with the result of gathering ``number``."""
 
     ticket: Hashable
     number: int
@@ -91,7 +92,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Forget:
-    """Nobody can ask for gathering ``number`` again: drop what is kept of it."""
+    """Asks to drop what is kept of gathering ``number``: nobody can ask for it again."""
 
     number: int
 
@@ -107,7 +108,7 @@ class Gatherings:
         self._waiting: dict[Hashable, tuple[int, int]] = {}
 
     def come(self, worker: int, number: int, asked: Asked) -> list[Effect]:
-        """``worker`` came to its gathering ``number``; a repetition changes nothing."""
+        """Note that ``worker`` came to its gathering ``number``; a repetition changes nothing."""
         came = self._came[worker]
         if number <= came:
             return []
@@ -131,40 +132,41 @@ class Gatherings:
         return refused + self._effects()
 
     def wait(self, ticket: Hashable, worker: int, number: int) -> list[Effect]:
-        """A request of ``worker`` can be answered once it is decided what came of gathering ``number``."""
+        """Take a request of ``worker`` that can be answered once the result of gathering ``number`` is decided."""
         self._waiting[ticket] = (worker, number)
         return self._effects()
 
     def leave(self, worker: int) -> list[Effect]:
-        """``worker`` said goodbye or was given up on; its waiting requests are dropped."""
+        """Take out ``worker``, which said goodbye or was given up on; its waiting requests are dropped."""
         self._came.pop(worker, None)
         self._waiting = {ticket: need for ticket, need in self._waiting.items() if need[0] != worker}
         return self._effects()
 
     @property
     def came(self) -> dict[int, int]:
-        """The newest gathering of every worker that is still part of this."""
+        """Return the newest gathering of every worker that still takes part."""
         return dict(self._came)
 
     @property
     def open(self) -> frozenset[int]:
-        """The gatherings that are not decided yet."""
+        """Return the gatherings that are not decided yet."""
         return frozenset(self._open)
 
     def resume(self, came: Mapping[int, int], decided: Iterable[int]) -> None:
-        """Be where others were that had these, with none open."""
+        """Go on where others were that had these, with no gathering open."""
         self._came, self._decided = dict(came), set(decided)
 
     def join(self, worker: int) -> None:
-        """``worker``, which had left or was never there, takes part in the gatherings after those that are decided."""
+        """Let ``worker``, which had left or was never there, take part in the gatherings after those that are
+        decided."""
         self._came[worker] = max(self._decided, default=0)
 
     def reached(self, worker: int) -> int:
-        """The newest gathering ``worker`` has come to."""
+        """Return the newest gathering ``worker`` has come to."""
         return self._came[worker]
 
     def lacking(self) -> list[tuple[int, Asked, tuple[int, ...]]]:
-        """Every gathering that somebody waits in, what it is and whom it waits for, for whoever explains a wait."""
+        """Return every gathering that somebody waits in, what it is and whom it waits for, to explain a wait."""
         return [
             (number, next(iter(here.values())), self._absent(number))
             for number, here in sorted(self._open.items())
@@ -185,7 +187,7 @@ class Gatherings:
                 self._decide(number)
                 effects.append(Close(number, tuple(sorted(here))))
         for ticket, (_, number) in list(self._waiting.items()):
-            # Neither open nor decided is what was forgotten: a request so late that its sender has gone on.
+            # Neither open nor decided, so forgotten: the request is so late that its sender has gone on.
             if number not in self._open:
                 del self._waiting[ticket]
                 effects.append(Tell(ticket, number))

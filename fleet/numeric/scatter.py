@@ -17,8 +17,8 @@ LARGEST = 1 << 15
 
 
 class Scattered:
-    """Pieces of a flat tensor, each with the byte it begins at and where it goes: a contiguous target on the CPU, whose
-    length it has. The targets' memory is held."""
+    """Copies pieces of a flat tensor to where they belong: each has the byte it begins at, and a contiguous target on
+    the CPU, whose length it has. The targets' memory is held."""
 
     def __init__(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
         self._targets = [target for _, target in pieces]

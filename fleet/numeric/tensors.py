@@ -1,4 +1,4 @@
-"""Tensors as raw bytes: what a numpy or torch array looks like on the wire, and back."""
+"""Turns tensors into raw bytes and back: what a numpy or torch array looks like on the wire."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _TORCH_NAMES = {getattr(torch, name): name for name in _NUMPY}
 
 @dataclass(frozen=True)
 class WireTensor:
-    """An array and the name of its element type; ``array`` is contiguous, its memory is shared, not copied."""
+    """Holds an array and the name of its element type; ``array`` is contiguous, and its memory is shared, not
+    copied."""
 
     dtype: str
     array: np.ndarray[Any, Any]
@@ -59,11 +60,11 @@ class WireTensor:
 
     @property
     def buffers(self) -> list[memoryview]:
-        """Its bytes, where they are."""
+        """Return the tensor's bytes where they lie."""
         return [_bytes_of(self.array)] if self.array.size else []
 
     def kept(self) -> WireTensor:
-        """What travels as it is now, whatever becomes of it."""
+        """Return what travels as it is now, whatever happens to its source."""
         return self
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -75,7 +76,7 @@ class WireTensor:
 
 
 class EndToEnd(WireTensor):
-    """Flat tensors of one element type that travel as one, from where they are. They are somebody else's, who may
+    """Holds flat tensors of one element type that travel as one, from where they lie. They belong to the user, who may
     change them when they have arrived."""
 
     _parts: Sequence[np.ndarray[Any, Any]]
@@ -116,7 +117,7 @@ def padded(nbytes: int) -> int:
 
 
 def checked_size(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a tensor a peer announces, before anything is allocated for it."""
+    """Return the size in bytes of a tensor that a peer announces, before anything is allocated for it."""
     if dtype not in _NUMPY:
         raise ProtocolError("a tensor has an unknown element type", expected=", ".join(_NUMPY), got=repr(dtype)[:40])
     if len(shape) > 16:

@@ -1,4 +1,5 @@
-"""Values that users have reduced over all workers: how they travel, and how the result comes back in their kind."""
+"""Carries values that users have reduced over all workers: how they travel, and how the result comes back in their
+kind."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class UserValue:
-    """A numpy array, tensor or number of the user's that is to be reduced: what travels, and how it comes back."""
+    """Holds a user's numpy array, tensor or number that is to be reduced: what travels, and how it comes back."""
 
     def __init__(self, call: str, value: object) -> None:
         self._value: Any = value
@@ -55,14 +56,14 @@ class UserValue:
             )
 
     def wire(self) -> WireTensor:
-        """A copy: what is sent again must be what was sent before, whatever the user does to it meanwhile."""
+        """Return a copy: a repetition must send what was sent before, whatever the user does to the value meanwhile."""
         name = CARRIED[self.dtype]
         if isinstance(self._value, torch.Tensor):
             return WireTensor.of(torch.empty(self.shape, dtype=getattr(torch, name)).copy_(self._value.detach()))
         return WireTensor.of(np.array(self._value, dtype=name, order="C"))
 
     def back(self, result: WireTensor, dtype: str) -> Any:
-        """The result as a value of the same kind, with elements of ``dtype``."""
+        """Return the result as a value of the same kind, with elements of ``dtype``."""
         if isinstance(self._value, torch.Tensor):
             return result.torch().to(self._value.device, getattr(torch, dtype))
         array = result.numpy().astype(dtype, copy=False)
@@ -74,8 +75,8 @@ class UserValue:
 def reduce_over_workers(
     call: str, value: object, output: object, op: object, meet: Callable[[str, UserValue], WireTensor]
 ) -> Any:
-    """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given. ``meet``
-    brings a worker's own to the others, and back what came of it."""
+    """Reduce the ``value`` of all workers to one, in the kind it came in, and write it into ``output`` if that is
+    given. ``meet`` brings a worker's value to the others, and brings back the result."""
     if op not in OPS:
         raise ConfigurationError(f"{call}: op is unknown", expected=", ".join(OPS), got=repr(op))
     mine = UserValue(call, value)
@@ -87,7 +88,7 @@ def reduce_over_workers(
 
 
 def _check_output(call: str, output: object, dtype: str, shape: tuple[int, ...]) -> None:
-    """Refuse an ``output`` that a result of this element type and shape cannot be written into."""
+    """Refuse an ``output`` that a result of this element type and shape does not fit into."""
     if not isinstance(output, torch.Tensor | np.ndarray):
         raise ArgumentTypeError(
             f"{call}: output is of the wrong type",
@@ -117,8 +118,8 @@ def _dtype_and_shape(value: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def reduced(op: str, tensors: Sequence[WireTensor]) -> WireTensor:
-    """All of one element type and shape, made one in the order given: float16 and bfloat16 in float32, integers in
-    int64, everything else as it is."""
+    """Return all tensors, which have one element type and shape, reduced in the order given: float16 and bfloat16 in
+    float32, integers in int64, everything else as it is."""
     first = tensors[0]
     narrow = first.dtype in ("float16", "bfloat16")
     # One dimension and an output, so that no result becomes one of numpy's scalars, which warn where arrays do not.

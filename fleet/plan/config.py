@@ -1,4 +1,4 @@
-"""``DistributeTranspilerConfig``: the source documents' switches, each checked when it is set."""
+"""Defines ``DistributeTranspilerConfig``: the source documents' switches, each checked when it is set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 
 
 class DistributeTranspilerConfig:
-    """Settings of a distributed job, with the source system's names and defaults.
+    """Holds the settings of a distributed job, with the source system's names and defaults.
 
     Examples:
         >>> from fleet.transpiler import DistributeTranspilerConfig
@@ -103,7 +103,8 @@ class DistributeTranspilerConfig:
         return name if known else str(_one_of("split_method", value, tuple(DISPATCHERS)))
 
     def _check_split_send(self, name: str, value: bool) -> None:
-        """Sending apart from receiving only means something without rounds; both orders of setting are covered."""
+        """Refuse to send apart from receiving in rounds, where that means nothing, in whichever order the two are
+        set."""
         both = {"sync_mode": "runtime_split_send_recv", "runtime_split_send_recv": "sync_mode"}
         if name in both and value and getattr(self, both[name]):
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Which server a block goes to. A dispatcher is a class with one method, registered in ``DISPATCHERS``."""
+"""Decides which server a block goes to. A dispatcher is a class with one method, registered in ``DISPATCHERS``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Dispatcher(Protocol):
     def __init__(self, server_num: int) -> None: ...
 
     def dispatch(self, blocks: Sequence[str]) -> list[int]:
-        """One server index for each block, given their names: ``weight`` of a whole parameter, ``weight.block0`` and
-        so on of one that is cut."""
+        """Return one server index for each block, given their names: ``weight`` of a whole parameter, ``weight.block0``
+        and so on of one that is cut."""
         ...
 
 
 class RoundRobin:
-    """One cursor over all blocks of all parameters.
+    """Deals all blocks of all parameters in turn, with one cursor.
 
     Examples:
         >>> from fleet.transpiler import RoundRobin
@@ -35,7 +35,7 @@ class RoundRobin:
 
 
 class HashName:
-    """A stable hash of the block's name: the same on every machine and in every process.
+    """Places a block by a stable hash of its name: the same on every machine and in every process.
 
     Examples:
         >>> from fleet.transpiler import HashName

@@ -1,4 +1,5 @@
-"""How the dense blocks of one server lie in a message: one flat tensor an element type, blocks in plan order.
+"""Says how the dense blocks of one server lie in a message: one flat tensor for each element type, blocks in plan
+order.
 
 Worker and server compute it from the same plan, so a message needs to say only which blocks are in it.
 """
@@ -14,7 +15,7 @@ from fleet.plan.plan import Block, Plan
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a block stands: its position among the server's blocks, and its range in the flat tensor."""
+    """Says where a block stands: its position among the server's blocks, and its range in the flat tensor."""
 
     position: int
     block: Block
@@ -24,7 +25,7 @@ class Slot:
 
     @property
     def part(self) -> slice | None:
-        """Its range in the parameter; None for all of it."""
+        """Return the block's range in the parameter; None for all of it."""
         return None if self.is_whole else slice(self.block.offset, self.block.offset + self.block.numel)
 
     @property
@@ -39,7 +40,8 @@ class DenseLayout:
 
     @cached_property
     def cuts(self) -> dict[str, list[tuple[int, int, slice | None]]]:
-        """For each element type, its blocks in their order: position, parameter, and range in that, None for all."""
+        """Return for each element type its blocks in their order: position, parameter, and range in that, None for
+        all."""
         return {
             dtype: [(slot.position, slot.block.param, slot.part) for slot in self.slots if slot.dtype == dtype]
             for dtype in self.sizes
@@ -47,17 +49,17 @@ class DenseLayout:
 
     @cached_property
     def params(self) -> list[int]:
-        """Of every block, in their order, the parameter."""
+        """Return the parameter of every block, in their order."""
         return [slot.block.param for slot in self.slots]
 
     @property
     def dtypes(self) -> list[str]:
-        """Element types in the order their tensors travel."""
+        """Return the element types in the order their tensors travel."""
         return list(self.sizes)
 
     def places(self, present: bytes) -> Iterator[tuple[str, slice, slice]]:
-        """Of each block marked in ``present``: its element type, and where it lies when these lie end to end, and when
-        all do."""
+        """Yield for each block marked in ``present`` its element type, and where it lies when only these lie end to
+        end, and when all do."""
         ends: dict[str, int] = {}
         for slot in self.slots:
             if present[slot.position]:
@@ -66,7 +68,7 @@ class DenseLayout:
                 yield slot.dtype, slice(start, ends[slot.dtype]), slice(slot.start, slot.stop)
 
     def sizes_of(self, present: bytes) -> dict[str, int]:
-        """For each element type, how long the blocks marked in ``present`` are together."""
+        """Return for each element type how long the blocks marked in ``present`` are together."""
         if all(present):
             return self.sizes
         sizes: dict[str, int] = {}
@@ -77,7 +79,7 @@ class DenseLayout:
 
 
 def dense_layout(plan: Plan, server: int, present: Sequence[int] | bytes | None = None) -> DenseLayout:
-    """The layout of all blocks of ``server``, or of those marked in ``present``."""
+    """Return the layout of all blocks of ``server``, or of those marked in ``present``."""
     slots: list[Slot] = []
     sizes: dict[str, int] = {}
     for position, block in enumerate(plan.by_server[server]):

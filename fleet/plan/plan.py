@@ -1,7 +1,7 @@
-"""The plan: which block of which parameter lives on which server, and its fingerprint.
+"""Plans which block of which parameter lives on which server, and computes the plan's fingerprint.
 
-A pure function of the ``JobSpec``. Every process computes it for itself and proves with the fingerprint, in its
-first hello, that it computed the same one.
+The plan is a pure function of the ``JobSpec``. Every process computes it for itself and proves with the fingerprint, in
+its first hello, that it computed the same one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleet.plan.specs import DTYPES, JobSpec, ParamSpec
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous range of a parameter's elements; ``param`` indexes ``JobSpec.params``."""
+    """Names a contiguous range of a parameter's elements; ``param`` indexes ``JobSpec.params``."""
 
     param: int
     index: int
@@ -27,10 +27,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec together with the server of every block (``servers[i]`` serves ``blocks[i]``).
+    """Holds a spec together with the server of every block (``servers[i]`` serves ``blocks[i]``).
 
-    ``placement`` stands for the cuts and the servers alone: who keeps a server's blocks can tell by it that they are
-    still that server's.
+    ``placement`` stands for the cuts and the servers alone: by it, anyone who keeps a server's blocks can tell that
+    they are still that server's.
     """
 
     spec: JobSpec
@@ -41,7 +41,7 @@ class Plan:
 
     @cached_property
     def by_server(self) -> tuple[tuple[Block, ...], ...]:
-        """The blocks of each server, in plan order."""
+        """Return the blocks of each server, in plan order."""
         lists: list[list[Block]] = [[] for _ in range(self.spec.settings.server_num)]
         for block, server in zip(self.blocks, self.servers, strict=True):
             lists[server].append(block)
@@ -54,11 +54,11 @@ class Plan:
         return _name(self.param_of(block), block)
 
     def dense_bytes(self, server: int) -> int:
-        """What the dense blocks of one server weigh."""
+        """Return how many bytes the dense blocks of one server have."""
         return sum(block.numel * DTYPES[self.param_of(block).dtype] for block in self.by_server[server])
 
     def table(self) -> str:
-        """The plan as text: parameter, block, server, elements."""
+        """Return the plan as text: parameter, block, server, elements."""
         rows = [("parameter", "block", "server", "elements")]
         for block, server in zip(self.blocks, self.servers, strict=True):
             rows.append((self.param_of(block).name, str(block.index), str(server), str(block.numel)))
@@ -87,5 +87,5 @@ def make_plan(spec: JobSpec) -> Plan:
 
 
 def _name(param: ParamSpec, block: Block) -> str:
-    """``weight`` for a whole parameter, ``weight.block1`` for the second of several."""
+    """Return ``weight`` for a whole parameter, ``weight.block1`` for the second of several blocks."""
     return param.name if block.numel == param.numel else f"{param.name}.block{block.index}"

@@ -1,4 +1,4 @@
-"""How a parameter is cut into blocks: the source system's rule, number for number."""
+"""Cuts parameters into blocks by the source system's rule, number for number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleet.base import checks
 
 
 def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> list[int]:
-    """The sizes in elements of the blocks of one parameter, at most ``slice_count`` of them."""
+    """Return the sizes in elements of the blocks of one parameter, at most ``slice_count`` of them."""
     numel = math.prod(shape)
     if numel == 0:
         return [0]
@@ -23,7 +23,7 @@ def block_sizes(shape: Sequence[int], slice_count: int, min_block_size: int) -> 
 
 
 def slice_variable(shapes: Sequence[Sequence[int]], slice_count: int, min_block_size: int = 8192) -> list[list[int]]:
-    """For each shape the list of its block sizes in elements.
+    """Return for each shape the list of its block sizes in elements.
 
     Examples:
         >>> from fleet.transpiler import slice_variable

@@ -1,4 +1,4 @@
-"""What is trained, as values: parameters, tables, and the optimizer groups they belong to.
+"""Describes what is trained, as values: parameters, tables, and the optimizer groups they belong to.
 
 A ``JobSpec`` is everything that every process of a job must agree on. It is made from the user's model and
 optimizer by the worker, travels as JSON in the first hello, and is all a server ever learns about the model.
@@ -35,7 +35,7 @@ _MOST_VALUES, _MOST_TABLES, _MOST_BLOCKS, _MOST_DIMENSIONS = 1 << 20, 1 << 14, 1
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One dense parameter. ``group`` indexes ``JobSpec.groups``."""
+    """Describes one dense parameter. ``group`` indexes ``JobSpec.groups``."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Initializer:
-    """How the first value of a row comes about: ``kind`` and its two numbers.
+    """Says how the first value of a row is made: ``kind`` and its two numbers.
 
     zeros; constant(a); uniform(a, b) on [a, b); normal(a = mean, b = standard deviation).
     """
@@ -60,7 +60,7 @@ class Initializer:
 
     @property
     def mean(self) -> float:
-        """What an id that was never trained reads in evaluation."""
+        """Return what an id that was never trained reads in evaluation."""
         return (self.a + self.b) / 2 if self.kind == "uniform" else self.a
 
     @classmethod
@@ -92,7 +92,8 @@ class Initializer:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One sparse table. ``num_embeddings=None`` takes any int64 id; ``uploaded`` rows start from worker 0's values."""
+    """Describes one sparse table. ``num_embeddings=None`` takes any int64 id; ``uploaded`` rows start from worker 0's
+    values."""
 
     name: str
     dim: int
@@ -105,7 +106,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One param group: the rule that updates it and the names of the options that travel with every push."""
+    """Describes one param group: the rule that updates it and the names of the options that travel with every push."""
 
     rule: str
     optimizer: int
@@ -115,7 +116,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What decides the placement of blocks, how many processes there are, and what they say to each other."""
+    """Holds the placement of blocks, the number of processes, and how they talk to each other."""
 
     server_num: int
     worker_num: int
@@ -133,7 +134,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Everything the processes of one job agree on."""
+    """Holds everything that the processes of one job agree on."""
 
     params: tuple[ParamSpec, ...]
     tables: tuple[TableSpec, ...]
@@ -142,15 +143,16 @@ class JobSpec:
 
     @property
     def common(self) -> JobSpec:
-        """What all processes say alike: those of an elastic job may have been told of different numbers of workers."""
+        """Return what all processes say alike: in an elastic job they may have been told different numbers of
+        workers."""
         return self.among(0) if self.settings.elastic else self
 
     def among(self, worker_num: int) -> JobSpec:
-        """The same job with another number of workers."""
+        """Return the same job with another number of workers."""
         return replace(self, settings=replace(self.settings, worker_num=worker_num))
 
     def continues(self, earlier: JobSpec) -> bool:
-        """Whether this is ``earlier`` with further parameters, tables or groups at the end."""
+        """Say whether this is ``earlier`` with further parameters, tables or groups at the end."""
         return (
             self.settings == earlier.settings
             and self.params[: len(earlier.params)] == earlier.params
@@ -236,13 +238,13 @@ class JobSpec:
             raise ProtocolError("a job description is impossible", got=", ".join(found))
 
     def _most_blocks(self) -> int:
-        """No plan of this has more."""
+        """Return a number of blocks that no plan of this spec exceeds."""
         servers, least = self.settings.server_num, self.settings.min_block_size
         return sum(min(servers, 1 + param.numel // least) for param in self.params)
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name can be written as UTF-8; JSON can smuggle in half a surrogate pair."""
+    """Say whether a name can be written as UTF-8; JSON can smuggle in half a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -257,7 +259,8 @@ def _tuple(value: object) -> tuple[Any, ...]:
 
 
 def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
-    """One that was written before there was a field that has a default, in a checkpoint perhaps, has its default."""
+    """Build an item from its JSON. One that was written before a field was added, as in an old checkpoint, gets the
+    field's default."""
     hints = _hints(kind)
     if not _required(kind) <= set(item) <= set(hints):
         raise ProtocolError(f"a {kind.__name__} has the wrong fields", expected=sorted(hints), got=sorted(item))
@@ -279,7 +282,7 @@ def _hints(kind: Any) -> Mapping[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is exactly of an annotated type: no bool for an int, no int for a float."""
+    """Say whether a value is exactly of an annotated type: no bool for an int, no int for a float."""
     if get_origin(hint) is tuple:
         return isinstance(value, tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
     return type(value) in (get_args(hint) or (hint,))

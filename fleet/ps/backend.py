@@ -1,4 +1,4 @@
-"""The parameter-server backend: the one file here that chooses concrete classes and ties them together."""
+"""Implements the parameter-server backend: the one file here that chooses concrete classes and ties them together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger("fleet")
 
 
 def real_network(knobs: Knobs) -> Network:
-    """gRPC and what stands beside it, imported when it is first needed."""
+    """Return gRPC and what stands beside it, imported when it is first needed."""
     from fleet.ps.wire.direct import DirectNetwork
     from fleet.ps.wire.grpc_server import GrpcNetwork
     from fleet.ps.wire.security import Security
@@ -147,7 +147,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise
 
     def let_go(self) -> None:
-        """Nothing comes of what was begun here before the job."""
+        """Drop what was begun here before the job."""
         listening, self._listening = self._listening, None
         if listening is not None:
             listening.close()
@@ -216,7 +216,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._started(worker)
 
     def _describe(self) -> Description:
-        """The user's optimizers and model as they are now."""
+        """Describe the user's optimizers and model as they are now."""
         assert self._parts is not None
         optimizers, model, strategy = self._parts
         self._remote_choice.go_remote(optimizers, model)
@@ -241,18 +241,18 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         self._running_worker("barrier_worker()").barrier()
 
     def all_reducer(self, call: str) -> Callable[[object, object, object], Any]:
-        """What reduces (value, output, op) over the workers, on behalf of ``call``."""
+        """Return the function that reduces (value, output, op) over the workers, on behalf of ``call``."""
         worker = self._running_worker(f"{call}()")
         return lambda value, output, op: worker.all_reduce(f"{call}()", value, output, op)
 
     # ---------------------------------------------------------------- state
 
     def undisturbed(self, call: str) -> AbstractContextManager[None]:
-        """Surrounds what is one call to the user, between whose parts no other thread of this process trains on."""
+        """Surround what is one call to the user; no other thread of this process trains on between its parts."""
         return self._running_worker(call).turns
 
     def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
-        """The part of saving that needs this thread; what is returned is the rest (``saves_behind``)."""
+        """Do the part of saving that needs this thread, and return a function that does the rest (``saves_behind``)."""
         return checkpoint_save.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
@@ -264,7 +264,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         return self._running_worker("steps_taken").progress.taken
 
     def checkpoint_states(self, *, gives: bool) -> CheckpointStates:
-        """How the states of all workers come into the checkpoints that ``Checkpoints`` saves."""
+        """Return the object that brings the states of all workers into the checkpoints that ``Checkpoints`` saves."""
         return CheckpointStates(self._running_worker("Checkpoints()"), gives=gives)
 
     def keep_state(self, state: object) -> None:
@@ -296,6 +296,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
 
 def _run_quietly(server: ServerRuntime) -> None:
-    """The server inside a worker's process: what ends it reaches the worker as replies, not as a second traceback."""
+    """Run the server inside a worker's process: what ends it reaches the worker as replies, not as a second
+    traceback."""
     with contextlib.suppress(FleetError):
         server.run()

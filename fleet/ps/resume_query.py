@@ -1,9 +1,9 @@
-"""What every process of a job does to go on where the job was: ask all servers what they have and see, come to a
-choice, and tell them.
+"""Asks all servers what they have and see, comes to a choice, and tells them: every process of a job does so, to go on
+where the job was.
 
-Servers ask each other as workers ask them, and each process asks for itself; it does not matter who is first, and
-nobody waits for more than that every server is there. A server that the others do not let in, or that would not know
-them for want of a certificate, is told by the workers; one that has state of its own goes on from that.
+Servers ask each other as workers ask them, and each process asks for itself. It does not matter who is first, and all
+wait only until every server is there. A server that the others do not let in, or that would not know them for want of a
+certificate, is told by the workers; one that has state of its own goes on from that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fleet.ps.wire.wire_errors import raise_if_error
 _log = logging.getLogger("fleet")
 
 RETRY_PAUSE_S = 0.2
-#: After so much waiting, and then ever so often, the log says who is waited for.
+#: After this much waiting, and then again and again, the log says who is waited for.
 NOTICE_S = 10.0
 #: A question without an answer is asked again: the way to a server may have been lost.
 PATIENCE_S = 60.0
@@ -57,7 +57,7 @@ Missing = dict[int, Exception]
 
 
 class OwnServer(Protocol):
-    """The server of a process that serves."""
+    """Names what is needed of the server of a process that serves."""
 
     @property
     def chosen(self) -> Choice | None: ...
@@ -75,8 +75,8 @@ def resume(
     strict: bool,
     own: OwnServer | None,
 ) -> Resumed:
-    """Where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are; ``own`` is
-    this process's server."""
+    """Find out where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are;
+    ``own`` is this process's server."""
     questions = _Questions(assignment, network, own)
     look = pb.Look(root=root, job_id=knobs.job_id, by_server=own is not None)
     began = noticed = clock.now()
@@ -92,7 +92,7 @@ def resume(
             if own is not None and missing and _is_barred(missing) and (mine := seen[assignment.index].held):
                 return Resumed(mine.step)
             if not missing:
-                # Those that were looked at first may have come into the job, or gone on in it, before the others were.
+                # Servers that were asked first may have joined the job, or gone on in it, before the others were asked.
                 now_seen = _in_order(seen)
                 if earlier is None and (without_state(now_seen) or steps_apart(now_seen)):
                     earlier = now_seen
@@ -125,7 +125,7 @@ def resume(
 def _agree(
     questions: _Questions, assignment: Assignment, seen: list[Seen], strict: bool, root: str, rest_s: float
 ) -> tuple[Choice | None, Missing]:
-    """What the job goes on from, which all servers have been told; None if they have it already."""
+    """Return what the job goes on from, after telling all servers; None if they have it already."""
     choice = choose(assignment.servers, seen, strict=strict)
     if choice is None:
         return None, {}
@@ -133,7 +133,7 @@ def _agree(
         _log.warning("resume_from goes on from %s: %s", choice.mark, newer)
     for servers in ([0], sorted(questions.everyone - {0})):
         mark = choice.mark
-        # A first server that has chosen holds to that, and tells its log who was called with another value.
+        # A first server that has chosen holds to its choice, and logs which process was called with another value.
         is_heard = servers == [0] and seen[0].chosen is not None
         message = pb.Choose(step=mark.step, id=mark.id, strict=strict if is_heard else choice.strict, root=root)
         answers, missing = questions.ask(servers, rest_s, choose=message)
@@ -161,7 +161,7 @@ def _agree(
 
 
 class _Questions:
-    """Questions to the servers, all under way at once."""
+    """Asks the servers questions, all under way at once."""
 
     def __init__(self, assignment: Assignment, network: Network, own: OwnServer | None) -> None:
         self.everyone = frozenset(range(len(assignment.servers)))
@@ -171,7 +171,7 @@ class _Questions:
         self._channels: dict[int, Channel] = {}
 
     def ask(self, servers: Iterable[int], rest_s: float, **kind: object) -> tuple[dict[int, str], Missing]:
-        """The same question to some servers: what they answer, and who does not."""
+        """Ask some servers the same question; return what they answer, and who does not."""
         worker = 0 if self._own is not None else self._assignment.index
         request = pb.Request(worker=worker, **kind)  # type: ignore[arg-type]
         answers: dict[int, str] = {}
@@ -213,7 +213,7 @@ class _Questions:
 
 
 def _is_barred(missing: Missing) -> bool:
-    """Whether those who do not answer are there, and this process is not let in, or would not know them."""
+    """Say whether those who do not answer are there, and this process is not let in, or would not know them."""
     return all(isinstance(error, FleetError) and not isinstance(error, ServerBusyError) for error in missing.values())
 
 

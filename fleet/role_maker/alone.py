@@ -7,7 +7,7 @@ from fleet.role_maker.base import RoleMakerBase
 
 
 class LocalRoleMaker(RoleMakerBase):
-    """Alone: one worker whose server lives in the same process, so that a laptop runs the cluster's code path."""
+    """Describes one worker whose server lives in the same process, so that a laptop runs the cluster's code path."""
 
     def assignment(self) -> Assignment:
         return Assignment(

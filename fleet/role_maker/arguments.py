@@ -10,7 +10,7 @@ from fleet.errors import ArgumentTypeError, ConfigurationError
 
 
 def endpoints(name: str, value: object) -> tuple[Endpoint, ...]:
-    """A list of distinct ``host:port`` strings."""
+    """Return a list of distinct ``host:port`` strings as endpoints."""
     if not isinstance(value, list):
         raise ArgumentTypeError(f"{name} must be a list", expected="a list of 'host:port' strings", got=repr(value))
     if not value:
@@ -25,7 +25,7 @@ def endpoints(name: str, value: object) -> tuple[Endpoint, ...]:
 
 
 def endpoint(text: str, *, where: str | None = None) -> Endpoint:
-    """``host:port`` that others can connect to, which port 0 is not."""
+    """Return ``host:port`` as an endpoint that others can connect to, which port 0 is not."""
     try:
         parsed = Endpoint.parse(text)
     except ValueError:
@@ -38,7 +38,7 @@ def endpoint(text: str, *, where: str | None = None) -> Endpoint:
 
 
 def address(text: str) -> tuple[str, int | None]:
-    """``host``, or ``host:port`` that others can connect to."""
+    """Return ``host``, or a ``host:port`` that others can connect to, in its parts."""
     host, port = parse_address(text)
     return (host, None) if port is None else (host, endpoint(f"{host}:{port}").port)
 

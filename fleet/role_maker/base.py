@@ -8,7 +8,7 @@ from fleet.base.cluster import Assignment, Endpoint, Role
 
 
 class RoleMakerBase(ABC):
-    """A new role maker is one class with one method.
+    """Says who is who in a job. A new role maker is one class with one method.
 
     Examples:
         >>> from fleet.role_maker import Role, RoleMakerBase, UserDefinedRoleMaker
@@ -27,11 +27,12 @@ class RoleMakerBase(ABC):
 
     @abstractmethod
     def assignment(self) -> Assignment:
-        """The whole cluster, the same from every node, and this process's own place in it."""
+        """Return the whole cluster, the same on every node, and this process's own place in it."""
 
 
 def collective(workers: tuple[Endpoint, ...], index: int, origin: str) -> Assignment:
-    """A job of equals; the local rank counts the earlier workers on the same host, as a choice of GPU needs it."""
+    """Return the place of one worker in a job without servers. Its local rank counts the earlier workers on the same
+    host, as the choice of a GPU needs it."""
     local_rank = sum(worker.host == workers[index].host for worker in workers[:index])
     return Assignment(
         role=Role.WORKER,

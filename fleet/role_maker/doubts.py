@@ -11,14 +11,16 @@ from fleet.role_maker.variables import Variables
 
 @dataclass(frozen=True)
 class _Sign:
-    """The variables that ``given`` finds betray somebody who starts several processes; ``todo`` lets them find it."""
+    """Names a sign that somebody starts several processes: the variables that ``given`` finds. ``todo`` says how to
+    make them one job."""
 
     given: Callable[[Mapping[str, str]], tuple[str, ...]]
     todo: str
 
 
 def doubts(environ: Mapping[str, str]) -> str | None:
-    """Why a process that trains alone, as nothing describes its job, perhaps should not; None where nothing says so."""
+    """Return why a process that trains alone, as nothing describes its job, perhaps should not; None where nothing says
+    so."""
     for sign in _SIGNS:
         names = sign.given(environ)
         if names:
@@ -35,8 +37,8 @@ def _paddle(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _slurm(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A batch script is the first process of a job of several tasks; those of a step are found by their role maker, and
-    an interactive shell is no task."""
+    """Return the variables of a batch script, the first process of a job of several tasks. The tasks of a step are
+    found by their role maker, and an interactive shell is no task."""
     variables = Variables(environ)
     in_a_step = bool(variables.given("SLURM_STEP_NUM_TASKS"))
     is_task = bool(variables.given("SLURM_PROCID")) and not in_a_step
@@ -44,7 +46,8 @@ def _slurm(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _torchrun(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Cluster managers set one of them for purposes of their own, but not the meeting point as well."""
+    """Return torchrun's variables where the meeting point and one of the two others are set: cluster managers set one
+    of these for purposes of their own, but not the meeting point as well."""
     given = Variables(environ).given("RANK", "WORLD_SIZE", "MASTER_ADDR")
     is_half = given == ("RANK", "MASTER_ADDR") or (
         given == ("WORLD_SIZE", "MASTER_ADDR") and _several(environ, given[0])

@@ -16,8 +16,8 @@ _NAME = rf"(?:{_PIECE})+"
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The names of a host list in its order; ``ValueError`` if it is none. Leading zeros stay: ``[08-10]`` is 08, 09,
-    10. A name may have several brackets, of which the last one counts up first."""
+    """Return the names of a host list in its order; raise ``ValueError`` if it is none. Leading zeros stay: ``[08-10]``
+    is 08, 09, 10. A name may have several brackets, of which the last one counts up first."""
     if not re.fullmatch(rf"{_NAME}(?:,{_NAME})*", text, re.ASCII):
         raise ValueError(text)
     hosts: list[str] = []
@@ -43,7 +43,7 @@ def _choices(piece: str) -> list[str]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """How many tasks each node has, from ``2(x3),1``; ``ValueError`` if it is no such list."""
+    """Return how many tasks each node has, from ``2(x3),1``; raise ``ValueError`` if it is no such list."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(rf"({_NUMBER})(?:\(x({_NUMBER})\))?", part.strip(), re.ASCII)

@@ -23,27 +23,27 @@ Cards = list[dict[str, Any]]
 
 
 class Ranks(Protocol):
-    """The processes of one launch, and how they exchange messages."""
+    """Reaches the processes of one launch, which exchange messages through it."""
 
     rank: int
     size: int
 
     def exchange(self, card: Mapping[str, Any], deadline_s: float, what: str) -> Cards:
-        """Give every rank this one's card, and have theirs, by rank."""
+        """Give every rank this one's card, and return theirs, by rank."""
         ...
 
     def engage(self) -> None:
-        """This rank takes part in a job from now on."""
+        """Note that this rank takes part in a job from now on."""
         ...
 
     def done(self) -> None:
-        """Its part of the job has come to its end."""
+        """Note that this rank's part of the job has come to its end."""
         ...
 
 
 class MPISymmetricRoleMaker(RoleMakerBase):
-    """One of the processes that ``mpirun`` started. Every rank has to make one, as ranks 0, 1, 2, 3, … become server 0,
-    worker 0, server 1, worker 1, … together; with ``is_collective`` all are workers.
+    """Describes one of the processes that ``mpirun`` started. Every rank has to make one, since they agree together:
+    ranks 0, 1, 2, 3, … become server 0, worker 0, server 1, worker 1, …; with ``is_collective`` all are workers.
 
     Examples:
         >>> from types import SimpleNamespace

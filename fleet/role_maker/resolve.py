@@ -20,7 +20,8 @@ _VARIABLES = (
 
 
 def resolve(is_collective: bool | None, environ: Mapping[str, str]) -> Assignment:
-    """The environment's variables if they are there, else an MPI launcher, else torchrun, else Slurm, else alone."""
+    """Read the environment's variables if they are there; else ask an MPI launcher, else torchrun, else Slurm; else run
+    alone."""
     checks.switch_or_none("is_collective", is_collective)
     if mentions_job(environ):
         only_workers = names_workers(environ) and not names_servers(environ)

@@ -29,15 +29,16 @@ _STEP_STRIDE = 101
 
 
 def at_work(environ: Mapping[str, str], *, even_alone: bool = False) -> bool:
-    """Whether srun started this process as one of several tasks. The script of a batch job and an interactive shell
+    """Say whether srun started this process as one of several tasks. The script of a batch job and an interactive shell
     have a job, but no such step."""
     in_a_step = len(Variables(environ).given(*_TASK, *_TASKS)) == 2
     return in_a_step and (even_alone or environ[_TASKS[0]].strip() != "1")
 
 
 class SlurmRoleMaker(RoleMakerBase):
-    """One task of a step. Half of the tasks serve unless ``FLEET_SLURM_SERVERS`` says how many, spread over the nodes:
-    first tasks first. The others, or with ``is_collective`` all, are workers in Slurm's order.
+    """Describes one task of a step. Half of the tasks serve unless ``FLEET_SLURM_SERVERS`` says how many; they are
+    spread over the nodes, first tasks first. The others are workers in Slurm's order; with ``is_collective`` all tasks
+    are.
 
     Examples:
         >>> from fleet.role_maker import SlurmRoleMaker
@@ -87,8 +88,8 @@ class SlurmRoleMaker(RoleMakerBase):
 
 
 def _at_once(variables: Variables) -> int:
-    """How many tasks a node is dealt before the next one gets some: all it takes (block), 1 (cyclic), or as srun was
-    told (plane)."""
+    """Return how many tasks a node is dealt before the next one gets some: all it takes (block), 1 (cyclic), or as srun
+    was told (plane)."""
 
     def parse(text: str) -> str:
         way = text.replace(",", ":").partition(":")[0]  # of nodes; what follows speaks of sockets and cores
@@ -105,7 +106,7 @@ def _at_once(variables: Variables) -> int:
 def _nodes(
     variables: Variables, size: int, rank: int, hosts: Sequence[str], counts: Sequence[int], at_once: int
 ) -> list[int]:
-    """The node of every task, as far as the variables agree about it."""
+    """Return the node of every task, as far as the variables agree about it."""
     if not (size and hosts and counts):
         return []
     if len(hosts) != len(counts):
@@ -128,7 +129,7 @@ def _nodes(
 
 
 def _places(nodes: Sequence[int]) -> list[int]:
-    """Which of its node's tasks each one is."""
+    """Return which of its node's tasks each one is."""
     before: Counter[int] = Counter()
     places = []
     for node in nodes:
@@ -138,7 +139,7 @@ def _places(nodes: Sequence[int]) -> list[int]:
 
 
 def _first_port(variables: Variables, most_on_a_node: int) -> int:
-    """Of as many ports as the fullest node has tasks."""
+    """Return the first of as many ports as the fullest node has tasks."""
     given = variables.read(_PORT, *whole(1, below=65536 - most_on_a_node))
     if variables.given(*_PORT):
         return given or _FIRST_PORT

@@ -12,12 +12,12 @@ from fleet.role_maker.variables import Variables, whole
 
 
 def at_work(environ: Mapping[str, str]) -> bool:
-    """Both variables, because cluster managers set one or the other for purposes of their own."""
+    """Say whether both variables are set, because cluster managers set one or the other for purposes of their own."""
     return len(Variables(environ).given("RANK", "WORLD_SIZE")) == 2
 
 
 class TorchrunRoleMaker(RoleMakerBase):
-    """A worker started by torchrun; of the others' addresses only the first one's, the master's, is known."""
+    """Describes a worker started by torchrun; of the others' addresses only that of the first, the master, is known."""
 
     def __init__(self, environ: Mapping[str, str] = PROCESS_ENVIRONMENT) -> None:
         variables = Variables(environ)

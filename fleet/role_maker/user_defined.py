@@ -9,7 +9,7 @@ from fleet.role_maker.base import RoleMakerBase, collective
 
 
 class UserDefinedRoleMaker(RoleMakerBase):
-    """One process of a parameter-server job; ``current_id`` counts among the processes of its own role.
+    """Describes one process of a parameter-server job; ``current_id`` counts among the processes of its own role.
 
     Examples:
         >>> from fleet.role_maker import Role, UserDefinedRoleMaker
@@ -41,7 +41,7 @@ class UserDefinedRoleMaker(RoleMakerBase):
 
 
 class UserDefinedCollectiveRoleMaker(RoleMakerBase):
-    """One worker of a collective job; its endpoint is ``worker_endpoints[current_id]``.
+    """Describes one worker of a collective job; its endpoint is ``worker_endpoints[current_id]``.
 
     Examples:
         >>> from fleet.role_maker import UserDefinedCollectiveRoleMaker

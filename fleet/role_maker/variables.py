@@ -21,22 +21,24 @@ class Variables:
         self._complaints: list[str] = []
 
     def given(self, *names: str) -> tuple[str, ...]:
-        """Those of ``names`` that are set."""
+        """Return those of ``names`` that are set."""
         return tuple(name for name in names if self._environ.get(name, "").strip())
 
     def found(self, *names: str) -> str:
-        """Those of ``names`` that are set, as ``NAME=value``."""
+        """Return those of ``names`` that are set, as ``NAME=value``."""
         return " ".join(f"{name}={self._environ[name].strip()}" for name in self.given(*names))
 
     def need(self, names: Sequence[str], parse: Callable[[str], T], expected: str, *, otherwise: T) -> T:
-        """As ``read``, with a complaint if no spelling is set; ``otherwise`` stands in until it is raised."""
+        """Return the value as ``read`` does, and complain if no spelling is set; ``otherwise`` stands in until the
+        complaint is raised."""
         if not self.given(*names):
             self.missing(names, expected)
         value = self.read(names, parse, expected)
         return otherwise if value is None else value
 
     def read(self, names: Sequence[str], parse: Callable[[str], T], expected: str) -> T | None:
-        """The value that all set spellings agree on; None if none is set, or if it is malformed and complained of."""
+        """Return the value that all set spellings agree on; None if none is set, or if it is malformed and complained
+        of."""
         given = self.given(*names)
         values: list[T] = []
         for name in given:
@@ -67,7 +69,8 @@ class Variables:
 
 
 def whole(least: int, *, below: int = 0) -> tuple[Callable[[str], int], str]:
-    """How to parse a whole number within bounds, and what to call it; no upper bound where ``below`` is 0, unknown."""
+    """Return how to parse a whole number within bounds, and what to call it. Where ``below`` is 0, unknown, there is no
+    upper bound."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit()):

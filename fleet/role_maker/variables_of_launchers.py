@@ -38,7 +38,7 @@ def names_workers(environ: Mapping[str, str]) -> bool:
 
 
 def mentions_job(environ: Mapping[str, str]) -> bool:
-    """Whether any variable speaks of a job, if only half of one.
+    """Say whether any variable speaks of a job, even if only half of one is described.
 
     Addresses and ports of this pod do not count: Kubernetes sets them for every pod, and a service called
     ``paddle`` sets ``PADDLE_PORT`` for all its neighbours.
@@ -49,9 +49,9 @@ def mentions_job(environ: Mapping[str, str]) -> bool:
 
 
 class EnvRoleMaker(RoleMakerBase):
-    """This process as ``PADDLE_*`` variables describe it; a collective job may be torchrun's instead.
+    """Describes this process as ``PADDLE_*`` variables say; a collective job may be torchrun's instead.
 
-    What is missing, malformed or contradictory is told in one error, all of it at once.
+    One error tells everything that is missing, malformed or contradictory at once.
 
     Examples:
         >>> from fleet.role_maker import EnvRoleMaker
@@ -120,9 +120,9 @@ def _role(text: str) -> Role:
 
 
 def _worker_num(variables: Variables, workers: Sequence[Endpoint]) -> int:
-    """The number of workers, 0 where nothing sound says it; a list of them has to be as long.
+    """Return the number of workers, 0 where nothing sound says it; a list of them has to be as long.
 
-    paddle-operator puts their hosts where others put their number, and the number into the other spelling.
+    paddle-operator puts the workers' hosts where others put their number, and the number into the other spelling.
     """
     parse, expected = whole(1)
     hosts = [worker.host for worker in workers]
@@ -140,7 +140,8 @@ def _worker_num(variables: Variables, workers: Sequence[Endpoint]) -> int:
 
 
 def _members(variables: Variables, listed: str, hosts: Sequence[str]) -> tuple[Endpoint, ...]:
-    """The endpoints in ``listed``, or else those in ``hosts``; a host without a port of its own has the common one."""
+    """Return the endpoints in ``listed``, or else those in ``hosts``; a host without a port of its own has the common
+    one."""
     whole_list = variables.read((listed,), _endpoints, "host:port,host:port,... with ports 1 to 65535")
     host_list = variables.read(hosts, _addresses, "host,host,... or host:port,host:port,...")
     if whole_list and host_list:
@@ -162,7 +163,8 @@ def _members(variables: Variables, listed: str, hosts: Sequence[str]) -> tuple[E
 
 
 def _place(variables: Variables, members: tuple[Endpoint, ...], identity: str) -> int:
-    """Which member this process is: each variable that says so leaves some candidates, all together one."""
+    """Return which member this process is: each variable that says so leaves some candidates, and all together leave
+    one."""
     claims: dict[tuple[str, ...], set[int]] = {}
     number = variables.read((identity,), *whole(0, below=len(members)))
     if number is not None:

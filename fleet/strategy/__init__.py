@@ -1,4 +1,4 @@
-"""What a user may ask of a job, as values: one file for each kind of job. Pure."""
+"""Defines what a user may ask of a job, as values: one file for each kind of job. Pure."""
 
 from fleet.strategy.parameter_server import Strategy, StrategyFactory
 

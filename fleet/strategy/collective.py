@@ -1,4 +1,4 @@
-"""What a collective job may be told: ``DistributedStrategy`` and its options, each checked when it is set.
+"""Defines what a collective job may be told: ``DistributedStrategy`` and its options, each checked when it is set.
 
 Nothing here needs torch. Which options exclude each other is one table, ``_EXCLUSIONS``.
 """
@@ -16,8 +16,8 @@ from fleet.plan.config import DistributeTranspilerConfig
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Workers train alone and average their parameters: after each of the first ``begin_step`` steps, then after every
-    ``k_steps``.
+    """Lets workers train alone and average their parameters: after each of the first ``begin_step`` steps, then after
+    every ``k_steps``.
 
     Examples:
         >>> from fleet.collective import DistributedStrategy, LocalSGD
@@ -35,7 +35,8 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class GradientMerge:
-    """``k_steps`` calls of ``step`` become one update, on the mean of their gradients; without ``avg`` on the sum.
+    """Turns ``k_steps`` calls of ``step`` into one update, on the mean of their gradients; with ``avg=False`` on their
+    sum.
 
     Examples:
         >>> from fleet.collective import DistributedStrategy, GradientMerge
@@ -53,8 +54,8 @@ class GradientMerge:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Low-rank gradients (Vogels et al., 2019) by torch's own hook, whose arguments these are; ``start_step`` is its
-    ``start_powerSGD_iter``, up to which gradients travel whole.
+    """Sends low-rank gradients (Vogels et al., 2019) by torch's own hook, whose arguments these are; ``start_step`` is
+    its ``start_powerSGD_iter``, up to which gradients travel whole.
 
     Examples:
         >>> from fleet.collective import DistributedStrategy, PowerSGD
@@ -79,11 +80,13 @@ class PowerSGD:
 
 @dataclass(frozen=True)
 class DGC:
-    """Deep gradient compression (Lin et al., 2018): of a gradient of 16,384 elements or more only the largest travel.
+    """Compresses gradients (deep gradient compression, Lin et al., 2018): of a gradient of 16,384 elements or more,
+    only the largest travel.
 
-    Whole until ``rampup_begin_step``; from then on the shares left out are those in ``sparsity``, one after the other,
-    over ``rampup_step`` steps, and its last one after that. ``local_grad_clip_norm`` clips each parameter's gradient,
-    before it is added to what was held back, to that norm over the square root of the number of workers.
+    Gradients travel whole until ``rampup_begin_step``. From then on ``sparsity`` gives the shares that are left out,
+    one after the other, over ``rampup_step`` steps, and its last share holds after that. ``local_grad_clip_norm`` clips
+    each parameter's gradient, before it is added to what was held back, to that norm divided by the square root of the
+    number of workers.
 
     Examples:
         >>> from fleet.collective import DGC, DistributedStrategy
@@ -109,7 +112,8 @@ class DGC:
 
 
 class DistributedStrategy:
-    """How a collective job computes. Without any option gradients are averaged, as ``DistributedDataParallel`` does.
+    """Says how a collective job computes. Without any option gradients are averaged, as ``DistributedDataParallel``
+    does.
 
     Examples:
         >>> from fleet.collective import DistributedStrategy, LocalSGD
@@ -229,7 +233,8 @@ _NEEDED: tuple[tuple[str, str], ...] = (
 
 
 def as_collective(given: object) -> DistributedStrategy:
-    """None, a ``DistributedStrategy`` or a ``DistributeTranspilerConfig`` as a strategy that makes sense."""
+    """Return None, a ``DistributedStrategy`` or a ``DistributeTranspilerConfig`` as a strategy whose options go
+    together."""
     if given is None:
         return DistributedStrategy()
     if isinstance(given, DistributeTranspilerConfig):

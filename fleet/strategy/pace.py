@@ -1,4 +1,4 @@
-"""Which steps of a worker do what: updates of gradient merge, averages of local SGD. Pure."""
+"""Says which steps of a worker do what: updates of gradient merge, averages of local SGD. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleet.strategy.collective import DistributedStrategy
 
 @dataclass(frozen=True)
 class Pace:
-    """Steps count from 1."""
+    """Counts steps from 1."""
 
     merged: int = 1
     local: int = 0
@@ -33,11 +33,11 @@ class Pace:
         return self.sends_gradients and self.merged == 1
 
     def updates(self, step: int) -> bool:
-        """Whether the wrapped optimizer steps in this step."""
+        """Say whether the wrapped optimizer steps in this step."""
         return step % self.merged == 0
 
     def averages(self, step: int) -> bool:
-        """Whether parameters are averaged after this step."""
+        """Say whether parameters are averaged after this step."""
         if self.local == 0:
             return False
         return step <= self.local_from or (step - self.local_from) % self.local == 0

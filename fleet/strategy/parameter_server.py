@@ -1,4 +1,4 @@
-"""What the user may hand to ``distributed_optimizer(strategy=…)``, and the one value it is turned into."""
+"""Defines what the user may hand to ``distributed_optimizer(strategy=…)``, and the one value that it becomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleet.plan.specs import WIRE_DTYPES
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a parameter-server job computes. ``mode`` is a name in ``fleet.ps.consistency.MODES``."""
+    """Says how a parameter-server job computes. ``mode`` is a name in ``fleet.ps.consistency.MODES``."""
 
     mode: str = "sync"
     slice_var_up: bool = True
@@ -51,8 +51,9 @@ class Strategy:
         tls_ca: str | None = None,
         tls_server_name: str | None = None,
     ) -> Strategy:
-        """This strategy, and where servers keep what they acknowledge and who is let in. Each is what the variable
-        ``FLEET_…`` of its name is, for the process that runs the script; one that is set as well has to say the same.
+        """Return this strategy with settings that the environment could also give: where servers keep what they
+        acknowledge, and who is let in. Each argument stands for the variable ``FLEET_…`` of its name, in the process
+        that runs the script; if that variable is set as well, it has to say the same.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy().with_settings(durable_dir="/var/tmp/fleet")
@@ -73,9 +74,9 @@ class Strategy:
 
 
 class StrategyFactory:
-    """Makes strategies by name, as the source system's factory does. ``with_settings(durable_dir=…)`` of one is the
-    same strategy that also says what the environment would: where servers keep what they acknowledge, and the paths of
-    certificates and of the token.
+    """Makes strategies by name, as the source system's factory does. A strategy's ``with_settings(durable_dir=…)``
+    returns the same strategy with settings of the environment: where servers keep what they acknowledge, and the paths
+    of certificates and of the token.
 
     Examples:
         >>> geo = fleet.StrategyFactory.create_geo_strategy(update_frequency=20)
@@ -87,9 +88,9 @@ class StrategyFactory:
     def create_sync_strategy(
         *, check_finite: bool = False, wire_dtype: str | None = None, needs_all_workers: bool = False
     ) -> Strategy:
-        """All workers step together. ``check_finite`` names a parameter whose gradient is NaN or infinite;
-        ``wire_dtype`` has gradients travel as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job ends when a
-        worker is given up on; without, the others go on.
+        """Return a strategy by which all workers step together. ``check_finite`` names a parameter whose gradient is
+        NaN or infinite; ``wire_dtype`` sends gradients as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job
+        ends when a worker is given up on; without it the others go on.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
@@ -118,9 +119,10 @@ class StrategyFactory:
         elastic: bool = False,
         wire_dtype: str | None = None,
     ) -> Strategy:
-        """Gradients leave and parameters arrive in the background; nobody waits for anybody. What is None is as the
-        ``FLAGS_communicator_*`` variable of that name says, or its default. ``dc_asgd_lambda`` above zero compensates
-        for the delay of gradients. With ``elastic`` workers may join the running job, and leave.
+        """Return a strategy by which gradients leave and parameters arrive in the background, and no worker waits for
+        another. An argument that is None takes the value of the ``FLAGS_communicator_*`` variable of its name, or its
+        default. ``dc_asgd_lambda`` above zero compensates for the delay of gradients. With ``elastic`` workers may join
+        the running job, and leave.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_async_strategy(send_queue_size=1)
@@ -160,8 +162,8 @@ class StrategyFactory:
         elastic: bool = False,
         wire_dtype: str | None = None,
     ) -> Strategy:
-        """Each worker merges ``max_merge_var_num`` steps, sends once and waits for nobody else. With ``elastic``
-        workers may join the running job, and leave.
+        """Return a strategy by which each worker merges ``max_merge_var_num`` steps, sends once and waits for no other
+        worker. With ``elastic`` workers may join the running job, and leave.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_half_async_strategy(max_merge_var_num=4)
@@ -187,7 +189,8 @@ class StrategyFactory:
     def create_geo_strategy(
         update_frequency: int = 100, *, check_finite: bool = False, wire_dtype: str | None = None
     ) -> Strategy:
-        """Each worker trains on its own and every ``update_frequency`` steps tells the others how far it has come.
+        """Return a strategy by which each worker trains on its own, and every ``update_frequency`` steps sends the
+        others what has changed.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_geo_strategy(20)
@@ -203,7 +206,8 @@ class StrategyFactory:
     def create_ssp_strategy(
         staleness: int = 4, *, check_finite: bool = False, wire_dtype: str | None = None
     ) -> Strategy:
-        """Gradients are applied as they arrive; a worker may be ``staleness`` steps ahead of the slowest, no more.
+        """Return a strategy by which gradients are applied as they arrive, and a worker may be ``staleness`` steps
+        ahead of the slowest, no more.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_ssp_strategy(staleness=2)
@@ -215,7 +219,8 @@ class StrategyFactory:
 
 
 def as_strategy(given: object) -> Strategy:
-    """None, a ``Strategy`` or a ``DistributeTranspilerConfig`` as a ``Strategy``; anything else is a ``TypeError``."""
+    """Return None, a ``Strategy`` or a ``DistributeTranspilerConfig`` as a ``Strategy``; refuse anything else with a
+    ``TypeError``."""
     if given is None:
         return Strategy()
     if isinstance(given, Strategy):
@@ -285,7 +290,7 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
 
 
 def _text(name: str, value: object) -> str:
-    """What a variable of the environment would hold."""
+    """Return what a variable of the environment would hold."""
     if not isinstance(value, str):
         raise ArgumentTypeError(f"{name} must be a str", got=repr(value))
     if not value.strip():
@@ -303,7 +308,7 @@ def _wire_dtype(value: object) -> str | None:
 
 
 def _strength(strength: object, adaptive: object) -> float:
-    """Lambda, 0 for no compensation."""
+    """Return lambda; 0 means no compensation."""
     given = checks.real("dc_asgd_lambda", strength)
     if not 0 <= given < float("inf"):
         raise ConfigurationError("dc_asgd_lambda is out of range", expected="0 or more", got=strength)

@@ -1,7 +1,8 @@
 """Records who has ended a job, before anybody else hears of it.
 
-One process fails, the others learn of it and fail in turn, and whose exit a launcher sees first is chance. So whoever
-fails by itself writes that down in the directory of the records, and tells the others only then. The first word stands.
+One process fails, the others learn of it and fail in turn, and whose exit a launcher sees first is chance. So a process
+that fails by itself writes that down in the directory of the records, and only then tells the others. The first word
+stands.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Cause:
-    """``process`` is called "worker 1"; ``why`` is one line."""
+    """Names who has ended a job: ``process`` is called "worker 1"; ``why`` is one line."""
 
     process: str
     why: str
 
 
 def claim(directory: str, job: str, process: str, reason: str) -> None:
-    """``process`` fails, for a reason whose last line says it best; nothing where no records are kept, or when another
-    one was first. ``job`` is the job's id."""
+    """Note that ``process`` ends the job of this id, for a reason whose last line says it best. Nothing is noted where
+    no records are kept, or when another process was first."""
     if not directory:
         return
     why = (reason.strip().splitlines() or [""])[-1][:_LONGEST]
@@ -36,7 +37,7 @@ def claim(directory: str, job: str, process: str, reason: str) -> None:
 
 
 def claimed(directory: Path, job: str | None = None) -> Cause | None:
-    """What ended the job of this id, or whichever has left its word there."""
+    """Return what ended the job of this id, or of any that has noted its cause there."""
     try:
         told = json.loads((directory / _NAME).read_text())
         cause = Cause(str(told["process"]), str(told["why"]))
@@ -46,5 +47,5 @@ def claimed(directory: Path, job: str | None = None) -> Cause | None:
 
 
 def forget(directory: Path) -> None:
-    """What an earlier job has left."""
+    """Remove what an earlier job has left."""
     (directory / _NAME).unlink(missing_ok=True)

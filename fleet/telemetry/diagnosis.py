@@ -1,7 +1,7 @@
 """Says in sentences what holds a job back, from two views of it. Pure: each rule is a function of both.
 
-A worker's time is all of the kinds that it counts (pushing, pulling, meeting) and the rest, which is its own: data,
-forward, backward. Of pushing and meeting a part is waiting for other workers; servers know which.
+A worker counts what it spends in pushing, pulling and meeting; the rest of its time is its own: data, forward,
+backward. Of pushing and meeting a part is waiting for other workers; servers know which.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NOTABLE = 0.10
 _LARGE = 0.40
 #: So large a part of the time without a processor is more than what any scheduler takes.
 _STARVED = 0.25
-#: A server that is busy for more than this is what others wait for.
+#: Others wait for a server that is busy for more than this part of the time.
 _BUSY = 0.70
 #: A step that takes so many times as long as the others' is long.
 _LONGER = 1.3
-#: Who waits for longer than this is stuck, or would be served by a slower clock.
+#: A worker that waits for longer than this is stuck, or would be served by a slower clock.
 _STUCK_S = 10.0
 #: An exchange of fewer bytes costs what any exchange costs.
 _FEW_BYTES = 100e3
@@ -39,7 +39,7 @@ _COUNTED_BY_SOME = {"delay_seconds", "sent_bytes", "received_bytes"}
 
 @dataclass(frozen=True)
 class _Time:
-    """How one worker spent a second, in parts of it."""
+    """Says how one worker spent a second, in parts of it."""
 
     push: float
     pull: float
@@ -60,7 +60,7 @@ class _Time:
 
     @property
     def waits_unseen(self) -> bool:
-        """Whether it does not compute, though it is neither in Fleet's hands nor in want of a processor."""
+        """Say whether the worker does not compute, though it neither waits in Fleet nor lacks a processor."""
         return self.own >= 0.5 and self.cpu + self.delay < self.own / 2
 
     @property
@@ -84,9 +84,9 @@ class _Case:
 
 
 def diagnose(before: View, now: View, last: View | None = None, ending: Cause | None = None) -> list[str]:
-    """Sentences, what matters most first: who has ended the job, where that is known, and how it does at all.
+    """Return sentences, what matters most first: who has ended the job, where that is known, and how it does at all.
 
-    ``last`` is how a record ends whose training is between the other two: what is broken was so then.
+    ``last`` is the end of a record whose training lies between the other two views: it shows what was broken then.
     """
     times, busy = dict(_times(before, now)), dict(_busy(before, now))
     case = _Case(before, now, now if last is None else last, last is not None, ending, times, busy)
@@ -180,7 +180,7 @@ def _workers_away(case: _Case) -> Iterator[str]:
 
 
 def _stuck_for(case: _Case) -> dict[tuple[str, tuple[int, ...]], list[int]]:
-    """Who waits, by what for and for whom."""
+    """Return which workers wait, in what and for whom."""
     stuck: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, worker in case.last.workers.items():
         if worker.standing == "live" and worker.wait is not None and worker.wait.seconds >= _STUCK_S:
@@ -348,7 +348,7 @@ _SLOW: _Rules = (_straggler, _busy_server, _starved, _exchange, _waits_unseen, _
 
 
 def _named(workers: Sequence[int], case: _Case) -> str:
-    """In the order of their numbers; one alone with where it is, and of many how many."""
+    """Name workers in the order of their numbers: a single one with where it is, of many only how many."""
     if len(workers) == 1:
         label = case.now.workers[workers[0]].label if workers[0] in case.now.workers else ""
         return f"worker {workers[0]} ({label})" if label else f"worker {workers[0]}"

@@ -1,6 +1,6 @@
-"""Names the figures of a process: whoever shows one of them finds here what it means.
+"""Names the figures of a process: code that shows a figure finds here what it means.
 
-A figure that counts only grows while its process lives. How fast, is the difference of two readings over the difference
+A figure that counts only grows while its process lives. Its speed is the difference of two readings over the difference
 of their ``uptime_seconds``, which are the process's own.
 """
 
@@ -55,12 +55,12 @@ SERVER = {
 
 
 def reported(figures: Figures) -> dict[str, float]:
-    """Those of a worker that its script has told under names of its own."""
+    """Return those figures of a worker that its script has reported under names of its own."""
     return {name: value for name, value in figures.items() if name not in WORKER}
 
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:
-    """Return how fast a figure grew between two readings, a second; None if they do not say."""
+    """Return how much a figure grew a second between two readings; None if they do not say."""
     if before is None or name not in before or name not in now:
         return None
     seconds = now["uptime_seconds"] - before["uptime_seconds"]

@@ -1,6 +1,7 @@
 """Writes a run as one HTML page that needs nothing but a browser: no network, no library.
 
-The curves are drawn here, so the page shows them without its script as well; that only tells what a pointer points at.
+The curves are drawn here, so the page shows them without its script as well; the script only tells the value under the
+pointer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_IN_LEGEND = 16
 
 
 def page(story: Story, name: str) -> str:
-    """The whole page; ``name`` says which run it is."""
+    """Return the whole page; ``name`` says which run it is."""
     title = f"Fleet: {name}"
     body = "\n".join(_body(story, title))
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -109,7 +110,7 @@ def _section(chart: Chart, moments: Sequence[float], happenings: Sequence[Happen
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
-    """A line with gaps where nothing is known; what stands alone is a dot."""
+    """Return a line with gaps where nothing is known; a value without neighbours is a dot."""
     drawn, pen = [], "M"
     for place, point in enumerate(points):
         if point is None or not all(map(math.isfinite, point)):
@@ -187,7 +188,7 @@ def _told(happening: Happening) -> tuple[str, str, str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, about five, that enclose both."""
+    """Return about five round numbers that enclose both."""
     span = high - low or abs(high) or 1.0
     unit = 10.0 ** math.floor(math.log10(span / 4))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor * 5 >= span)
@@ -208,5 +209,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(value: float | None) -> float | None:
-    """What JSON has a number for."""
+    """Return the value if JSON has a number for it."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

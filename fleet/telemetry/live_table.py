@@ -12,7 +12,7 @@ HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "
 _NOTHING = "·"
 #: What a script reports under names of its own stands behind its loss.
 _OWN = HEADS.index("loss") + 1
-#: What a narrow terminal does without, one after the other: these, then the script's own, then what it trained on.
+#: The columns that a narrow terminal drops, one after the other: these, then the script's own, then its examples.
 _SPARED_FIRST, _SPARED_LAST = ("received/s", "sent/s", "memory", "queue", "stale"), "examples/s"
 _ROOM_FOR_NOTE = 24
 _BETWEEN = 2
@@ -21,7 +21,7 @@ _FRAME = 3
 
 
 def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
-    """What stands in a row; ``names`` are figures of scripts' own that have a column."""
+    """Return the cells of a row; ``names`` are figures of scripts' own that have a column."""
     return (
         row.process,
         _NOTHING if row.step is None else str(row.step),
@@ -39,7 +39,7 @@ def cells(row: Row, names: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def with_heads(shown: Sequence[Row]) -> list[tuple[str, ...]]:
-    """What stands in a table: its heads, what these scripts report among them, then a line for each row."""
+    """Return the lines of a table: its heads, with what these scripts report, then a line for each row."""
     names = list(dict.fromkeys(name for row in shown for name in row.reported))
     return [(*HEADS[:_OWN], *names, *HEADS[_OWN:]), *(cells(row, names) for row in shown)]
 
@@ -51,7 +51,7 @@ def title(shown: Sequence[Row]) -> str:
 
 
 def plain(shown: Sequence[Row]) -> str:
-    """Columns side by side; numbers to the right."""
+    """Return the table as text: columns side by side, numbers to the right."""
     lines = with_heads(shown)
     widths, last = _widths(lines), len(lines[0]) - 1
 
@@ -66,7 +66,7 @@ def plain(shown: Sequence[Row]) -> str:
 
 
 def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
-    """What rich prints, no wider than ``width`` and no higher than ``height``."""
+    """Return what rich prints, no wider than ``width`` and no higher than ``height``."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -101,13 +101,14 @@ def rich_table(of: Sequence[Row], width: int, height: int) -> Any:
 
 
 def most_telling(of: Sequence[Row], room: int) -> list[Row]:
-    """As many as there is room for, and one at least: first what is not well, then what others wait for."""
+    """Return as many rows as there is room for, and one at least: first those that are not well, then those that others
+    wait for."""
     places = sorted(range(len(of)), key=lambda place: (of[place].is_well, -of[place].weight, place))
     return [of[place] for place in sorted(places[: max(1, room)])]
 
 
 def fitting(widths: Sequence[int], room: int) -> list[int]:
-    """The columns that there is room for, and some for the note."""
+    """Return the columns that there is room for, beside some room for the note."""
     needed = [*widths[:-1], min(widths[-1], _ROOM_FOR_NOTE)]
     columns = list(range(len(widths)))
     own = len(widths) - len(HEADS)
@@ -127,7 +128,7 @@ def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that count; large ones in full."""
+    """Return a number with three digits that count; large ones in full."""
     if value is None:
         return _NOTHING
     if value >= 100:

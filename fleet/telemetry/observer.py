@@ -1,7 +1,7 @@
 """Shows a process's figures while it runs: in the record on disk, in TensorBoard, and on a page for Prometheus.
 
-Each only where it was asked for, and a process of which nobody asks anything has no thread for it. What goes wrong
-here, a full disk say, is told once and never harms the training.
+Each is shown only where it was asked for, and a process of which nobody asks anything has no thread for it. A failure
+here, such as a full disk, is logged once and never harms the training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Sink(Protocol):
 
 class Observer:
     def __init__(self, process: str, kind: str, read: Callable[[], Mapping[str, Any]], knobs: Knobs) -> None:
-        """``read`` gives what ``process`` ("worker 0") tells of itself, as its ``kind`` does, from any thread."""
+        """``read`` returns the figures of ``process`` ("worker 0"), as its ``kind`` has them, from any thread."""
         self._kind = kind
         self._read = read
         self._ending = threading.Event()
@@ -49,7 +49,7 @@ class Observer:
             self._thread.start()
 
     def close(self) -> None:
-        """Show the last there is to see, and end."""
+        """Show the last figures, and end."""
         self._ending.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

@@ -9,7 +9,7 @@ from fleet.base.clock import Clock
 
 
 class ProcessFigures:
-    """``read`` gives memory, processor time, and the time since this was made."""
+    """Measures a process. ``read`` gives memory, processor time, and the time since this was made."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -32,7 +32,8 @@ def _memory() -> dict[str, float]:
 
 
 def delay() -> dict[str, float]:
-    """For how long the first thread, the one that trains in most scripts, was ready to run and not let."""
+    """Return for how long the first thread, which trains in most scripts, was ready to run and did not get a
+    processor."""
     try:
         with open("/proc/self/schedstat", encoding="ascii") as schedstat:
             return {"delay_seconds": float(schedstat.read().split()[1]) / 1e9}

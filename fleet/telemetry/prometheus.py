@@ -1,7 +1,8 @@
 """Serves a page for Prometheus with the figures of one process, made anew for every request.
 
 The names are those of ``figures.py``: ``fleet_worker_steps_total`` of a worker, ``fleet_server_busy_seconds_total`` of
-a server; docs/observing.md lists them all. The page asks nobody who they are, so it listens on loopback unless told to.
+a server; docs/observing.md lists them all. The page asks nobody for credentials, so it listens on loopback unless told
+otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fleet.telemetry.figures import SERVER, WORKER, Figure, Figures
 
 _log = logging.getLogger("fleet.observing")
 
-#: What a server knows beside its figures: the labels of each family, and what it means.
+#: What a server knows beside its figures: the labels of each family, and its meaning.
 BESIDE = {
     "table_rows": (("table",), Figure("rows of a table here", counts=False)),
     "table_bytes": (("table",), Figure("memory of a table here", counts=False)),
@@ -88,7 +89,7 @@ class _Collector:
             yield from _beside(told, self._index)
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: what there will be is not known before it is read."""
+        """Return nothing: it is not known before it is read what there will be."""
         return ()
 
 

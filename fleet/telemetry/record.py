@@ -31,8 +31,8 @@ _LONGEST_LINE = 16 << 20
 
 @dataclass(frozen=True)
 class Line:
-    """``kind`` is ``worker`` (its figures), ``server`` (its status) or ``EVENT``; ``is_last``
-    is what a process writes as it leaves."""
+    """Holds one line. ``kind`` is ``worker`` (its figures), ``server`` (its status) or ``EVENT``; ``is_last`` marks the
+    line that a process writes as it leaves."""
 
     at: float
     process: str
@@ -42,7 +42,7 @@ class Line:
 
 
 class Record:
-    """The file of one process, which nobody else writes. A process that has started again goes on with it."""
+    """Writes the file of one process, which nobody else writes. A process that has started again goes on with it."""
 
     def __init__(self, directory: str | os.PathLike[str], process: str, most_bytes: int = MOST_BYTES) -> None:
         self._process = process
@@ -52,7 +52,7 @@ class Record:
         self._path = path_of(folder, process)
         self._file = self._path.open("ab", buffering=0)
         self._bytes = self._path.stat().st_size
-        if self._bytes:  # an earlier process may have died in the midst of a line
+        if self._bytes:  # an earlier process may have died in the middle of a line
             self._append(b"\n")
 
     def write(self, at: float, kind: str, told: object, is_last: bool = False) -> None:
@@ -81,8 +81,8 @@ class Record:
 
 
 class Chronicle:
-    """What happens to the processes of a job, beside their own records. What an earlier job has left there goes first:
-    of these processes, or of all where these are the whole job."""
+    """Records what happens to the processes of a job, beside their own records. It first removes what an earlier job
+    has left there: of these processes, or of all where these are the whole job."""
 
     def __init__(self, directory: Path, processes: Sequence[str], is_whole: bool) -> None:
         stale = directory.glob(f"*{SUFFIX}") if is_whole else (path_of(directory, process) for process in processes)
@@ -110,13 +110,13 @@ def path_of(directory: Path, process: str) -> Path:
 
 
 def read_records(directory: Path) -> list[Line]:
-    """All that is recorded there, in the order of time."""
+    """Return all that is recorded there, in the order of time."""
     lines = (line for path in sorted(directory.glob(f"*{SUFFIX}")) for line in path.read_bytes().splitlines())
     return sorted((line for line in map(_parsed, lines) if line is not None), key=lambda line: line.at)
 
 
 def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line]:
-    """The last line of every process, or of these."""
+    """Return the last line of every process, or of ``processes``."""
     paths = (
         sorted(directory.glob(f"*{SUFFIX}"))
         if processes is None
@@ -127,8 +127,8 @@ def newest(directory: Path, processes: Iterable[str] | None = None) -> list[Line
 
 
 def has_broken_off(directory: Path, process: str, at: float) -> bool:
-    """Whether a process ended as part of a job without having left it. Old lines prove nothing: a record ends before
-    its process if the disk is full."""
+    """Say whether a process ended as part of a job without having left it. Old lines prove nothing: a record ends
+    before its process if the disk is full."""
     path = path_of(directory, process)
     last = _last(path)
     try:
@@ -154,7 +154,7 @@ def view_of(at: float, lines: Iterable[Line]) -> View:
 
 
 def is_over(lines: Sequence[Line], at: float) -> bool:
-    """Whether every launcher has seen the end of its processes, or every process has left or written nothing for so
+    """Say whether every launcher has seen the end of its processes, or every process has left or written nothing for so
     long that it must have ended; ``lines`` are their newest."""
     launchers = [line for line in lines if line.kind == EVENT]
     if launchers and all(line.is_last for line in launchers):
@@ -163,7 +163,8 @@ def is_over(lines: Sequence[Line], at: float) -> bool:
 
 
 def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
-    """How a job stood when the last of its workers had begun to train, while all of them still did, and in the end."""
+    """Return how a job stood when the last of its workers had begun to train, while all of them still trained, and in
+    the end."""
     trained: dict[str, list[float]] = {}
     for line in lines:
         if line.kind == "worker" and line.told.get("steps", 0) > 0:
@@ -176,13 +177,13 @@ def training_of(lines: Sequence[Line]) -> tuple[View, View, View]:
 
 
 def view_at(lines: Iterable[Line], at: float) -> View:
-    """How a job stood at one moment; ``lines`` are in the order of time."""
+    """Return how a job stood at one moment; ``lines`` are in the order of time."""
     latest = {line.process: line for line in lines if line.at <= at}
     return view_of(at, latest.values())
 
 
 def evenly_spread(instants: Sequence[float]) -> list[int]:
-    """Which half of some lines to keep: of each of so many spans of equal length the first, and the last of all."""
+    """Return which half of some lines to keep: the first of each of many spans of equal length, and the last of all."""
     if not instants:
         return []
     spans = max(1, len(instants) // 2)
@@ -204,7 +205,7 @@ def _instants(lines: Sequence[bytes]) -> list[float]:
 
 
 def _last(path: Path) -> Line | None:
-    """The newest whole line, wherever its writer is in the next one."""
+    """Return the newest whole line, wherever its writer is in the next one."""
     size = 1 << 14
     try:
         with path.open("rb") as file:
@@ -224,7 +225,7 @@ def _last(path: Path) -> Line | None:
 
 
 def _parsed(line: bytes) -> Line | None:
-    """None for what is no line of ours, or not all of one."""
+    """Return a line of ours; None for anything else, and for half a line."""
     try:
         told = json.loads(line)
         made = Line(float(told["at"]), str(told["process"]), str(told["kind"]), told["told"], told.get("last") is True)

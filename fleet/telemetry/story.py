@@ -26,7 +26,7 @@ Curve = list[float | None]
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves of several processes, in one unit, over the same moments."""
+    """Shows curves of several processes, in one unit, over the same moments."""
 
     title: str
     unit: str
@@ -43,8 +43,8 @@ class Happening:
 
 @dataclass(frozen=True)
 class Story:
-    """``moments`` and ``Happening.at`` are seconds since the beginning, ``began`` since 1970; ``waited`` says for whom
-    each worker waited, in seconds."""
+    """Tells a run. ``moments`` and ``Happening.at`` are seconds since the beginning, ``began`` since 1970; ``waited``
+    says for whom each worker waited, in seconds."""
 
     began: float
     moments: list[float]
@@ -56,7 +56,8 @@ class Story:
 
 
 def story_of(lines: Sequence[Line], ending: Cause | None = None) -> Story:
-    """``lines`` are in the order of time; there is at least one. ``ending`` is who has ended the job, if known."""
+    """Tell the story of ``lines``, which are in the order of time; there is at least one. ``ending`` is who has ended
+    the job, if known."""
     began, ended = lines[0].at, lines[-1].at
     distance = max(LEAST_S, (ended - began) / MOST_MOMENTS)
     moments = [began + distance * count for count in range(int((ended - began) / distance) + 1)]
@@ -88,7 +89,7 @@ def _views(lines: Sequence[Line], moments: Sequence[float]) -> list[View]:
 
 
 def _losses(views: Sequence[View], began: float) -> list[Happening]:
-    """What servers alone have noticed."""
+    """Return what only servers have noticed."""
     return [
         Happening(now.at - began, f"worker {index}", "was given up on by the servers")
         for before, now in itertools.pairwise(views)

@@ -1,6 +1,6 @@
 """Writes a process's figures as scalars of TensorBoard, over the steps of a worker or the versions of a server.
 
-What counts is shown as what it grows by in a second.
+A figure that counts is shown as its growth in a second.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Scalars:
 
 
 def scalars(kind: str, before: Figures | None, now: Figures) -> dict[str, float]:
-    """What is shown of two readings, by its name there."""
+    """Return what TensorBoard shows of two readings, by its name there."""
     known = WORKER if kind == "worker" else SERVER
     shown = {name: value for name, value in now.items() if not (name in known and known[name].counts)}
     grown = {f"{name}_per_second": rate(name, before, now) for name in now if name in known and known[name].counts}

@@ -26,7 +26,7 @@ SILENT_S = 5.0
 
 @dataclass(frozen=True)
 class Wait:
-    """A request that a server holds back: what it is, for how long, and the workers that it is held back for."""
+    """Describes a request that a server holds back: what it is, for how long, and for which workers it waits."""
 
     what: str
     seconds: float
@@ -35,8 +35,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class WorkerView:
-    """``waited``: for each other worker how long this one has waited for it so far; ``staleness``: of how many updates
-    it was counted, and the sum."""
+    """Shows one worker. ``waited`` is how long it has waited for each other worker so far; ``staleness`` says of how
+    many updates it was counted, and the sum."""
 
     standing: str = "live"
     label: str = ""
@@ -50,7 +50,7 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class ServerView:
-    """``errand`` is what it does beside the training, a checkpoint say."""
+    """Shows one server. ``errand`` is what it does beside the training, such as a checkpoint."""
 
     phase: str
     figures: Figures = field(default_factory=dict)
@@ -61,7 +61,7 @@ class ServerView:
 
 @dataclass(frozen=True)
 class View:
-    """``servers`` by their names, as rows show them."""
+    """Shows a job at one moment; ``servers`` has them by their names in rows."""
 
     at: float
     servers: Mapping[str, ServerView] = field(default_factory=dict)
@@ -69,12 +69,12 @@ class View:
 
     @property
     def is_heard(self) -> bool:
-        """Whether any process has reported anything."""
+        """Say whether any process has reported anything."""
         return bool(self.workers) or any(server.figures for server in self.servers.values())
 
     @property
     def is_over(self) -> bool:
-        """Whether its servers say so; where there are none, whether all its workers have left."""
+        """Say whether the servers say that the job is over; where there are none, whether all its workers have left."""
         heard = [server.phase for server in self.servers.values() if server.figures]
         if not self.servers:
             return bool(self.workers) and all(worker.standing == "left" for worker in self.workers.values())
@@ -87,8 +87,8 @@ def seen(
     own: Mapping[int, tuple[Figures, float]],
     gone: Container[int] = (),
 ) -> View:
-    """A view of what servers answered, by their names, or why they did not; and of workers' own figures, where known,
-    with how old they are. Workers that are ``gone`` have said so themselves."""
+    """Return a view of the servers' answers, by their names, or of why they did not answer; and of workers' own
+    figures, where known, with their age. ``gone`` workers have said so themselves."""
     servers: dict[str, ServerView] = {}
     workers: dict[int, WorkerView] = {}
     for name, status in statuses.items():
@@ -109,7 +109,7 @@ def seen(
 
 
 def server_name(status: Mapping[str, Any]) -> str:
-    """What rows call it: by its number, where it knows that."""
+    """Return the name of a server in rows: its number, where it knows that."""
     index = status.get("index")
     return f"server {status['server'] if index is None else index}"
 
@@ -129,7 +129,7 @@ def _worker(told: Mapping[str, Any]) -> WorkerView:
 
 
 def _both(one: WorkerView, other: WorkerView) -> WorkerView:
-    """What two servers know of one worker. It waits at all of them at once, so its waits are not added up."""
+    """Join what two servers know of one worker. It waits at all of them at once, so its waits are not added up."""
     fresher = max(one, other, key=lambda each: each.figures.get("uptime_seconds", 0.0))
     waits = [each.wait for each in (one, other) if each.wait is not None]
     heard = [each.heard_seconds for each in (one, other) if each.heard_seconds is not None]
@@ -149,7 +149,7 @@ def _both(one: WorkerView, other: WorkerView) -> WorkerView:
 
 
 class History:
-    """The views of the last seconds."""
+    """Keeps the views of the last seconds."""
 
     def __init__(self) -> None:
         self._views: deque[View] = deque()
@@ -161,14 +161,14 @@ class History:
 
     @property
     def ends(self) -> tuple[View, View]:
-        """The oldest and the newest."""
+        """Return the oldest and the newest view."""
         return self._views[0], self._views[-1]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One process. ``None`` is what is not known, or means nothing for it. ``reported`` are figures of its script's
-    own; ``weight`` is the part of the time for which others had to wait for it, or a server was busy."""
+    """Shows one process. ``None`` stands for what is not known, or means nothing for it. ``reported`` are figures of
+    its script's own; ``weight`` is the part of the time for which others had to wait for it, or a server was busy."""
 
     process: str
     step: int | None = None
@@ -188,7 +188,7 @@ class Row:
 
 
 def rows(before: View, now: View) -> list[Row]:
-    """Workers first, then servers."""
+    """Return the rows of workers first, then of servers."""
     held = held_up(before, now)
     return [
         *(_worker_row(index, before.workers.get(index), worker, held[index]) for index, worker in now.workers.items()),
@@ -220,7 +220,7 @@ def _worker_row(index: int, before: WorkerView | None, now: WorkerView, held: fl
 
 
 def mean_staleness(before: WorkerView | None, now: WorkerView) -> float | None:
-    """Of the updates between two views, or of all if there were none."""
+    """Return the mean over the updates between two views, or over all if there were none."""
     total, updates = now.staleness
     if before is not None and before.staleness[1] < updates:
         total, updates = total - before.staleness[0], updates - before.staleness[1]
@@ -243,7 +243,7 @@ def _note(before: WorkerView | None, now: WorkerView, held: float) -> str:
 
 
 def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float]:
-    """The part of its time that a worker waited for each of the others between two views."""
+    """Return the part of its time that a worker waited for each of the others between two views."""
     if before is None:
         return {}
     earlier = waited_seconds(before)
@@ -258,8 +258,8 @@ def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float
 
 
 def waited_seconds(worker: WorkerView) -> dict[int, float]:
-    """Return how long it has waited for each of the others. A wait that goes on counts too, in equal parts for all it
-    may be for: which of them comes last is not known yet."""
+    """Return how long a worker has waited for each of the others. A wait that goes on counts too, in equal parts for
+    all it may be for: which of them comes last is not known yet."""
     waited = dict(worker.waited)
     if worker.wait is not None:
         for other in worker.wait.workers:
@@ -268,7 +268,7 @@ def waited_seconds(worker: WorkerView) -> dict[int, float]:
 
 
 def held_up(before: View, now: View) -> dict[int, float]:
-    """For each worker the part of their time that the others wait for it, in the mean."""
+    """Return for each worker the part of their time that the others wait for it, in the mean."""
     shares = {
         index: waited_shares(before.workers.get(index), worker)
         for index, worker in now.workers.items()
@@ -308,7 +308,7 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job is: ``steps`` and ``examples`` a second; steps are None until somebody has reported some.
+    """Says how fast a job is: ``steps`` and ``examples`` a second; steps are None until somebody has reported some.
 
     In lockstep a step is one of all workers together, and counts once. Elsewhere each takes its own, and they add up.
     """
@@ -323,7 +323,7 @@ class Speed:
 
 
 def total_speed(shown: Iterable[Row]) -> Speed:
-    """Of all workers."""
+    """Return the speed of all workers together."""
     workers = [row for row in shown if row.process.startswith("worker")]
     steps = [row.steps_a_second for row in workers if row.steps_a_second is not None]
     lockstep = any(row.lockstep for row in workers)

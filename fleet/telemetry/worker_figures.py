@@ -33,12 +33,12 @@ class WorkerFigures:
         self._reported: dict[str, float | torch.Tensor] = {}
 
     def saw(self, loss: object) -> None:
-        """A loss that went by."""
+        """Note a loss that the training has computed."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._reported["loss"] = loss.detach()
 
     def report(self, examples: object, loss: object, others: Mapping[str, object]) -> None:
-        """What only the script knows."""
+        """Take figures that only the script knows."""
         counted = 0 if examples is None else checks.integer("report(): examples", examples)
         if counted < 0:
             raise ConfigurationError("report(): examples cannot be negative", got=examples)
@@ -61,7 +61,7 @@ class WorkerFigures:
         self._reported.update(kept)
 
     def read(self, **known: float) -> dict[str, float]:
-        """All there is, with what the caller ``known`` beside it."""
+        """Return all figures, with what the caller ``known`` beside them."""
         return {
             **known,
             "examples": self._examples,
@@ -93,17 +93,19 @@ def _kept(name: str, value: object) -> float | torch.Tensor:
 
 
 class Span:
-    """``with span:`` adds the time that it takes, and is a range in a profile of torch's. For one thread at a time."""
+    """Measures time: ``with span:`` adds the time that it takes, and is a range in a profile of torch's. It serves one
+    thread at a time."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        #: what is over, and when the one that goes on began: one value, for whoever reads it from another thread
+        #: the spans that are over, and when the present one began: one value, as another thread may read it
         self._state: tuple[float, float | None] = (0.0, None)
         self._clock = clock
         self._range = ProfilerRange(name)
 
     @property
     def seconds(self) -> float:
-        """What goes on counts as well: a wait that never ends is not to look like time of the script's own."""
+        """Return the seconds so far, those of a span under way too: a wait that never ends must not look like time of
+        the script's own."""
         now = self._clock.now()
         over, began = self._state
         return over if began is None else over + max(0.0, now - began)
@@ -118,7 +120,7 @@ class Span:
 
 
 class ProfilerRange:
-    """A range in a profile of torch's, which costs next to nothing while none is made."""
+    """Marks a range in a profile of torch's, which costs next to nothing while none is made."""
 
     def __init__(self, name: str) -> None:
         self._name = name

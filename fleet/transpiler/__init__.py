@@ -1,4 +1,5 @@
-"""The source documents' import point: their transpiler, its configuration, and ``fleet`` for parameter-server jobs."""
+"""Offers what the source documents import: their transpiler, its configuration, and ``fleet`` for parameter-server
+jobs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The source documents' lower-level door: ``fleet.Program`` and ``DistributeTranspiler``.
+"""Defines the source documents' lower-level door: ``fleet.Program`` and ``DistributeTranspiler``.
 
 A Fluid program is a graph that its transpiler rewrites. PyTorch is eager, so a program here is a model with its
-optimizer, and what the transpiler gives back are handles: each has a ``Fleet`` of its own and makes the calls that any
-script makes on ``import fleet``. A handle's ``fleet`` has all the others, ``save_persistables`` for one.
+optimizer, and the transpiler returns handles: each has a ``Fleet`` of its own and makes the calls that any script makes
+on ``import fleet``. All other calls, such as ``save_persistables``, are methods of a handle's ``fleet``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PSERVERS = "127.0.0.1:6174"
 
 
 class Program:
-    """A model and what trains it, one optimizer or a list of them.
+    """Holds a model and what trains it, one optimizer or a list of them.
 
     Examples:
         >>> program = fleet.Program(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -61,7 +61,7 @@ class Program:
 
     @classmethod
     def last(cls) -> Program:
-        """The one made last in this process: what ``transpile`` works on when it is given none."""
+        """Return the program made last in this process, which ``transpile`` takes when it is given none."""
         if cls._last is None:
             raise NotInitializedError(
                 "there is no program yet", todo="Make one with fleet.Program(model, optimizer), or pass program=."
@@ -110,11 +110,11 @@ class DistributeTranspiler:
         startup_program: Program | None = None,
         current_endpoint: str | None = None,
     ) -> None:
-        """Say what the job is. Every process of it gives the same ``pservers`` and ``trainers``; in a collective mode
+        """Say what the job is. Every process of it gives the same ``pservers`` and ``trainers``. In a collective mode
         (``config.mode``) ``trainers`` is the list of the trainers' endpoints, and there are no servers.
 
-        ``program=None`` is the last ``fleet.Program`` made. ``sync_mode=None`` is what the config says.
-        ``current_endpoint`` is what ``get_pserver_program`` and ``get_startup_program`` take when they are given none.
+        ``program=None`` is the last ``fleet.Program`` made. ``sync_mode=None`` leaves it to the config.
+        ``get_pserver_program`` and ``get_startup_program`` take ``current_endpoint`` when they are given none.
         """
         if self._job is not None:
             raise StateError("transpile() was called twice", todo="Make another DistributeTranspiler.")
@@ -132,8 +132,8 @@ class DistributeTranspiler:
     def get_trainer_program(self, wait_port: bool | None = None) -> TrainerProgram:
         """Connect this process as trainer ``trainer_id``, and take over the initial parameters.
 
-        With ``wait_port`` (None: what the config says) it waits for servers that are not there yet; without, a server
-        that is not there is an error at once. Asked again, the same trainer comes back.
+        With ``wait_port`` (None: what the config says) it waits for servers that are not there yet; without it, a
+        server that is not there is an error at once. A second call returns the same trainer.
         """
         job = self._transpiled("get_trainer_program")
         checks.switch_or_none("wait_port", wait_port)
@@ -152,7 +152,7 @@ class DistributeTranspiler:
         return self._trainer
 
     def get_pserver_program(self, endpoint: str | None = None) -> ServerProgram:
-        """What the server at ``endpoint``, one of ``pservers``, runs."""
+        """Return the program of the server at ``endpoint``, one of ``pservers``."""
         job = self._transpiled("get_pserver_program")
         if job.workers:
             raise StateError(
@@ -181,7 +181,8 @@ class DistributeTranspiler:
         pserver_program: ServerProgram | None = None,
         startup_program: Program | None = None,
     ) -> StartupProgram:
-        """What the server at ``endpoint`` runs first. ``pserver_program`` is what get_pserver_program gave for it."""
+        """Return the program that the server at ``endpoint`` runs first. ``pserver_program`` is what
+        ``get_pserver_program`` returned for it."""
         job = self._transpiled("get_startup_program")
         server = self.get_pserver_program(endpoint)
         if pserver_program not in (None, server):
@@ -194,11 +195,11 @@ class DistributeTranspiler:
         return StartupProgram(server)
 
     def get_pserver_programs(self, endpoint: str | None = None) -> tuple[ServerProgram, StartupProgram]:
-        """Both programs of a server."""
+        """Return both programs of a server."""
         return self.get_pserver_program(endpoint), self.get_startup_program(endpoint)
 
     def _config_for(self, sync_mode: bool | None) -> DistributeTranspilerConfig:
-        """The config with ``sync_mode`` as ``transpile`` was given it: it can be said in both places."""
+        """Return the config with ``sync_mode`` as ``transpile`` was given it: it can be said in both places."""
         config = copy.copy(self._config or DistributeTranspilerConfig())
         checks.switch_or_none("sync_mode", sync_mode)
         if sync_mode and not config.sync_mode:
@@ -226,7 +227,7 @@ class DistributeTranspiler:
 
 @dataclass(frozen=True)
 class _Job:
-    """What ``transpile`` was told."""
+    """Holds what ``transpile`` was told."""
 
     program: Program
     strategy: Strategy | DistributedStrategy
@@ -242,7 +243,7 @@ class _Job:
 
 
 class TrainerProgram:
-    """A trainer of a running job, collective or not. ``optimizer`` is what ``fleet.distributed_optimizer`` returns:
+    """Trains in a running job, collective or not. ``optimizer`` is what ``fleet.distributed_optimizer`` returns:
     schedulers take it, and gradients may be accumulated and clipped between its ``backward`` and ``step``."""
 
     def __init__(self, job: _Job, strategy: Strategy | DistributedStrategy, fleet: Fleet) -> None:
@@ -254,11 +255,11 @@ class TrainerProgram:
         fleet.init_worker()
 
     def minimize(self, loss: torch.Tensor) -> None:
-        """``zero_grad(); loss.backward(); step()``."""
+        """Take a step on ``loss``: ``zero_grad(); loss.backward(); step()``."""
         self.optimizer.minimize(loss)
 
     def close(self) -> None:
-        """Tell every server, or the other trainers, that this one is done. A second time does nothing."""
+        """Tell every server, or the other trainers, that this one is done. A second call does nothing."""
         self.fleet.stop_worker()
 
     if not TYPE_CHECKING:
@@ -268,7 +269,7 @@ class TrainerProgram:
 
 
 class ServerProgram:
-    """A server of the job; its startup program runs first."""
+    """Serves the job; its startup program runs first."""
 
     def __init__(self, job: _Job, fleet: Fleet, endpoint: Endpoint) -> None:
         self.fleet = fleet
@@ -289,7 +290,7 @@ class ServerProgram:
         self.started = True
 
     def run(self) -> None:
-        """Serve until every trainer is closed or given up on."""
+        """Serve until every trainer has closed or has been given up on."""
         if not self.started:
             raise NotInitializedError(
                 f"the server program of {self.endpoint} came before its startup program",
@@ -315,7 +316,7 @@ class StartupProgram:
 
 
 def _guard(program: Program) -> None:
-    """From here on the program is a job's: its optimizers must not train this process alone."""
+    """Hand the program over to a job: from here on its optimizers must not train this process alone."""
     from fleet.optimizer import guard_until_wrapped
 
     guard_until_wrapped(
@@ -377,7 +378,7 @@ def _program(name: str, given: object) -> Program:
 
 
 def _check_startup(given: object, program: Program) -> None:
-    """There is no startup program apart from the program: it may be said, and has to be the same."""
+    """Refuse a startup program other than the program itself, as there is none apart from it."""
     if given is not None and _program("startup_program", given) is not program:
         raise ConfigurationError(
             "startup_program is another program", expected="the same as program, or None", got="two programs"

@@ -1,4 +1,5 @@
-"""When a gradient is applied and when a wait is over. One file a mode; adding one is that file and a line here."""
+"""Decides when a gradient is applied and when a wait is over. A mode is one file; adding one is that file and a line
+here."""
 
 from typing import Protocol
 
@@ -13,7 +14,7 @@ MODES: dict[str, Mode] = {
 
 
 class Settings(Protocol):
-    """What a strategy and a job's spec say of the mode."""
+    """Holds what a strategy and a job's spec say about the mode."""
 
     @property
     def mode(self) -> str: ...
@@ -26,11 +27,11 @@ class Settings(Protocol):
 
 
 def gate_of(settings: Settings, worker_num: int, version: int = 0) -> Gate:
-    """The gate of a job of so many workers that begins at a version."""
+    """Return the gate for a job of so many workers that begins at a version."""
     return MODES[settings.mode].gate(range(worker_num), version)
 
 
 def policy_of(settings: Settings, update_frequency: int = 1) -> Policy:
-    """The policy of a job with these settings. How often its workers push is for them alone to know."""
+    """Return the policy of a job with these settings. Only its workers need to know how often they push."""
     policy = MODES[settings.mode].policy
     return (compensated(policy) if settings.dc_lambda else policy)(settings.staleness, update_frequency)

@@ -1,4 +1,4 @@
-"""The gate of every mode without rounds: a gradient is applied when it arrives, alone and undivided.
+"""Holds the gate of every mode without rounds: a gradient is applied when it arrives, alone and undivided.
 
 A wait for version ``v`` is over when no live worker has delivered fewer than ``v`` steps. Modes that let workers run
 free ask for version 0, which is always there; bounded staleness asks for a later one.

@@ -1,4 +1,5 @@
-"""What the gates of all modes have in common: a clock for each live worker, and requests that wait for a version."""
+"""Holds what the gates of all modes have in common: a clock for each live worker, and requests that wait for a
+version."""
 
 from __future__ import annotations
 
@@ -64,14 +65,14 @@ class ClockGate(ABC):
 
     @abstractmethod
     def _deliver(self, worker: int, step: int) -> list[Effect]:
-        """What a step that is new brings about at once."""
+        """Return the effects that a new step has at once."""
 
     @abstractmethod
     def _effects(self) -> list[Effect]:
-        """What can be applied and answered now."""
+        """Return what can be applied and answered now."""
 
     def _answer(self, reached: int) -> list[Effect]:
-        """Whatever waited for this version or an earlier one."""
+        """Return the answers to all requests that waited for this version or an earlier one."""
         ready = [ticket for ticket, (_, version) in self._waiting.items() if version <= reached]
         for ticket in ready:
             del self._waiting[ticket]

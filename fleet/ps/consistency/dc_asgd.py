@@ -1,8 +1,8 @@
 """DC-ASGD: a mode without rounds whose late gradients are compensated for what has happened since they were computed.
 
-Server half: what is added to each gradient is in ``fleet.ps.table.compensation``; the order is the mode's own.
-Worker half: as the mode's own. A gradient of rows is compensated from when they were read last, which should be what
-it was computed on: so no look-up may go before its push.
+Server half: ``fleet.ps.table.compensation`` has what is added to each gradient; the order is the mode's own. Worker
+half: the mode's own. A gradient of rows is compensated for the time since they were last read, which should be what it
+was computed on. So no look-up may go before its push.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ class Compensated(Policy):
 
 
 def compensated(policy: type[Policy]) -> type[Policy]:
-    """A mode's policy with delay compensation."""
+    """Return a mode's policy with delay compensation."""
     return type(f"Compensated{policy.__name__}", (Compensated, policy), {})

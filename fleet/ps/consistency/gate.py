@@ -1,4 +1,4 @@
-"""The server's half of every consistency mode: a gate, and the effects that it has carried out.
+"""Defines the server's half of every consistency mode: a gate, and the effects that it asks for.
 
 Pure: no thread, no clock, no tensor. A gate is told what arrived and answers with the effects to carry out.
 """
@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Apply:
-    """Take one optimizer step on what these workers pushed as their step ``step``, in this order."""
+    """Asks to take one optimizer step on what these workers pushed as their step ``step``, in this order."""
 
     step: int
     contributors: tuple[int, ...]
@@ -20,7 +20,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer the request that waits under ``ticket``: the version it needs is there."""
+    """Asks to answer the request that waits under ``ticket``: the version it needs is there."""
 
     ticket: Hashable
     version: int
@@ -34,48 +34,48 @@ class Gate(Protocol):
 
     @property
     def version(self) -> int:
-        """How many steps have been applied."""
+        """Return how many steps have been applied."""
         ...
 
     def push(self, worker: int, step: int) -> list[Effect]:
-        """``worker`` delivered the gradient of its step; a repetition changes nothing."""
+        """Take note that ``worker`` delivered the gradient of its step; a repetition changes nothing."""
         ...
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
-        """A request of ``worker`` can be answered once ``version`` is there."""
+        """Let a request of ``worker`` wait until ``version`` is there."""
         ...
 
     def leave(self, worker: int) -> list[Effect]:
-        """``worker`` said goodbye or was given up on; its waiting requests are dropped."""
+        """Take out ``worker``, which said goodbye or was given up on; its waiting requests are dropped."""
         ...
 
     @property
     def clocks(self) -> dict[int, int]:
-        """The newest step of every worker that is still part of this."""
+        """Return the newest step of every worker that still takes part."""
         ...
 
     @property
     def gone(self) -> dict[int, int]:
-        """The newest step of every worker that has left, which goes on from there if it is part of this again."""
+        """Return the newest step of every worker that has left; one that joins again goes on from there."""
         ...
 
     def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
-        """Be where another gate was that had these, with nothing pending."""
+        """Go on where another gate was that had these, with nothing pending."""
         ...
 
     def join(self, worker: int) -> None:
-        """``worker``, which had left or was never there, is part of this from now on."""
+        """Let ``worker``, which had left or was never there, take part from now on."""
         ...
 
     def delivered(self, worker: int) -> int:
-        """The newest step ``worker`` has delivered."""
+        """Return the newest step ``worker`` has delivered."""
         ...
 
     def make_up(self, worker: int, step: int) -> list[Effect]:
-        """``worker`` had delivered ``step``, of which this knows no more: its next one follows that. Not where workers
-        share their steps."""
+        """Skip ``step``, which ``worker`` had delivered and of which the gate knows no more: its next step follows
+        that. This is not for workers that share their steps."""
         ...
 
     def lacking(self) -> tuple[int, tuple[int, ...]]:
-        """The step that is open now and the workers it waits for, for whoever explains a wait."""
+        """Return the step that is open now and the workers it waits for, to explain a wait."""
         ...

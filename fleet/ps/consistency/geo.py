@@ -1,8 +1,8 @@
 """GEO: every worker trains on its own, and tells every so many steps how far it has come.
 
-Server half: what arrives is a change of the values, not a gradient, and is added at once. The answer tells which of the
-rows that a worker holds others have changed.
-Worker half: no version of anybody else's is needed. ``fleet.ps.worker.geo_replica`` trains, tells and takes in.
+Server half: what arrives is a change of the values, not a gradient, and is added at once. The answer says which of the
+rows that a worker holds others have changed. Worker half: no version of anybody else's is needed.
+``fleet.ps.worker.geo_replica`` trains, sends changes and takes in those of others.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class GeoPolicy(Policy):
         return False
 
     def remembers_read(self, *, dense: bool, training: bool) -> bool:
-        """Rows that were read to be trained are held by the worker."""
+        """Say whether rows were read to be trained: the worker holds those."""
         return training
 
     def remembers_push(self, *, brings_values: bool) -> bool:
         return True
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """A change has the ids of many steps."""
+        """Say no: a change has the ids of many steps."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Who is in the job: a pure function of hellos, heartbeats, goodbyes and the time.
+"""Decides who is in the job: a pure function of hellos, heartbeats, goodbyes and the time.
 
 Every worker that the job begins with is expected from the start; in an elastic job others may come as well. A worker
 becomes live with its hello, and is out once it said goodbye, was silent for longer than the deadline, or the whole job
@@ -23,7 +23,7 @@ class Standing(enum.Enum):
 
 @dataclass
 class Member:
-    """What is known of one worker; ``label`` says where it runs ("host:pid")."""
+    """Holds what is known of one worker; ``label`` says where it runs ("host:pid")."""
 
     standing: Standing = Standing.EXPECTED
     incarnation: int = 0
@@ -40,7 +40,7 @@ MemberRecord = tuple[int, str, int, str]
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker was silent for too long."""
+    """Says that a worker was silent for too long."""
 
     worker: int
     silent_s: float
@@ -48,7 +48,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class NeverCame:
-    """The start-up deadline passed and these workers have not said hello."""
+    """Says that the start-up deadline passed and these workers have not said hello."""
 
     workers: tuple[int, ...]
     waited_s: float
@@ -66,8 +66,8 @@ class Membership:
         now: float,
         elastic: bool = False,
     ) -> None:
-        """Who is silent for ``silence_s`` is given up on; one that is for ``quiet_s`` may be replaced. In an
-        ``elastic`` job anybody may take a place that was never taken, or whose worker has left."""
+        """``silence_s`` is the silence after which a worker is given up on, ``quiet_s`` that after which it may be
+        replaced. In an ``elastic`` job anybody may take a place that was never taken, or whose worker has left."""
         self._elastic = elastic
         self._members = {worker: Member() for worker in range(worker_num)}
         self._quiet_s = quiet_s
@@ -77,13 +77,13 @@ class Membership:
 
     @property
     def finished(self) -> bool:
-        """Nobody is left to wait for."""
+        """Say whether nobody is left to wait for."""
         return all(m.standing in (Standing.LEFT, Standing.LOST) for m in self._members.values())
 
     def hello(self, worker: int, incarnation: int, label: str, now: float, *, surely: bool = False) -> Standing | None:
-        """Admit a worker, or say who holds its place. Repeating a hello is no second worker. Where it takes the place
-        of a process that has fallen silent, whose requests count no more, how that one stood; of a worker that joins an
-        elastic job, that its place was left. ``surely``: it was admitted once."""
+        """Admit a worker, or say who holds its place. Repeating a hello makes no second worker. If it takes the place
+        of a process that has fallen silent, whose requests count no more, return how that one stood; for a worker that
+        joins an elastic job, return that its place was left. ``surely`` says that it was admitted once."""
         member = self._members.get(worker, Member(Standing.LEFT) if self._elastic else None)
         if member is None:
             raise IdentityError(
@@ -101,8 +101,8 @@ class Membership:
         return None if member.standing is Standing.EXPECTED else member.standing
 
     def _is_free(self, member: Member, incarnation: int) -> bool:
-        """Whether a place is free because its process was given up on, or has left a job in which others may follow;
-        that process itself stays out, as does everybody when the job is over."""
+        """Say whether a place is free because its process was given up on, or has left a job in which others may
+        follow; that process itself stays out, as does everybody when the job is over."""
         if self.finished or member.incarnation == incarnation:
             return False
         if member.standing is Standing.LOST:
@@ -110,29 +110,29 @@ class Membership:
         return self._elastic and member.standing is Standing.LEFT
 
     def refused(self, worker: int, reason: str) -> None:
-        """Remember why a worker was turned away, to be told if it never comes back better."""
+        """Remember why a worker was turned away, to report it if the worker never comes back better."""
         if worker in self._members:
             self._members[worker].refusal = reason
 
     def succeeds(self, worker: int, incarnation: int) -> Standing | None:
-        """Whether this is another process than the one that had the place: how that one stands, else None."""
+        """Return how the process stands that had this place, if another process takes it now; otherwise None."""
         member = self._members.get(worker)
         if member is None or member.standing is Standing.EXPECTED or member.incarnation == incarnation:
             return None
         return member.standing
 
     def has(self, worker: int, incarnation: int) -> bool:
-        """Whether this process is a live member."""
+        """Say whether this process is a live member."""
         member = self._members.get(worker)
         return member is not None and member.incarnation == incarnation and member.standing is Standing.LIVE
 
     def met(self, worker: int) -> bool:
-        """Whether a worker is here, and not only surmised to be."""
+        """Say whether a worker has come to this process, and is not only surmised to be here."""
         member = self._members.get(worker)
         return member is not None and member.standing is Standing.LIVE and not member.surmised
 
     def heard(self, worker: int, incarnation: int, now: float) -> bool:
-        """Note a sign of life; False if this process is not a live member."""
+        """Note a sign of life; return False if this process is not a live member."""
         if not self.has(worker, incarnation):
             return False
         member = self._members[worker]
@@ -143,12 +143,12 @@ class Membership:
         return [(worker, each.standing.value, each.incarnation, each.label) for worker, each in self._members.items()]
 
     def restore(self, records: Iterable[MemberRecord], now: float) -> None:
-        """Be what another one was that was dumped; everybody is heard of now."""
+        """Become the membership whose records these are; every worker counts as just heard of."""
         for worker, standing, incarnation, label in records:
             self._members[worker] = Member(Standing(standing), incarnation, label, now)
 
     def surmise(self, now: float) -> None:
-        """Who is here is known from an earlier process, and from now on it shows who of them still is."""
+        """Take the workers that an earlier process knew for present; from now on it shows which of them still are."""
         for member in self._members.values():
             member.last_heard, member.surmised = now, member.standing is Standing.LIVE
 
@@ -159,15 +159,15 @@ class Membership:
         self._members[worker].standing = Standing.LOST
 
     def awaited(self) -> tuple[int, ...]:
-        """Who is here or may still come."""
+        """Return the workers that are here or may still come."""
         return self._select(lambda member: member.standing in (Standing.LIVE, Standing.EXPECTED))
 
     def absent(self) -> tuple[int, ...]:
-        """Who has not come yet."""
+        """Return the workers that have not come yet."""
         return self._select(lambda member: member.standing is Standing.EXPECTED)
 
     def gone(self) -> tuple[int, ...]:
-        """Who has said goodbye."""
+        """Return the workers that have said goodbye."""
         return self._select(lambda member: member.standing is Standing.LEFT)
 
     def standing(self, worker: int) -> Standing | None:
@@ -175,21 +175,22 @@ class Membership:
         return None if member is None else member.standing
 
     def describe(self, worker: int, now: float) -> str:
-        """For whoever explains a wait: "worker 1 (host:4711), silent for 3.2 s"."""
+        """Describe a worker, to explain a wait: "worker 1 (host:4711), silent for 3.2 s"."""
         member = self._members[worker]
         if member.standing is Standing.LIVE:
             return f"worker {worker} ({member.label}), last heard {now - member.last_heard:.1f} s ago"
         return f"worker {worker}, {'not there yet' if member.standing is Standing.EXPECTED else member.standing.value}"
 
     def glance(self, now: float) -> list[tuple[str, str, float | None]]:
-        """Of every worker: how it stands, its label, and for how long it has not been heard of, if it ever was."""
+        """Return of every worker how it stands, its label, and for how long it has not been heard of, if it ever
+        was."""
         return [
             (each.standing.value, each.label, now - each.last_heard if each.label else None)
             for each in self._members.values()
         ]
 
     def tick(self, now: float) -> list[Lost | NeverCame]:
-        """What the passing of time alone has decided since the last call."""
+        """Return what the passing of time alone has decided since the last call."""
         effects: list[Lost | NeverCame] = []
         for worker, member in self._members.items():
             if member.standing is Standing.LIVE and now - member.last_heard > self._silence_s:

@@ -1,4 +1,5 @@
-"""What a mode says beside the order of updates: questions that workers and servers ask, each with one answer a mode.
+"""Says what a mode decides beside the order of updates: questions that workers and servers ask, with one answer for
+each mode.
 
 A mode's file overrides what is otherwise in it. Pure, as gates are.
 """
@@ -16,9 +17,9 @@ class Policy:
     shares_steps = False
     #: A worker goes on with the answer to its push, and not before it is there.
     awaits_answers = True
-    #: The user's optimizers step on the workers, and servers add what comes of it to their values.
+    #: The user's optimizers step on the workers, and servers add the changes to their values.
     trains_on_workers = False
-    #: Servers remember what each worker has read: to read changes what they do next.
+    #: Servers remember what each worker has read: a read changes what they do next.
     remembers_reads = False
     #: A push that is due lets the next forward read its rows first.
     lets_reads_go_first = False
@@ -38,41 +39,41 @@ class Policy:
 
     @property
     def may_lose_steps(self) -> bool:
-        """Whether a job goes on where a server has lost steps: what it has is right without them."""
+        """Say whether a job goes on where a server has lost steps, since what it has is right without them."""
         return not (self.shares_steps or self.remembers_reads)
 
     # ---------------------------------------------------------------- a worker asks
 
     def version_needed(self, step: int) -> int:
-        """The version of the servers' values that a worker needs to go on after a step."""
+        """Return which version of the servers' values a worker needs to go on after a step."""
         return 0
 
     def steps_per_push(self, most_merged: int) -> int:
-        """How many steps a worker makes one push of; ``most_merged`` is the communicator's setting."""
+        """Return how many steps make one push of a worker; ``most_merged`` is the communicator's setting."""
         return 1
 
     def sends_gradients_early(self, most_merged: int) -> bool:
-        """Whether gradients may leave while the backward still runs."""
+        """Say whether gradients may leave while the backward still runs."""
         return self.steps_per_push(most_merged) == 1
 
     # ---------------------------------------------------------------- a server asks
 
     def remembers_read(self, *, dense: bool, training: bool) -> bool:
-        """Whether it remembers that a worker read dense values, or rows that are to be trained."""
+        """Say whether a server remembers that a worker read dense values, or rows that are to be trained."""
         return self.remembers_reads and (dense or training)
 
     def remembers_push(self, *, brings_values: bool) -> bool:
-        """Whether it remembers the answer to a push."""
+        """Say whether a server remembers the answer to a push."""
         return self.remembers_reads and brings_values
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """Whether the rows that are updated together are those that one forward has looked up."""
+        """Say whether the rows that are updated together are those that one forward has looked up."""
         return True
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A consistency mode: the name that strategies and checkpoints have for it, and its two halves."""
+    """Holds a consistency mode: the name that strategies and checkpoints have for it, and its two halves."""
 
     name: str
     gate: Callable[[Iterable[int], int], Gate]

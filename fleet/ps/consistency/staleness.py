@@ -1,4 +1,4 @@
-"""How old the values were on which gradients were computed: what a mode without rounds costs, counted.
+"""Counts how old the values were on which gradients were computed, which is the price of a mode without rounds.
 
 The staleness of an update is how many updates the values had had, when it was applied, since its worker read them.
 """
@@ -19,7 +19,7 @@ Counts = Mapping[int, Mapping[str, Mapping[int, int]]]
 
 
 class Staleness:
-    """One histogram for each worker and table, and for each worker's dense parameters."""
+    """Keeps one histogram for each worker and table, and for each worker's dense parameters."""
 
     def __init__(self) -> None:
         self._counts: dict[int, dict[str, Counter[int]]] = {}
@@ -28,7 +28,7 @@ class Staleness:
         self._counts.setdefault(worker, {}).setdefault(name, Counter())[bucket(staleness)] += 1
 
     def resume(self, counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
-        """What had been counted before, as it came through JSON."""
+        """Go on from earlier counts, which have come through JSON."""
         for worker, by_name in counts.items():
             for name, of in by_name.items():
                 for lower, count in of.items():
@@ -40,12 +40,12 @@ class Staleness:
 
 
 def bucket(staleness: int) -> int:
-    """The lower end of the range that a staleness falls into."""
+    """Return the lower end of the range that a staleness falls into."""
     return staleness if staleness < EXACT else 1 << (staleness.bit_length() - 1)
 
 
 def total(parts: Iterable[Counts]) -> dict[int, dict[str, dict[int, int]]]:
-    """The histograms of several servers as one, workers, names and ranges in order."""
+    """Return the histograms of several servers as one, with workers, names and ranges in order."""
     sums: dict[int, dict[str, Counter[int]]] = {}
     for part in parts:
         for worker, by_name in part.items():

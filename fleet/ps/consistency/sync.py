@@ -47,7 +47,7 @@ class SyncPolicy(Policy):
         return step
 
     def applies_one_lookup(self, worker_num: int) -> bool:
-        """The gradients of several workers are summed."""
+        """Say whether there is one worker: the gradients of several are summed."""
         return worker_num == 1
 
 

@@ -22,7 +22,7 @@ _MOST_TEXT, _MOST_NAMES = 4000, 100
 
 
 def check_share(endpoint: Endpoint, plan: Plan, server: int, options: Sequence[str], most_bytes: int) -> None:
-    """This server must be able to hold its part of the plan, before anything is taken for it."""
+    """Refuse a plan whose part for this server is too large, before any memory is taken for it."""
     Shard.check_options(plan, options)
     for group in {table.group for table in plan.spec.tables}:
         Shard.rule_of(plan, group, rows=True)
@@ -48,7 +48,7 @@ def check_share(endpoint: Endpoint, plan: Plan, server: int, options: Sequence[s
 
 
 def check_cluster(endpoint: Endpoint, expected: Expected | None, spec: JobSpec, worker: int, hello: Any) -> None:
-    """The worker and this server must have been told of the same cluster, but for the workers that join an elastic
+    """Refuse a worker that was told of another cluster than this server, but for the workers that join an elastic
     job."""
     settings = spec.settings
     if settings.mode not in MODES:
@@ -93,7 +93,7 @@ def check_job_id(endpoint: Endpoint, ours: str, theirs: str) -> None:
 
 
 def check_same_job(endpoint: Endpoint, ours: str, job: Job, spec: JobSpec, hello: Any) -> Plan:
-    """The plan that a worker knows, which is the job's, or was before parameters joined it."""
+    """Return the plan that a worker knows, which is the job's, or was before parameters joined it."""
     check_job_id(endpoint, ours, hello.job_id)
     plan = job.plans.of(spec)
     if plan is None:

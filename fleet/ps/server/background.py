@@ -1,7 +1,7 @@
 """A server does some things for one worker beside the training, on a thread of their own: it writes its share of a
 checkpoint, or gets other values ready to take the place of those it has.
 
-Workers that ask again, because their line broke meanwhile, get the answer to the first time they asked.
+Workers that ask again, because their connection broke meanwhile, get the answer to their first request.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _log = logging.getLogger("fleet.server")
 
 
 class BackgroundTask:
-    """One piece of work that was asked for by a name, and whoever waits for it."""
+    """Does one piece of work that was asked for by a name, and answers those who wait for it."""
 
     def __init__(self, name: str, work: Callable[[], Frame], what: str) -> None:
-        """``what`` it is, errors say."""
+        """``what`` names the work in errors."""
         self.name = name
         self.what = what
         self._work: Callable[[], Frame] | None = work
@@ -63,7 +63,7 @@ class BackgroundTask:
         respond(self._reply or Frame(pb.Reply(granted=True)))
 
     def let_go_on(self) -> None:
-        """Hold the job up no more: what is left to do is done beside it."""
+        """Stop holding the job up: what is left to do is done beside it."""
         with self._lock:
             self._may_go_on, held_up, self._held_up = True, self._held_up, []
         for respond in held_up:
@@ -87,7 +87,7 @@ class BackgroundTask:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that has been read, and the attempt it was read for."""
+    """Holds a checkpoint that has been read, and the attempt it was read for."""
 
     attempt: str
     restore: Restore
@@ -97,7 +97,7 @@ class Loaded:
 
 @dataclass
 class Background:
-    """What is under way: a checkpoint, or other values; one at a time. Its methods alone write it."""
+    """Holds what is under way: a checkpoint, or other values; one at a time. Its methods alone write it."""
 
     #: what is being done, or was last, and the worker that asked for it
     task: BackgroundTask | None = None
@@ -117,7 +117,7 @@ class Background:
     taken: str = ""
 
     def is_at(self, name: str) -> bool:
-        """Whether the work of this name is what is done, or was last."""
+        """Say whether the work of this name is under way, or was last."""
         return self.task is not None and self.task.name == name
 
     def begin_checkpoint(self, checkpoint: str, since: int, worker: int) -> None:
@@ -128,7 +128,7 @@ class Background:
         self.frozen = view
 
     def finish_checkpoint(self, checkpoint: str, url: str) -> None:
-        """Know the newest checkpoint: this one is written, or was loaded."""
+        """Note the newest checkpoint: this one is written, or was loaded."""
         self.last = (checkpoint, url)
 
     def begin(self, task: BackgroundTask, worker: int) -> BackgroundTask:
@@ -143,12 +143,13 @@ class Background:
         self.loaded = loaded
 
     def take(self, attempt: str) -> None:
-        """Remember the attempt whose values were taken over; what was read or uploaded for it is needed no more."""
+        """Remember the attempt whose values were taken over; what was read or uploaded for it is not needed any
+        more."""
         self.give_up()
         self.taken = attempt
 
     def give_up(self) -> None:
-        """Whatever was begun, a checkpoint or other values, is not to be."""
+        """Abandon whatever was begun, a checkpoint or other values."""
         self.checkpoint, self.since, self.task, self.loaded, self.uploads = "", 0, None, None, []
         if self.frozen is not None:
             self.frozen.leave()

@@ -1,5 +1,5 @@
-"""Workers wait for each other in barriers and reductions. If some do while all others wait in a step for them, the job
-ends.
+"""Workers wait for each other in barriers and reductions. If some wait there, and all others wait in a step for them,
+the job ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Barrier:
         self._steps.answer(job, ready, waiting.worker, arrival.outbox)
 
     def refuse_standstill(self, job: Job, outbox: Outbox) -> None:
-        """End the job if some workers wait in a gathering, and all others in a step for them: nobody will ever go
+        """End the job if some workers wait in a gathering, and all others in a step for these: nobody would ever go
         on."""
         if not job.reductions.lacking():
             return

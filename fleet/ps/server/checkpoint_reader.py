@@ -36,7 +36,7 @@ _AHEAD_BYTES, _PAUSE_S = 64 << 20, 0.002
 
 @dataclass(frozen=True)
 class Origin:
-    """What a job begins with: a checkpoint, all of which has to fit if it is ``strict``; or nothing."""
+    """Says what a job begins with: a checkpoint, all of which has to fit if it is ``strict``; or nothing."""
 
     id: str = ""
     url: str = ""
@@ -48,8 +48,8 @@ NOTHING = Origin()
 
 @dataclass(frozen=True)
 class Restore:
-    """A checkpoint to start from: what its manifest says, how to fill a new shard from it, and by name what it does not
-    fill of a job."""
+    """Holds a checkpoint to start from: what its manifest says, how to fill a new shard from it, and the names in a job
+    that it does not fill."""
 
     id: str
     url: str
@@ -71,7 +71,7 @@ class Restore:
 
 
 def restore_from(dirname: object, *, strict: bool = True) -> Restore:
-    """How to start from a checkpoint; its manifest is read now, its pieces when the job is known. Unless it is
+    """Prepare to start from a checkpoint; its manifest is read now, its pieces when the job is known. Unless it is
     ``strict``, what does not fit is logged and left out."""
     checkpoint = Checkpoint.open(dirname)
 
@@ -148,7 +148,7 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
         table.expect(_rows_saved(checkpoint, name) // servers)
     with room_taken(shard.tables):
         for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
-            # A table may have joined the job while a worker saved that did not know of it yet.
+            # A table may have joined the job while a worker that did not know of it yet saved.
             if about["table"] in tables:
                 table, arrays = tables[about["table"]], [tensor.numpy() for tensor in tensors]
                 _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
@@ -156,11 +156,11 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
 
 @contextlib.contextmanager
 def room_taken(tables: Sequence[Table]) -> Iterator[None]:
-    """Have a thread take the memory that the tables expect to need, in the order in which rows come. It keeps a little
-    ahead of them, since nothing is believed of how many come before they have.
+    """Take the memory that the tables expect to need on a thread, in the order in which rows come. It keeps a little
+    ahead of them, since no number of rows is believed before they have come.
 
-    Systems hand memory out page by page when it is first written, which takes as long as all that is done with the
-    rows, and longer where a virtual machine has to get it from its host first."""
+    Systems hand memory out page by page when it is first written to. That takes as long as everything else that is done
+    with the rows, and longer where a virtual machine has to get it from its host first."""
     done = threading.Event()
 
     def touch() -> None:
@@ -182,7 +182,7 @@ def room_taken(tables: Sequence[Table]) -> Iterator[None]:
 
 
 def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
-    """As many as were saved at first: deltas mostly have the same ones again."""
+    """Return how many rows were saved at first: deltas mostly have the same ones again."""
     pieces = [piece for piece in checkpoint.lineage()[0].manifest.pieces if piece.about.get(TABLE) == table]
     # Every save has a folder of its own. A row has at least its id in the file.
     first = [piece for piece in pieces if PurePosixPath(piece.file).parent == PurePosixPath(pieces[0].file).parent]
@@ -205,7 +205,7 @@ def _restore_piece(
 
 
 def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
-    """Fill a shard with the pieces that one of the same plan has exported."""
+    """Fill a shard with the pieces that a shard of the same plan has exported."""
     tables = {table.spec.name: table for table in shard.tables}
     slots = {(shard.plan.param_of(slot.block).name, slot.block.offset): slot for slot in shard.dense.layout.slots}
     starts: dict[str, list[int]] = {}

@@ -1,6 +1,7 @@
-"""Workers have checkpoints written: one of them is let in, every server writes its share, and it comes to its end.
+"""Workers ask for checkpoints: one of them is let in, every server writes its share, and the checkpoint comes to its
+end.
 
-What only one worker does for all, as writing a model to serve, is claimed here too.
+Other things that only one worker does for all, such as writing a model to serve, are claimed here too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CheckpointRequests:
     # ---------------------------------------------------------------- one worker for all
 
     def claim(self, job: Job, arrival: Arrival) -> None:
-        """Let a worker do what only one does, or wait until another one has done it."""
+        """Let a worker do what only one does, or let it wait until another one has done it."""
         claim = arrival.request.claim
         first_is_gone, now = 0 not in self._members.awaited(), self._clock.now()
         what = on_one_line(claim.name[:80])
@@ -112,7 +113,7 @@ class CheckpointRequests:
         task.start()
 
     def finish(self, job: Job, arrival: Arrival) -> None:
-        """End what a worker began: a checkpoint is there, or what it was is given up."""
+        """End what a worker began: a checkpoint is there, or has been given up."""
         end, background = arrival.request.settle, job.background
         if not end.url and (background.task is None or background.task.name == end.id):
             background.give_up()

@@ -24,8 +24,9 @@ Export = Callable[[str, HandOn], Piece]
 
 
 def write_share(folder: str, proof: str, server: int, export: Export, clock: Clock, *, behind: bool) -> Frame:
-    """Write all that ``export`` has, cursor by cursor, into a folder that a worker has claimed; not granted if that is
-    not to be found here. ``behind`` the training it takes only what time that leaves."""
+    """Write everything that ``export`` has, cursor by cursor, into a folder that a worker has claimed; the reply says
+    no if this process does not find the folder. ``behind`` the training it takes only the time that the training
+    leaves."""
     place = proven(folder, proof)
     if place is None:
         return Frame(pb.Reply(granted=False))
@@ -41,7 +42,7 @@ def write_share(folder: str, proof: str, server: int, export: Export, clock: Clo
 def write_pieces(
     pieces: PieceWriter, cursor: str, export: Callable[[str], Piece], clock: Clock, *, behind: bool
 ) -> None:
-    """Write what ``export`` has from a cursor on; ``behind`` the training with a rest after each piece."""
+    """Write what ``export`` has from a cursor on; ``behind`` the training it rests after each piece."""
     while cursor:
         began = clock.now()
         piece = export(cursor)

@@ -1,6 +1,6 @@
 """One worker does what only one does, such as writing a checkpoint or a model to serve, and the others wait until it is
-done: for each thing the first worker that asks, and one at a time. Where the first worker's own state belongs into a
-checkpoint, worker 0 is the one, and the others wait for it.
+done. For each such thing that is the first worker that asks, and one at a time. Where worker 0's own state belongs into
+a checkpoint, worker 0 does it, and the others wait for it.
 
 Not thread-safe: the caller holds the server's lock.
 """
@@ -22,7 +22,7 @@ _LONGEST_NAME, _MOST_OPEN, _MOST_CLOSED = 8192, 64, 4096
 
 @dataclass
 class _Claim:
-    """One of them; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be."""
+    """Holds one claim; ``begun`` once its writer has been let in. ``asking`` is the writer that waits to be let in."""
 
     writer: int
     since: float
@@ -33,7 +33,8 @@ class _Claim:
 
 @dataclass
 class _Closed:
-    """One that is over: why it failed, if it did, who has heard of it, and whose processes were not there yet."""
+    """Holds a claim that is over: why it failed, if it did, who has heard of it, and whose processes were not there
+    yet."""
 
     failure: FleetError | None
     informed: set[int]
@@ -45,14 +46,14 @@ class _Closed:
 
 class Claims:
     def __init__(self, where: str, deadline_s: float, grant: Callable[[], Frame], *, only_first: bool) -> None:
-        """``grant`` makes the answer that lets a worker in; ``only_first``: worker 0 does what
-        is not for anyone to do. ``where`` this is, errors say."""
+        """``grant`` makes the answer that lets a worker in. With ``only_first``, worker 0 does what not everybody may
+        do. ``where`` names this server in errors."""
         self._where = where
         self._deadline_s = deadline_s
         self._grant = grant
         self._only_first = only_first
         self._open: dict[str, _Claim] = {}
-        #: what was done and what failed, by name: others may come for it much later, and requests arrive twice
+        #: what was done and what failed, by name: other workers may ask for it much later, and requests arrive twice
         self._closed: dict[str, _Closed] = {}
 
     def claim(
@@ -96,7 +97,7 @@ class Claims:
         self._close(name, FleetError(f"worker {worker} failed in {name}", got=reason) if reason else None, outbox)
 
     def joined(self, worker: int) -> None:
-        """Let in a process that counts its calls from one: none of them is among those that others have done before."""
+        """Let in a process that counts its calls from one: none of them is among those that others have made before."""
         for closed in self._closed.values():
             closed.missed.add(worker)
 
@@ -105,7 +106,7 @@ class Claims:
             self._close(name, FleetError(f"worker {worker} left before it had finished {name}"), outbox)
 
     def tick(self, now: float, outbox: Outbox) -> None:
-        """Answer whoever waits for something that nobody begins."""
+        """Answer requests that wait for something that nobody begins."""
         for name, claim in list(self._open.items()):
             if not claim.begun and claim.asking is None and now - claim.since > self._deadline_s:
                 self._close(name, self._not_written(f"none in {now - claim.since:.1f} s"), outbox)
@@ -118,13 +119,13 @@ class Claims:
         ]
 
     def dump(self) -> dict[str, Any]:
-        """Say who has begun what, and who has done what; whoever waits will ask again."""
+        """Return who has begun what, and who has done what; those who wait will ask again."""
         begun = {name: claim.writer for name, claim in self._open.items() if claim.begun}
         done = {name: sorted(closed.missed) for name, closed in self._closed.items() if closed.failure is None}
         return {"begun": begun, "done": done}
 
     def restore(self, dumped: Mapping[str, Any], now: float) -> None:
-        """Be what others were that were dumped."""
+        """Become the claims that were dumped."""
         self._open = {name: _Claim(writer, now, begun=True) for name, writer in dumped["begun"].items()}
         self._closed = {name: _Closed(None, set(), set(missed)) for name, missed in dumped["done"].items()}
 

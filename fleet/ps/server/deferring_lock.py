@@ -1,4 +1,4 @@
-"""A server's lock has its holder first do what the one before has put off.
+"""A server's lock lets its next holder first do what the one before has put off.
 
 So an answer need not wait for work that does not show in it, and nobody sees anything in which that work is not done.
 """

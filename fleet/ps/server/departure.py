@@ -62,7 +62,7 @@ class Departure:
         arrival.answer(pb.Reply())
 
     def tick(self, job: Job | None, now: float, outbox: Outbox) -> None:
-        """Give up on who is silent, and on a job that cannot start."""
+        """Give up on workers that are silent, and on a job that cannot start."""
         effects = self._members.tick(now)
         if self._members.is_empty and now - self._began_at > self._knobs.startup_deadline_s:
             self._end.fail(self._nobody_came(), job, outbox)

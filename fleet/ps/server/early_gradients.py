@@ -20,7 +20,8 @@ from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
 
 @dataclass(frozen=True)
 class _Begun:
-    """``flats`` have room for all blocks, of which ``present`` marks those that have come."""
+    """Holds what has come of a push; ``flats`` have room for all blocks, of which ``present`` marks those that have
+    come."""
 
     named: tuple[int, int]  #: step and attempt
     present: bytearray
@@ -49,7 +50,7 @@ class EarlyGradients:
             begun.present[position] = 1
 
     def joined(self, request: Any, rest: Gradient, dense: DenseBlocks) -> Gradient:
-        """A push's gradient with the parts that came ahead of it."""
+        """Return a push's gradient with the parts that came ahead of it."""
         begun = self._by_worker.pop(request.worker, None)
         present, flats = rest
         if begun is None or begun.named != (request.step, request.push.attempt):

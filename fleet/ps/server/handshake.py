@@ -86,7 +86,7 @@ class Handshake:
             self._steps.release_early(job, arrival.outbox)
 
     def refuse_successor(self, job: Job | None, worker: int, incarnation: int, job_id: str) -> None:
-        """Refuse a worker of the next job, which may be early: the process that had its place here has left, others
+        """Refuse a worker of the next job, which may be early: the process that had its place here has left, and others
         have not."""
         durability = self._durability
         before = self._members.succeeds(worker, incarnation)
@@ -114,8 +114,8 @@ class Handshake:
         return self._durability is not None and self._durability.replaying
 
     def _job_for(self, job: Job | None, request: Any) -> tuple[Job, Plan]:
-        """The job that a hello is for, which it may be the first of, and the plan that the worker knows; it fits, or is
-        refused."""
+        """Return the job that a hello is for, of which it may be the first, and the plan that the worker knows; refuse
+        one that does not fit."""
         hello, most_bytes = request.hello, self._knobs.security.max_message_bytes
         spec = JobSpec.from_json(hello.spec)
         check_cluster(self._endpoint, self._expected, spec, request.worker, hello)
@@ -123,15 +123,15 @@ class Handshake:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             deadline_s = self._knobs.rpc_deadline_s
             job = new_job(spec.among(begins_with), hello.job_id, self._where, most_bytes, deadline_s)
-        # What is done over was another job's, perhaps: that is found when all of it is known.
+        # The journal that is done over may be another job's: that is found out when all of it is known.
         ours = job.job_id if self._is_replaying else self._knobs.job_id or job.job_id
         known = check_same_job(self._endpoint, ours, job, spec, hello)
         check_share(self._endpoint, known, hello.server, hello.options, most_bytes)
         return job, known
 
     def _take_place(self, job: Job, before: Standing, label: str, arrival: Arrival) -> None:
-        """Give a worker the place that another process had, which stood so: what that one waited for nobody waits for
-        now."""
+        """Give a worker the place of another process, which stood so; nobody waits any more for what that one waited
+        for."""
         worker = arrival.worker
         if before is Standing.LEFT:
             _log.info("%s: worker %d (%s) has joined", self._where, worker, label)

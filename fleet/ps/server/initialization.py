@@ -57,7 +57,7 @@ class Initialization:
         self.restore = self._given = restore
         #: the first hello, which says what this server has of the job
         self._first: Any = None
-        #: whoever is to read it, as long as it may not begin
+        #: the thread that is to read it, as long as it may not begin
         self._reader: threading.Thread | None = None
         #: by name what worker 0 brings, as the checkpoint lacks it; None: all there is
         self._lacking: frozenset[str] | None = None
@@ -66,18 +66,18 @@ class Initialization:
 
     @property
     def is_complete(self) -> bool:
-        """Whether worker 0 has nothing to bring to what a job begins with."""
+        """Say whether worker 0 has nothing to add to what a job begins with."""
         return self._lacking is not None and not self._lacking
 
     # ---------------------------------------------------------------- a checkpoint or none
 
     @property
     def origin(self) -> Origin:
-        """What a job begins with here."""
+        """Return what a job begins with here."""
         return NOTHING if self.restore is None else self.restore.origin
 
     def begin_with(self, origin: Origin) -> None:
-        """Have a job that is gone on with begin as it did, whatever there is to begin with by now."""
+        """Let a job that is gone on with begin as it did, whatever there is to begin with by now."""
         if origin.id == self.origin.id:
             return
         self.restore = None
@@ -87,7 +87,7 @@ class Initialization:
     # ---------------------------------------------------------------- room for them
 
     def make_room(self, job: Job, arrival: Arrival) -> None:
-        """Make the shard: worker 0 has said hello, which is to bring the initial values."""
+        """Make the shard, as worker 0 has said hello, which is to bring the initial values."""
         hello = arrival.request.hello
         if job.began.id or job.shard is not None:
             return
@@ -105,16 +105,16 @@ class Initialization:
             self._begin_restoring(job, self.restore, hello)
 
     def start_from(self, job: Job | None, restore: Restore | None) -> None:
-        """Take what was chosen to start from, if anything. The job may be known already, where an earlier process of
-        this server was killed before it had any values."""
+        """Take what was chosen to start from, if anything. The job may be known already, if an earlier process of this
+        server was killed before it had any values."""
         self.restore = restore
         if restore is not None and job is not None:
             self._begin_restoring(job, restore, self._first)
 
     def _begin_restoring(self, job: Job, restore: Restore, hello: Any) -> None:
         """Read the checkpoint on a thread of its own, however large it is: hellos are answered meanwhile, with the
-        version that its manifest names, and pulls wait as they wait for initial values. A server that does over what
-        its journal has begins after that: a snapshot follows, which has to have all of it."""
+        version that its manifest names, and pulls wait as they wait for initial values. A server that does its journal
+        over begins to read after that: a snapshot follows, which has to have all of it."""
         spec = job.plans.current.spec
         job.rounds.gate.resume(dict.fromkeys(range(spec.settings.worker_num), restore.version), {}, restore.version)
         job.progress.go_on_from(restore)
@@ -152,7 +152,7 @@ class Initialization:
             self.go_on(job)
 
     def go_on(self, job: Job | None) -> None:
-        """Read the checkpoint, if there is one: everything was done over that had to be."""
+        """Read the checkpoint, if there is one, after everything was done over that had to be."""
         durability, given = self._durability, self._given
         if durability is not None and job is not None and given is not None and given.id != job.began.id:
             text = (
@@ -164,12 +164,12 @@ class Initialization:
             self._reader = None
 
     def _take_snapshot(self, job: Job, outbox: Outbox) -> None:
-        """Keep what the journal says nothing of: where the job's values came from."""
+        """Keep what the journal does not say: where the job's values came from."""
         if self._durability is not None:
             self._durability.take_now(job, outbox)
 
     def _go_through_early(self, job: Job, outbox: Outbox) -> None:
-        """Take what worker 0 brings beside the checkpoint, which has been read: it has a place to go to."""
+        """Take what worker 0 brings beside the checkpoint, which has been read, so that there is a place for it."""
         early, self._early = self._early, []
         for act, arrival in early:
             answered = Arrival(arrival.frame, arrival.respond, outbox)
@@ -202,13 +202,13 @@ class Initialization:
         shard = job.held()
         if plans.growing or not job.initialized:
             check_upload(shard, upload, arrival.tensors)
-            # Whoever has started again may bring more than is lacking.
+            # A worker that has started again may bring more than is lacking.
             former = plans.former[-1] if plans.growing else None
             write_upload(shard, *self._lacked(shard, upload, arrival.tensors), former)
         arrival.answer(pb.Reply())
 
     def _comes_early(self, job: Job, act: Callable[[Job, Arrival], None], arrival: Arrival) -> bool:
-        """Whether a request of worker 0 has to wait until the checkpoint has been read, beside which it brings
+        """Say whether a request of worker 0 has to wait until the checkpoint has been read, beside which it brings
         values."""
         if self._lacking and job.shard is None:
             self._early.append((act, arrival))
@@ -218,7 +218,7 @@ class Initialization:
     def _lacked(
         self, shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor]
     ) -> tuple[pb.Upload, Sequence[WireTensor]]:
-        """What of an upload the checkpoint did not bring."""
+        """Return the part of an upload that the checkpoint did not bring."""
         lacking = self._lacking
         if not lacking:
             return upload, tensors
@@ -250,7 +250,7 @@ class Initialization:
     # ---------------------------------------------------------------- further parameters
 
     def extend(self, job: Job, arrival: Arrival) -> None:
-        """Plan further parameters, at the same step of every worker: the first that comes has the plan changed. One
+        """Plan further parameters, at the same step of every worker: the first worker that comes changes the plan. One
         that has started again adds later what joined while it was there before, all at once or one after another."""
         request, extend = arrival.request, arrival.request.extend
         shard, plans, gate = job.held(), job.plans, job.rounds.gate

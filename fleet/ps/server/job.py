@@ -1,4 +1,5 @@
-"""A server works for one job, which has parts: each is written where its own kind of work is done, and read by all."""
+"""A server works for one job, which has parts: each part is written where its own kind of work is done, and read by
+all."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ MAX_WAITING = 512
 
 @dataclass
 class Plans:
-    """The plan of the job. It grows when parameters join an optimizer, and workers learn of that one after the other.
-    Its methods alone write it."""
+    """Holds the plan of the job. It grows when parameters join an optimizer, and workers learn of that one after the
+    other. Its methods alone write it."""
 
     current: Plan
     #: the plans before further parameters joined, the first one first
@@ -46,13 +47,13 @@ class Plans:
     outgrown: dict[int, Plan] = field(default_factory=dict)
 
     def adopt(self, plan: Plan, workers: Mapping[int, int]) -> None:
-        """Go on with further parameters, of which nobody knows yet who has not announced them."""
+        """Go on with further parameters, which a worker does not know before it has announced them."""
         self.outgrown = {worker: self.outgrown.get(worker, self.current) for worker in workers}
         self.former.append(self.current)
         self.current, self.growing = plan, True
 
     def complete(self) -> None:
-        """Know that worker 0 has brought the values of all that is planned."""
+        """Note that worker 0 has brought the values of everything that is planned."""
         self.growing = False
 
     def lags(self, worker: int, known: Plan) -> None:
@@ -64,7 +65,8 @@ class Plans:
         self.outgrown.pop(worker, None)
 
     def of(self, spec: JobSpec) -> Plan | None:
-        """The plan of this spec, which the job has or had: a worker that starts again describes itself as at first."""
+        """Return the plan of this spec, which the job has or had: a worker that starts again describes itself as at
+        first."""
         plans = (self.current, *self.former)
         return next((plan for plan in plans if plan.spec.common == spec.common), None)
 
@@ -88,11 +90,12 @@ class Rounds:
     previous: PreviousRound | None = None
 
     def forget_values(self) -> None:
-        """Other values stand in the shard now, or more of them."""
+        """Drop what was made of the values, as other values stand in the shard now, or more of them."""
         self.snapshot = self.previous = None
 
     def previous_for(self, worker: int, version: int) -> PreviousRound | None:
-        """What there was at a version, for a worker that has started again and computes its last step once more."""
+        """Return what there was at a version, for a worker that has started again and computes its last step once
+        more."""
         previous = self.previous
         is_last = previous is not None and previous.version == version
         return previous if is_last and self.gate.delivered(worker) > version else None
@@ -100,8 +103,8 @@ class Rounds:
 
 @dataclass
 class Progress:
-    """How many steps the workers have taken, those in a checkpoint that the job went on from included. ``StepRequests``
-    counts them, all else is written by its methods."""
+    """Counts how many steps the workers have taken, those in a checkpoint that the job went on from included.
+    ``StepRequests`` counts them; its own methods write everything else."""
 
     #: what was there when the job began: 0, or what its checkpoint says
     before: int = 0
@@ -115,8 +118,8 @@ class Progress:
     loads: int = 0
 
     def go_on_from(self, restore: Restore, pushed: Iterable[int] = ()) -> None:
-        """Count on from where the workers were in a checkpoint. Of a round that is open, what these have ``pushed``
-        counts from here on."""
+        """Count on from where the workers were in a checkpoint. In a round that is open, what these workers have
+        ``pushed`` counts from here on."""
         self.before, self.workers_then, self.steps_then = restore.version, restore.workers, restore.steps
         self.steps = dict.fromkeys(pushed, 1)
 
@@ -127,7 +130,8 @@ class Progress:
 
 @dataclass
 class Job:
-    """The job, from the first hello on. ``where`` is its server, for errors; ``most_bytes`` a message may have."""
+    """Holds the job, from the first hello on. ``where`` is its server, for errors; ``most_bytes`` is what a message may
+    have."""
 
     job_id: str
     where: str
@@ -147,20 +151,20 @@ class Job:
     began: Origin = NOTHING
 
     def held(self) -> Shard:
-        """The shard, where a request needs one."""
+        """Return the shard; raise where a request needs one and there is none."""
         if self.shard is None:
             raise ProtocolError("worker 0 has not said hello here yet", where=self.where)
         return self.shard
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters have their values, and no others are on their way."""
+        """Say whether all parameters have their values, and no others are on their way."""
         return self.initialized and not self.plans.growing and not self.background.uploads
 
     # ---------------------------------------------------------------- requests that wait
 
     def all_waiting(self) -> list[Waiting]:
-        """Every request that waits for its answer."""
+        """Return every request that waits for its answer."""
         early = (waiting for _, waiting in self.rounds.early)
         return [*self.rounds.parked.values(), *early, *self.claims.waiting(), *self.states.waiting()]
 
@@ -176,7 +180,7 @@ class Job:
             )
 
     def waited_for(self, waiting: Waiting) -> list[int]:
-        """The workers that have to do something before a request can be answered, as far as that is known."""
+        """Return the workers that have to do something before a request can be answered, as far as that is known."""
         rounds = self.rounds
         if waiting.gathering:
             return sorted({worker for _, workers in self.reductions.lacking() for worker in workers} - {waiting.worker})
@@ -199,7 +203,7 @@ class Job:
             self.shard.forget(worker)
 
     def abandon(self) -> list[Waiting]:
-        """End the waiting of all requests; what they were."""
+        """End the waiting of all requests, and return them."""
         waiting = self.all_waiting()
         self.rounds.parked.clear()
         self.rounds.early.clear()
@@ -210,7 +214,8 @@ class Job:
     # ---------------------------------------------------------------- how far it is
 
     def steps_of(self, worker: int) -> int:
-        """How many of its steps the job has. Where workers share none, they count on from where their states are."""
+        """Return how many of its steps the job has. Where workers share no steps, they count on from where their states
+        are."""
         progress = self.progress
         before = progress.before
         if not self.policy.shares_steps:
@@ -220,7 +225,8 @@ class Job:
 
     @property
     def step(self) -> int:
-        """How far the job is, by its own steps; where workers share none, by those that the first one has taken."""
+        """Return how far the job is: by its own steps, or where workers share none, by those that the first worker has
+        taken."""
         if not self.policy.shares_steps:
             return self.progress.before + self.progress.steps.get(0, 0)
         version = self.rounds.gate.version
@@ -229,14 +235,14 @@ class Job:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its values are others than those that it began with."""
+        """Say whether its values are others than those that it began with."""
         progress = self.progress
         return progress.loads > 0 or self.rounds.gate.version != progress.before or any(progress.steps.values())
 
 
 def new_job(spec: JobSpec, job_id: str, where: str, most_bytes: int, deadline_s: float) -> Job:
-    """Make a job that nobody has done anything for yet; ``deadline_s`` is how long a worker waits for what only another
-    one may do."""
+    """Make a job for which nobody has done anything yet; ``deadline_s`` is how long a worker waits for what only
+    another one may do."""
     workers, policy = spec.settings.worker_num, policy_of(spec.settings)
 
     def grant() -> Frame:

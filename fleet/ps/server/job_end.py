@@ -20,7 +20,7 @@ LINGER_BEATS = 4
 
 class JobEnd:
     def __init__(self, members: Members, clock: Clock, knobs: Knobs, name: str, where: str) -> None:
-        """``name`` is what this process is called ("server 0"), ``where`` its endpoint."""
+        """``name`` is this process's name ("server 0"), ``where`` its endpoint."""
         self._members = members
         self._clock = clock
         self._knobs = knobs
@@ -38,7 +38,7 @@ class JobEnd:
 
     @property
     def begun(self) -> bool:
-        """Whether the job is over, or this process stops."""
+        """Say whether the job is over, or this process stops."""
         return self.over or self.suspended
 
     # ---------------------------------------------------------------- how it ends
@@ -47,13 +47,13 @@ class JobEnd:
         self.failure, self.over, self._over_at = failure, True, self._clock.now()
 
     def suspend(self) -> None:
-        """Stop the process, and not the job."""
+        """Stop the process, but not the job."""
         self.suspended = True
         self.ended.set()
 
     def fail(self, error: FleetError, job: Job | None, outbox: Outbox, *, by_worker: bool = False) -> None:
-        """End the job: let everybody know who waits now, and everybody who will ask. A failed worker has said itself
-        that it is the cause."""
+        """End the job, and tell everybody who waits now or asks later. If ``by_worker``, a failed worker has said
+        itself that it is the cause."""
         if self.over:
             return
         if not by_worker:
@@ -65,7 +65,7 @@ class JobEnd:
             outbox += [(each.respond, error_reply(error)) for each in waiting]
 
     def cannot_keep(self, error: OSError, job: Job | None, outbox: Outbox) -> FleetError:
-        """End the job: what cannot be kept on the disk may not be acknowledged either."""
+        """End the job: what cannot be kept on the disk must not be acknowledged either."""
         failure = JobAbortedError(f"server {self._where} cannot keep what it does", got=str(error))
         self.fail(failure, job, outbox)
         return failure
@@ -87,8 +87,8 @@ class JobEnd:
             self.ended.set()
 
     def _all_informed(self) -> bool:
-        """A server is not gone before every worker has heard why its job failed, or that its goodbye has come, within a
-        few of its heartbeats. One that was killed may have had goodbyes that it did not answer."""
+        """Say whether every worker has heard why its job failed, or that its goodbye has come, or a few heartbeats have
+        passed since the end. A server that was killed may have had goodbyes that it did not answer."""
         asking = self._members.gone() if self.failure is None else self._members.awaited()
         linger_s = LINGER_BEATS * self._knobs.heartbeat_s
         return self._informed.issuperset(asking) or self._clock.now() - self._over_at > linger_s

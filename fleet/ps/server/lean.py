@@ -1,8 +1,8 @@
 """A process that only serves does without what only takes its time: a last search for garbage, and memory for every
 thread.
 
-Python looks through all of torch's objects once more when it ends, which takes half a second, for what the system frees
-at once.
+When Python ends it looks through all of torch's objects once more, which takes half a second, and the system frees them
+at once anyway.
 
 The C library of most Linux systems gives threads areas of their own to take memory from, up to 64 MiB each, and hands
 back to the system what is free at their ends. Requests that wait for the end of a round fill such areas, and with the

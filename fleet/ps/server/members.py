@@ -59,22 +59,22 @@ class Members:
             return None if self._members is None else self._members.succeeds(worker, incarnation)
 
     def has(self, request: Any) -> bool:
-        """Whether this very process has been let in, and still is."""
+        """Say whether this very process has been let in, and still is."""
         with self._lock:
             return self._members is not None and self._members.has(request.worker, request.incarnation)
 
     def has_met(self, worker: int) -> bool:
-        """Whether a worker has come to this process, and is here as far as is known."""
+        """Say whether a worker has come to this process, and is here as far as is known."""
         with self._lock:
             return self._members is not None and self._members.met(worker)
 
     def is_stranger(self, worker: int) -> bool:
-        """Whether there is a job, and no such worker in it."""
+        """Say whether there is a job, and no such worker in it."""
         with self._lock:
             return self._members is not None and self._members.standing(worker) is None
 
     def check(self, request: Any, *, parting: bool) -> None:
-        """Note a sign of life, or refuse somebody who is not in the job; one who is ``parting`` may say so twice."""
+        """Note a sign of life, or refuse a process that is not in the job; one that is ``parting`` may say so twice."""
         with self._lock:
             members = self._members
             if members is not None and members.heard(request.worker, request.incarnation, self._clock.now()):
@@ -98,7 +98,7 @@ class Members:
     # ---------------------------------------------------------------- who goes
 
     def leave(self, worker: int) -> bool:
-        """Let a worker go that says goodbye; False if it had before."""
+        """Let a worker go that says goodbye; return False if it had gone before."""
         with self._lock:
             members = self._begun
             if members.standing(worker) is Standing.LEFT:
@@ -118,13 +118,13 @@ class Members:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody has said hello yet."""
+        """Say whether nobody has said hello yet."""
         with self._lock:
             return self._members is None
 
     @property
     def refusals(self) -> list[str]:
-        """Of those who came while nobody had been let in: why each was turned away."""
+        """Return why each worker was turned away that came while nobody had been let in."""
         with self._lock:
             return list(self._refusals.values())
 
@@ -163,7 +163,7 @@ class Members:
             self._members.restore(records, self._clock.now())
 
     def surmise(self) -> None:
-        """Know everybody from an earlier process only: this one has heard nobody yet."""
+        """Take everybody from an earlier process: this one has heard nobody yet."""
         with self._lock:
             if self._members is not None:
                 self._members.surmise(self._clock.now())

@@ -1,12 +1,12 @@
-"""Server 0 keeps the states of the workers' own objects, as bytes: it looks into none of them.
+"""Server 0 keeps the states of the workers' own objects, as bytes that it never looks into.
 
-Three kinds, each by worker. *Brought* are those of the checkpoint that the job went on from. *Kept* is what came with a
-push and belongs to that step: of the last two, since a worker that starts again may go on before its last one. *Given*
-are those for a checkpoint, under the name by which they are wanted, and whoever saves *collects* them: it waits for
-those who give theirs as long as they can still come to it.
+There are three kinds, each by worker. *Brought* states are those of the checkpoint that the job went on from. *Kept*
+states came with a push and belong to that step: those of the last two steps, since a worker that starts again may go on
+before its last one. *Given* states are for a checkpoint, under the name by which they are wanted. The worker that saves
+*collects* them: it waits for those who give theirs as long as they can still come to it.
 
 In lockstep worker 0 says with its push that a checkpoint follows the step, and every worker hears so with the answer to
-its own. In the other modes workers give theirs after every step, and what they gave last is what there is.
+its own. In the other modes workers give theirs after every step, and the last ones given are collected.
 
 Not thread-safe: the caller holds the server's lock.
 """
@@ -35,7 +35,7 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class ObjectState:
-    """What one worker gave, when it had taken so many of its steps; ``name`` says what for."""
+    """Holds the state that one worker gave after so many of its steps; ``name`` says for what."""
 
     data: np.ndarray[Any, Any]
     steps: int
@@ -44,7 +44,7 @@ class ObjectState:
 
 @dataclass
 class _Collection:
-    """Somebody waits for the states of this name; ``clocks`` had delivered that when it began."""
+    """Holds a wait for the states of this name; ``clocks`` are the steps that had been delivered when it began."""
 
     name: str
     everyone: bool
@@ -55,7 +55,7 @@ class _Collection:
 
 @dataclass
 class Collected:
-    """What came of a collection, for the worker that asked for it."""
+    """Holds what came of a collection, for the worker that asked for it."""
 
     name: str = ""
     worker: int = -1
@@ -84,7 +84,7 @@ class ObjectStates:
     # ---------------------------------------------------------------- what workers get back
 
     def bring(self, states: Mapping[int, ObjectState], workers_then: int) -> None:
-        """The job goes on from a checkpoint with these; what was kept belongs to steps that are no more."""
+        """Go on from a checkpoint with these states; what was kept belongs to steps that are no more."""
         self._brought, self._workers_then = states, workers_then
         self._kept.clear()
         self._given.clear()
@@ -95,7 +95,7 @@ class ObjectStates:
             self._kept[worker] = [*[each for each in kept if each[0] < step][-1:], (step, state)]
 
     def of(self, worker: int, step: int) -> ObjectState | None:
-        """What a worker gets back that goes on after ``step``."""
+        """Return the state that a worker gets back which goes on after ``step``."""
         kept = [state for at, state in self._kept.get(worker, ()) if at <= step]
         if kept:
             return kept[-1]
@@ -104,7 +104,7 @@ class ObjectStates:
     # ---------------------------------------------------------------- checkpoints
 
     def pushed(self, worker: int, step: int, keeping: Any) -> None:
-        """What a push says of its worker's state."""
+        """Take what a push says of its worker's state."""
         (self._giving.add if keeping.gives else self._giving.discard)(worker)
         if keeping.asks and worker == 0:
             self._asked = step, keeping.asks
@@ -113,7 +113,7 @@ class ObjectStates:
         return bool(self._giving - {worker})
 
     def wanted(self, step: int) -> str:
-        """The name under which states are wanted after a step; empty if they are not."""
+        """Return the name under which states are wanted after a step; empty if they are not."""
         return self._asked[1] if self._asked[0] == step else ""
 
     def give(self, worker: int, state: ObjectState, *, last: bool) -> None:
@@ -123,7 +123,7 @@ class ObjectStates:
         (self._giving.discard if last else self._giving.add)(worker)
 
     def collect(self, name: str, everyone: bool, step: int, waiting: Waiting, clocks: Mapping[int, int]) -> None:
-        """Have a worker wait for all states of a name; asked again, it goes on waiting."""
+        """Let a worker wait for all states of a name; asked again, it goes on waiting."""
         before = self._collection
         if before is not None and (before.name, before.waiting.worker) == (name, waiting.worker):
             before.waiting = waiting
@@ -141,7 +141,7 @@ class ObjectStates:
         *,
         too_late: Callable[[float], bool],
     ) -> None:
-        """Answer who collects, once nobody will come who has not. ``occupied`` workers wait for something themselves:
+        """Answer those who collect, once nobody else will come. ``occupied`` workers wait for something themselves:
         they have gone past it."""
         collection = self._collection
         if collection is None:
@@ -173,7 +173,7 @@ class ObjectStates:
     def _outcome(self, collection: _Collection, live: Collection[int]) -> Collected:
         states = {}
         for worker, given in sorted(self._given.items()):
-            if collection.name in given:  # whoever gave it may have left since
+            if collection.name in given:  # the worker that gave it may have left since
                 states[worker] = given[collection.name]
             elif given and worker in live and not (self._lockstep or collection.everyone):
                 states[worker] = list(given.values())[-1]
@@ -184,7 +184,7 @@ class ObjectStates:
         return [] if self._collection is None else [self._collection.waiting]
 
     def left(self, worker: int) -> None:
-        """A process has gone. What it has given stays, to who takes its place too."""
+        """Note that a process has gone. What it has given stays, also for a process that takes its place."""
         self._giving.discard(worker)
         if self._collection is not None and self._collection.waiting.worker == worker:
             self._collection = None
@@ -197,7 +197,7 @@ class ObjectStates:
     # ---------------------------------------------------------------- a snapshot
 
     def dump(self) -> Iterator[Frame]:
-        """All of it but who waits, who will ask again."""
+        """Yield everything but the waits: those who wait will ask again."""
         outline = {"giving": sorted(self._giving), "asked": self._asked, "workers_then": self._workers_then}
         yield Frame(pb.Reply(about=json.dumps(outline)))
         states = [
@@ -210,7 +210,7 @@ class ObjectStates:
             yield Frame(pb.Reply(about=json.dumps(about)), [WireTensor.of(state.data)])
 
     def restore(self, frame: Frame) -> None:
-        """Be what another one was that was dumped, one frame after the other."""
+        """Take one frame after the other of what was dumped."""
         about = json.loads(frame.message.about)
         if "kind" not in about:
             self._giving, self._asked = set(about["giving"]), (about["asked"][0], about["asked"][1])

@@ -16,12 +16,12 @@ Outbox = list[tuple[Respond, Frame]]
 
 
 def nobody(_: Frame) -> None:
-    """Drop the answer to a request that is done over: who asked has not heard of this process yet, and asks again."""
+    """Drop the answer to a request that is done over: its sender has not heard of this process yet, and asks again."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that is being handled; ``outbox`` is where its reply goes, and others' that it makes possible."""
+    """Holds a request that is being handled; ``outbox`` takes its reply, and those of others that it makes possible."""
 
     frame: Frame
     respond: Respond
@@ -46,8 +46,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that cannot be answered yet: who asked, for what and when, and how to make the answer when its time has
-    come."""
+    """Holds a request that cannot be answered yet: who asked, for what and when, and how to make the answer when its
+    time has come."""
 
     worker: int
     what: str
@@ -59,4 +59,4 @@ class Waiting:
     ahead: bool = False  #: the worker does not wait for it yet
     has_rows: bool = False  #: the answer
     nbytes: int = 0  #: what it keeps in memory until then
-    handing_out: Frame | None = None  #: what says what the answer gives, where that is remembered
+    handing_out: Frame | None = None  #: the request that says what the answer gives, where that is remembered

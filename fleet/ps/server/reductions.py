@@ -1,4 +1,4 @@
-"""Workers bring tensors to their gatherings, and get what comes of them; ``numeric/reduction.py`` decides when.
+"""Workers bring tensors to their gatherings, and get the outcome; ``numeric/reduction.py`` decides when.
 
 A reduction is computed when its gathering closes, in worker order, so that its bits do not depend on who came first.
 """
@@ -36,7 +36,8 @@ Outcome = WireTensor | FleetError | None
 
 
 class Reductions:
-    """The gatherings of one job. ``come`` and ``leave`` return the tickets of the requests that can be answered now."""
+    """Holds the gatherings of one job. ``come`` and ``leave`` return the tickets of the requests that can be answered
+    now."""
 
     def __init__(self, worker_num: int) -> None:
         self._decisions = Gatherings(range(worker_num))
@@ -46,7 +47,7 @@ class Reductions:
         self._outcomes: dict[int, Outcome] = {}
 
     def come(self, ticket: Hashable, worker: int, gather: Any, tensors: Sequence[WireTensor]) -> list[Hashable]:
-        """Have a worker's request to gather wait under ``ticket``; it may be answered at once."""
+        """Let a worker's request to gather wait under ``ticket``; it may be answered at once."""
         asked = _asked(worker, gather, tensors)
         number = gather.number
         effects: list[Effect] = []
@@ -64,29 +65,29 @@ class Reductions:
         self._decisions.join(worker)
 
     def reached(self, worker: int) -> int:
-        """The newest gathering a worker has come to."""
+        """Return the newest gathering a worker has come to."""
         return self._decisions.reached(worker)
 
     def answer(self, number: int) -> Frame:
-        """What came of a gathering."""
+        """Return the outcome of a gathering."""
         outcome = self._outcomes.get(number, ProtocolError("a gathering is over and forgotten", got=f"number {number}"))
         if isinstance(outcome, FleetError):
             return error_reply(outcome)
         return Frame(pb.Reply(), [] if outcome is None else [outcome])
 
     def is_open(self, number: int) -> bool:
-        """Whether it is not decided yet what comes of a gathering."""
+        """Say whether the outcome of a gathering is not decided yet."""
         return number in self._decisions.open
 
     def dump(self) -> dict[int, int]:
-        """The newest decided gathering that every worker has come to."""
+        """Return the newest decided gathering that every worker has come to."""
         return {
             worker: max((n for n in range(came, 0, -1) if not self.is_open(n)), default=0)
             for worker, came in self._decisions.came.items()
         }
 
     def outcomes(self) -> Iterator[tuple[int, Frame]]:
-        """What came of the gatherings that somebody may still ask for."""
+        """Yield the outcomes of the gatherings that somebody may still ask for."""
         for number in self._outcomes:
             yield number, self.answer(number)
 
@@ -94,12 +95,12 @@ class Reductions:
         self._decisions.resume(came, ())
 
     def know(self, number: int, outcome: Outcome) -> None:
-        """Know what came of a gathering before this process was there."""
+        """Note the outcome of a gathering before this process was there."""
         self._decisions.resume(self._decisions.came, {*self._outcomes, number})
         self._outcomes[number] = outcome
 
     def lacking(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Every gathering that waits, in words, and the workers it waits for."""
+        """Return every gathering that waits, in words, and the workers it waits for."""
         return [
             (f"barrier {number}" if asked.op == BARRIER else f"all_reduce {number} ({asked.op})", workers)
             for number, asked, workers in self._decisions.lacking()

@@ -87,7 +87,7 @@ class Replacement:
         background.task.answer(arrival.respond)
 
     def take_over(self, job: Job, attempt: str, outbox: Outbox) -> None:
-        """Replace what there is by the values of this attempt, which every server has."""
+        """Replace the values by those of this attempt, which every server has."""
         background = job.background
         if attempt == background.taken:
             background.give_up()  # asked again
@@ -136,7 +136,7 @@ def check_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor])
 
 
 def write_upload(shard: Shard, upload: pb.Upload, tensors: Sequence[WireTensor], after: Plan | None = None) -> None:
-    """``after``: what this plan has stays as it is."""
+    """Write an upload into the shard. What the plan ``after`` has stays as it is."""
     first_block, first_table = (0, 0) if after is None else (len(after.by_server[shard.server]), len(after.spec.tables))
     if upload.rows and upload.table >= first_table:
         shard.upload_rows(upload.table, tensors[0].numpy(), tensors[1].numpy())

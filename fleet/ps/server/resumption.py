@@ -1,8 +1,9 @@
 """A job that is yet to begin is told where to go on: this server says what it has and sees, and holds to the choice.
 
-Whoever calls ``resume_from`` asks every server for that, comes to a choice (``fleet/checkpoint/resume_choice.py``), and
-tells it to all of them, the first one before the others: it holds to the choice it was told first. A server whose own
-script calls it answers no hello before it knows the choice; one without a script looks where those look who ask.
+A process that calls ``resume_from`` asks every server for that, comes to a choice
+(``fleet/checkpoint/resume_choice.py``), and tells it to all of them, the first one before the others: that one holds to
+the choice it was told first. A server whose own script calls it answers no hello before it knows the choice; a server
+without a script looks for checkpoints in the place that those who ask name.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Resumption:
         self._waits = False
 
     def begin(self) -> None:
-        """Take up what was kept, all of which has been done over."""
+        """Take up what was kept, after all of it has been done over."""
         job = self._found_job()
         self._kept_at = None if job is None else job.step
         self._waits = self._root is not None
@@ -82,14 +83,14 @@ class Resumption:
             )
 
     def _has_begun(self, job: Job | None) -> bool:
-        """Whether there is a job with values to go on from. That of an earlier process of this server which was killed
-        before it had any is yet to begin."""
+        """Say whether there is a job with values to go on from. The job of an earlier process of this server which was
+        killed before it had any is yet to begin."""
         if job is None:
             return False
         return self._kept_at is None or self._chosen is not None or job.initialized or bool(job.began.id)
 
     def look(self, request: Any) -> pb.Reply:
-        """What this server has, and sees where it has nothing. Places are read outside of the lock."""
+        """Return what this server has; where it has nothing, what it sees. Places are read without the lock."""
         with self._lock:
             self._check(request)
             self._warn_of_another_root(request)
@@ -136,7 +137,7 @@ class Resumption:
         return self._chosen is None and not self._has_begun(self._found_job())
 
     def _check(self, request: Any) -> None:
-        """Refuse who is of another job, or comes while an earlier one is about to end."""
+        """Refuse a process that is of another job, or comes while an earlier job is about to end."""
         look, job = request.look, self._found_job()
         ours = self._job_id or ("" if job is None else job.job_id)
         check_job_id(self._endpoint, ours, look.job_id)

@@ -1,6 +1,6 @@
 """A server's process loads, listens, lets time pass until the job is over, and closes.
 
-It listens from the beginning on. ``run`` serves; one that is to resume has been asked before, what it sees.
+It listens from the beginning on. ``run`` serves; a server that is to resume has been asked before what it sees.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ServerRuntime:
             raise
 
     def ask(self, request: pb.Request) -> Frame:
-        """What this server answers to a request that it can answer at once."""
+        """Answer a request that can be answered at once."""
         replies: list[Frame] = []
         self._service.handle(Frame(request), replies.append)
         (reply,) = replies
@@ -80,7 +80,7 @@ class ServerRuntime:
 
     @property
     def chosen(self) -> Choice | None:
-        """What the job goes on from, if this server has been told."""
+        """Return what the job goes on from, if this server has been told."""
         return self._service.chosen
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ServerRuntime:
 
 @contextmanager
 def _signals_end(stop: Callable[[str], None]) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT end the serving in order; outside the main thread signals belong to somebody else."""
+    """End the serving in order on SIGTERM and SIGINT; outside the main thread signals belong to somebody else."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -1,4 +1,5 @@
-"""Every request of every worker arrives in ``Service.handle``, and goes from there to whoever does its kind of work.
+"""Every request of every worker arrives in ``Service.handle``, and goes from there to the part that does its kind of
+work.
 
 One lock guards the job (gate, shard, waiting requests). Under it a request is decided and carried out; the replies
 that became possible are collected in an outbox and leave after it is released. Heartbeats and status requests change
@@ -58,9 +59,9 @@ class Service:
         name: str = "",
     ) -> None:
         """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
-        was told of, where it was told; ``restore`` the checkpoint to start from; ``directory`` where what is
-        acknowledged is kept, and where it may be from before; ``resumes`` where checkpoints are, of which the job goes
-        on from one if it does from any."""
+        was told of, where it was told; ``restore`` the checkpoint to start from; ``directory`` where acknowledged
+        requests are kept, and may be kept from before; ``resumes`` where the checkpoints are, if the job goes on from
+        one."""
         where = str(endpoint)
         self._where = where
         self._clock = clock
@@ -125,7 +126,7 @@ class Service:
         self._resumption.begin()
 
     def handle(self, frame: Frame, respond: Respond) -> Callable[[], None] | None:
-        """Answer a request, now or later; what is left to do when its answer is on its way."""
+        """Answer a request, now or later; return what is left to do when its answer is on its way."""
         request = frame.message
         kind = request.WhichOneof("kind")
         if kind == "beat":
@@ -188,14 +189,14 @@ class Service:
     # ---------------------------------------------------------------- after a request
 
     def _apply_pending(self) -> None:
-        """Do now, as answers are on their way, what they did not wait for."""
+        """Do, as answers are on their way, what they did not wait for."""
         if self._has_pending:
             with self._lock:
                 pass
             self._send([])
 
     def _catch_up(self) -> None:
-        """Do the same before anything else is done under the lock."""
+        """Do what is pending before anything else is done under the lock."""
         if self._has_pending:
             assert self.job is not None
             failed: Outbox = []
@@ -208,8 +209,9 @@ class Service:
         return job is not None and job.shard is not None and job.shard.has_pending
 
     def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
-        """Let replies leave, ``secure`` ones when what they tell of is as safe as it has to be. Mere questions need not
-        wait for what others have asked for: these ask again, should it be lost."""
+        """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to
+        mere questions need not wait for what others have asked for: should that be lost, the questions are asked again.
+        """
         while self._late:
             outbox.append(self._late.popleft())
         durability = self.durability
@@ -246,7 +248,7 @@ class Service:
             self.durability.sync_if_due(now)
 
     def stop(self, reason: str) -> None:
-        """End the job from outside, as a signal does; one that is kept on disk goes on when its server does."""
+        """End the job from outside, as a signal does; a job that is kept on disk goes on when its server does."""
         outbox: Outbox = []
         with self._lock:
             if self.durability is not None and not self.end.over:
@@ -262,22 +264,22 @@ class Service:
 
     @property
     def chosen(self) -> Choice | None:
-        """What the job goes on from, if this server has been told."""
+        """Return what the job goes on from, if this server has been told."""
         return self._resumption.chosen
 
     @property
     def failure(self) -> FleetError | None:
-        """Why the job ended, if it did not end well."""
+        """Return why the job ended, if it did not end well."""
         return self.end.failure
 
     def absent(self) -> str:
-        """Which workers have not come yet, in words."""
+        """Return which workers have not come yet, in words."""
         return self._status.absent()
 
     def explain(self) -> str:
-        """What this server is waiting for, in words."""
+        """Return what this server is waiting for, in words."""
         return self._status.explain()
 
     def status(self) -> dict[str, Any]:
-        """How the job does, as far as this server sees it, for whoever shows it."""
+        """Return how the job does, as far as this server sees it, to be shown."""
         return self._status.status()

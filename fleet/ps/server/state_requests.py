@@ -19,7 +19,7 @@ _LONGEST_NAME = 8192
 
 class StateRequests:
     def __init__(self, clock: Clock, members: Members, deadline_s: float) -> None:
-        """For ``deadline_s`` whoever collects waits for states that do not come."""
+        """``deadline_s`` is how long a worker that collects waits for states that do not come."""
         self._clock = clock
         self._members = members
         self._deadline_s = deadline_s
@@ -33,7 +33,7 @@ class StateRequests:
         arrival.answer(pb.Reply())
 
     def recall(self, job: Job, arrival: Arrival) -> None:
-        """Give a worker its own state back, or the collected ones to who saves them."""
+        """Give a worker its own state back, or the collected ones to the worker that saves them."""
         recall = arrival.request.recall
         if recall.workers:
             self._hand_over(job, arrival)
@@ -63,7 +63,7 @@ class StateRequests:
         arrival.answer(pb.Reply(), [WireTensor.of(data) for data in states])
 
     def answer_ready(self, job: Job, outbox: Outbox) -> None:
-        """Answer who collects, once all has come that will come."""
+        """Answer those who collect, once everything has come that will come."""
         if not job.states.waiting():
             return
 
@@ -78,7 +78,8 @@ class StateRequests:
 
 
 def state_of(tensors: Sequence[WireTensor], steps: int, name: str = "") -> ObjectState:
-    """The state that came as the only one of some tensors: a copy, which holds on to nothing that came with it."""
+    """Return the state that came as the only one of some tensors: a copy, which holds on to nothing that came with
+    it."""
     if len(tensors) != 1 or tensors[0].dtype != "uint8" or len(tensors[0].shape) != 1:
         raise ProtocolError("a state is not one flat tensor of bytes", got=[each.dtype for each in tensors][:20])
     return ObjectState(tensors[0].numpy().copy(), steps, name)

@@ -1,7 +1,7 @@
 """A server counts what it does and who waits for whom, and keeps the figures that workers' heartbeats bring.
 
-Whoever's request lets another one's be answered is who that one has waited for: of a round, the worker that came last.
-The caller holds the server's lock, but for ``heard``, which heartbeats use.
+If one worker's request lets another one's be answered, the other one has waited for it: in a round, for the worker that
+came last. The caller holds the server's lock, except for ``heard``, which heartbeats use.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Statistics:
             self._busy_s += self._clock.now() - began
 
     def updated(self) -> None:
-        """Count what has been applied, a round or one push."""
+        """Count an update, a round or one push."""
         self._updates += 1
 
     def released(self, waiting: Waiting, by: int) -> None:
@@ -69,7 +69,7 @@ class Statistics:
         self._figures[worker] = dict(figures)
 
     def figures(self) -> dict[str, float]:
-        """What this server has counted, and what its process uses."""
+        """Return this server's counts, and what its process uses."""
         return {
             "updates": self._updates,
             "requests": self._requests,
@@ -80,9 +80,9 @@ class Statistics:
         }
 
     def figures_of(self, worker: int) -> dict[str, float]:
-        """What a worker's last heartbeat brought."""
+        """Return what a worker's last heartbeat brought."""
         return self._figures.get(worker, {})
 
     def waited_by(self, worker: int) -> dict[int, float]:
-        """For how many seconds a worker has waited, for each other one."""
+        """Return for how many seconds a worker has waited for each other one."""
         return {other: s for (waiter, other), s in self._waited.items() if waiter == worker}

@@ -42,7 +42,7 @@ class Status:
         self._worker_num = worker_num
 
     def status(self) -> dict[str, Any]:
-        """How the job does, as far as this server sees it, for whoever shows it."""
+        """Return how the job does, as far as this server sees it, to be shown."""
         with self._lock:
             job = self._found_job()
             waiting = [] if job is None else job.all_waiting()
@@ -59,7 +59,7 @@ class Status:
             return about if job is None else {**about, **self._status_of(job, waiting)}
 
     def _status_of(self, job: Job, waiting: Sequence[Waiting]) -> dict[str, Any]:
-        """What belongs to the job, and how its members stand."""
+        """Return the job's part of the status, and how its members stand."""
         longest: dict[int, Waiting] = {}
         for each in waiting:
             if not each.ahead and each.since <= longest.get(each.worker, each).since:
@@ -87,7 +87,8 @@ class Status:
         }
 
     def absent(self) -> str:
-        """Who has not come yet, in words; nothing once all have. It takes no part in the lock, as heartbeats ask it."""
+        """Return in words which workers have not come yet; nothing once all have. It does without the lock, as
+        heartbeats ask for it."""
         members = self._members
         if members.is_empty and self._worker_num is None:
             return "its workers"
@@ -96,7 +97,7 @@ class Status:
         return named if len(absent) <= _MOST_NAMED else f"{named} and {len(absent) - _MOST_NAMED} more"
 
     def explain(self) -> str:
-        """What this server is waiting for, in words."""
+        """Return in words what this server is waiting for."""
         with self._lock:
             job, now = self._found_job(), self._clock.now()
             if job is None:
@@ -113,7 +114,7 @@ class Status:
             )
 
     def survey(self, job: Job, arrival: Arrival) -> None:
-        """Answer with what a worker's summary has of this server."""
+        """Answer with what a worker's summary shows of this server."""
         shard = job.held()
         about = {
             "steps": {worker: job.steps_of(worker) for worker in sorted(job.progress.steps)},
@@ -144,18 +145,18 @@ def _sum_and_count(histograms: Mapping[str, Mapping[int, int]]) -> tuple[int, in
 
 
 def _task_of(job: Job | None) -> str:
-    """What is done beside the training, if anything: the workers may wait for it, or go on."""
+    """Return what is done beside the training, if anything: the workers may wait for it, or go on."""
     task = None if job is None else job.background.task
     return "" if task is None or task.is_done else on_one_line(task.what)
 
 
 def in_brief(reason: str) -> str:
-    """Of a traceback that it ends with, the last line."""
+    """Return the last line of a reason that ends with a traceback."""
     first, *others = reason.strip().splitlines() or [""]
     head = first.partition("Traceback (most recent call last):")[0] if others else first
     return on_one_line(f"{head}{others[-1].strip() if others else ''}")[:500]
 
 
 def on_one_line(text: str) -> str:
-    """What a stranger says, so that it cannot pass for lines of this server's log."""
+    """Return what a stranger says in a form that cannot pass for lines of this server's log."""
     return "".join(each if each.isprintable() else "?" for each in text)

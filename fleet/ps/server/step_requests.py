@@ -3,7 +3,7 @@
 A push is read and checked against the plan before it becomes part of a round. The gate says what follows from it: a
 round to apply, requests to answer. A request that cannot be answered yet is parked under a ticket and holds no thread.
 
-Whoever calls holds the server's lock.
+The caller holds the server's lock.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class StepRequests:
         self._park(job, needed, waiting, effects, arrival.outbox)
 
     def pull(self, job: Job, arrival: Arrival) -> None:
-        """Answer with values, when those of the version are there that is asked for."""
+        """Answer with values, when those of the wanted version are there."""
         request, rounds = arrival.request, job.rounds
         pull, ids = request.pull, arrival.tensors
         if not (len(pull.tables) == len(pull.training) == len(ids)):
@@ -135,7 +135,7 @@ class StepRequests:
             rounds.early.append((pull.version, waiting))
 
     def hand_out_again(self, job: Job, handed_out: Frame) -> None:
-        """Remember of a worker what it was given once, with an answer that nobody reads now."""
+        """Remember what a worker was given once, with an answer that nobody reads now."""
         request = handed_out.message
         if request.WhichOneof("kind") == "push":
             self._values_after(job, request.worker, request.step, request.push.quiet)
@@ -146,7 +146,7 @@ class StepRequests:
     # ---------------------------------------------------------------- requests that wait
 
     def ticket(self) -> Hashable:
-        """A new one."""
+        """Return a new ticket."""
         return next(self._tickets)
 
     def hold_back(self, job: Job, ticket: Hashable, waiting: Waiting) -> None:
@@ -160,14 +160,14 @@ class StepRequests:
         self.carry_out(job, effects + job.rounds.gate.wait(ticket, waiting.worker, version), waiting.worker, outbox)
 
     def release_early(self, job: Job, outbox: Outbox) -> None:
-        """Let what came before the initial values wait for its version."""
+        """Let requests that came before the initial values wait for their version."""
         early, job.rounds.early = job.rounds.early, []
         for version, waiting in early:
             self._park(job, version, waiting, [], outbox)
 
     def answer(self, job: Job, tickets: Sequence[Hashable], by: int, outbox: Outbox) -> None:
-        """Answer what worker ``by`` has let be answered. A request is not there any more if the job has failed, or if
-        it was a process's whose worker has started again."""
+        """Answer the requests that worker ``by`` has let be answered. A request is gone if the job has failed, or if
+        the process that sent it has started again."""
         parked, durability = job.rounds.parked, self._durability
         there = [ticket for ticket in tickets if ticket in parked]
         if any(parked[ticket].has_rows for ticket in there):
@@ -217,7 +217,7 @@ class StepRequests:
         rounds.previous = PreviousRound(version - 1, dense, rows) if keep else None
 
     def apply_pending(self, job: Job, outbox: Outbox) -> None:
-        """Do what is left of a round whose answers did not wait for it."""
+        """Finish a round whose answers did not wait for the rest of it."""
         try:
             with self._statistics.busy():
                 job.held().apply_pending()
@@ -235,8 +235,9 @@ class StepRequests:
     def _values(
         self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
     ) -> Frame:
-        """Values that a worker needs at a version at least: the current ones, but for one that goes back a step. Rows
-        are copied now, under the lock, dense values when they change; encoding and sending come after it."""
+        """Return the values that a worker needs, at a version at least: the current ones, but for a worker that goes
+        back a step. Rows are copied now, under the lock, dense values when they change; encoding and sending come after
+        it."""
         shard, previous = job.held(), job.rounds.previous_for(worker, needed)
         version = job.rounds.gate.version if previous is None else previous.version
         steps = job.steps_of(worker)
@@ -264,8 +265,8 @@ class StepRequests:
         return Frame(reply, tensors)
 
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
-        """The answer to a push; in a GEO job also the rows that the worker holds and others have changed, and the
-        clocks of all tables."""
+        """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
+        the clocks of all tables."""
         values = self._values(job, worker, step, not quiet, ())
         values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
@@ -280,8 +281,8 @@ class StepRequests:
 
 
 def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:
-    """What a worker pushed, out of its request: every size is checked before it becomes part of a round, and before
-    memory is taken for what travelled in fewer bits."""
+    """Return what a worker pushed, out of its request. Every size is checked before it becomes part of a round, and
+    before memory is taken for gradients that travelled in fewer bits."""
     shard = job.held()
     push, present = request.push, bytes(request.push.present)
     if len(present) != len(shard.dense.layout.slots):
@@ -331,7 +332,7 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
 
 
 def _dense_at(job: Job, version: int) -> list[torch.Tensor]:
-    """All dense values, which are at this version now, and stay as they are."""
+    """Return all dense values, which are at this version now, and stay as they are."""
     rounds = job.rounds
     if rounds.snapshot is None or rounds.snapshot[0] != version:
         assert job.shard is not None
@@ -340,7 +341,7 @@ def _dense_at(job: Job, version: int) -> list[torch.Tensor]:
 
 
 def _known_to(job: Job, worker: int, flats: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Of all dense values those that a worker knows of: parameters that join a job come after the others."""
+    """Return those of all dense values that a worker knows of: parameters that join a job come after the others."""
     outgrown = job.plans.outgrown
     if worker not in outgrown:
         return flats
@@ -351,8 +352,7 @@ def _known_to(job: Job, worker: int, flats: Sequence[torch.Tensor]) -> Sequence[
 
 
 def _check_reply(job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
-    """Refuse a pull whose reply would be too large: repeated ids make much of a small request, for which memory would
-    be taken here."""
+    """Refuse a pull whose reply would be too large: repeated ids let a small request take much memory here."""
     tables = job.plans.current.spec.tables
     nbytes = 0
     for index, tensor in zip(pull.tables, ids, strict=True):
@@ -382,13 +382,14 @@ def _lacking(job: Job, worker: int, step: int) -> PlanMismatchError:
 
 
 def _wanted(pull: Any, ids: Sequence[WireTensor]) -> list[tuple[int, Any, bool]]:
-    """The tables that a pull asks, each for which rows, and whether to train them."""
+    """Return the tables that a pull asks for, each with the rows, and whether to train them."""
     rows = [tensor.numpy() for tensor in ids]
     return list(zip(pull.tables, rows, pull.training, strict=True))
 
 
 def _answer_of(waiting: Waiting) -> Frame:
-    """An answer that cannot be made, for lack of memory perhaps, is the misfortune of who asked and of nobody else."""
+    """Return the answer to a request. One that cannot be made, for lack of memory perhaps, becomes an error for the
+    worker that asked, and for nobody else."""
     try:
         return waiting.answer()
     except Exception as error:

@@ -1,6 +1,6 @@
 """A GEO server knows which rows each worker holds, and which of them others have changed since it last heard.
 
-A worker that asks again, as its answer was lost, is sent the same rows once more, so what was sent last is kept until
+A worker that asks again, as its answer was lost, is sent the same rows once more, so the rows sent last are kept until
 the worker's next push. Not thread-safe: the caller holds the server's lock.
 """
 
@@ -17,7 +17,7 @@ from fleet.ps.table.memory_store import MemoryStore
 
 
 class _Held:
-    """The rows of one table that one worker holds, and which of them it is to be sent."""
+    """Holds which rows of one table one worker has, and which of them it is to be sent."""
 
     def __init__(self) -> None:
         self._held = MemoryStore()
@@ -56,13 +56,13 @@ class Changes:
         self._held.setdefault(worker, {}).setdefault(table, _Held()).hold(ids)
 
     def mark(self, worker: int, table: int, ids: Ids) -> None:
-        """Note that ``worker`` changed these rows: all others that hold them are to be sent them."""
+        """Note that ``worker`` changed these rows: they are to be sent to all others that hold them."""
         for other, tables in self._held.items():
             if other != worker and table in tables:
                 tables[table].mark(ids)
 
     def take(self, worker: int, step: int) -> dict[int, Ids]:
-        """The ids, by table, that ``worker`` is sent with the answer to its push number ``step``."""
+        """Return by table the ids that ``worker`` is sent with the answer to its push number ``step``."""
         if step < self._sent_at.get(worker, 0):
             return {}  # a late copy of an older push, whose sender has gone on
         again = self._sent_at.get(worker) == step
@@ -74,10 +74,10 @@ class Changes:
         self._held.pop(worker, None)
         self._sent_at.pop(worker, None)
 
-    # ---------------------------------------------------------------- for whoever goes on in its place
+    # ---------------------------------------------------------------- for a server that goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[Ids]]]:
-        """All of this, in parts: what they are, and the ids."""
+        """Yield everything that is kept, in parts: what they are, and the ids."""
         for worker, step in self._sent_at.items():
             yield {"worker": worker, "told_at": step}, []
         for worker, tables in self._held.items():
@@ -85,7 +85,8 @@ class Changes:
                 yield {"worker": worker, "table": table}, held.dump()
 
     def restore(self, about: Mapping[str, Any], ids: Sequence[torch.Tensor]) -> None:
-        """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
+        """Take one of these parts in the place of what there is. A server that was killed may not have told the
+        others."""
         if "told_at" in about:
             self._sent_at[about["worker"]] = about["told_at"]
             return

@@ -29,7 +29,7 @@ _SQUARES = "mean_square"
 
 @dataclass
 class Handed:
-    """What one worker was last given."""
+    """Holds what one worker was last given."""
 
     dense: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, MemoryStore] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class Compensation:
     def forget_all(self) -> None:
         self._handed.clear()
 
-    # ---------------------------------------------------------------- for whoever goes on in its place
+    # ---------------------------------------------------------------- for a server that goes on in its place
 
     def dump(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor] | list[Array]]]:
-        """All of this, in parts: what they are, and the tensors."""
+        """Yield everything that is kept, in parts: what they are, and the tensors."""
         for worker, handed in self._handed.items():
             yield {"worker": worker, "dense": [*handed.dense]}, [*handed.dense.values()]
             for table, rows in handed.rows.items():
@@ -62,7 +62,8 @@ class Compensation:
             yield {"table": table}, _all_of(squares, _SQUARES)
 
     def restore(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """One of these parts, in the place of what there is. A server that was killed may not have told the others."""
+        """Take one of these parts in the place of what there is. A server that was killed may not have told the
+        others."""
         worker = about.get("worker")
         if "table" in about:
             rows, name = (self._row_squares, _SQUARES) if worker is None else (self._handed[worker].rows, WEIGHT)
@@ -77,7 +78,8 @@ class Compensation:
     # ---------------------------------------------------------------- what was handed out
 
     def handed_dense(self, worker: int, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """``snapshot`` is nobody's to change: workers that were given the same one share it."""
+        """Remember the ``snapshot`` that ``worker`` was given. Nobody may change it: workers that were given the same
+        one share it."""
         self._handed.setdefault(worker, Handed()).dense = snapshot
 
     def handed_rows(self, worker: int, table: int, ids: Ids, rows: Array) -> None:
@@ -113,7 +115,7 @@ class Compensation:
             grad.addcmul_(grad * grad, drift, value=self._strength)
 
     def rows(self, worker: int, table: int, ids: Ids, grads: Array, now: Array) -> Array:
-        """The gradients of rows, compensated; ``now`` holds the rows' present values."""
+        """Return the gradients of rows, compensated; ``now`` holds the rows' present values."""
         kept = self._handed.get(worker, Handed()).rows.get(table)
         if kept is None:
             return grads
@@ -137,7 +139,7 @@ class Compensation:
 
 
 def _all_of(store: MemoryStore, name: str) -> list[Array]:
-    """The ids and one column, in order."""
+    """Return the ids and one column, in order."""
     column, slots = store.column(name), np.arange(len(store))
     values = np.empty((slots.size, column.like.shape[1]), column.dtype)
     gather(column, slots, values)

@@ -143,7 +143,7 @@ class DenseBlocks:
             raise ProtocolError("an upload names a block this server does not have", got=position)
 
     def apply(self, gradients: Sequence[Gradient], divisor: int, options: Sequence[Mapping[str, Any]]) -> None:
-        """One optimizer step on the sum of ``gradients``, in the given order, divided by ``divisor``.
+        """Take one optimizer step on the sum of ``gradients``, in the given order, divided by ``divisor``.
 
         A block without a gradient anywhere is skipped, as torch skips ``grad=None``.
         """
@@ -181,7 +181,7 @@ class DenseBlocks:
         self.clock += any(any(present) for present, _ in gradients)
 
     def layout_of(self, present: bytes) -> DenseLayout:
-        """Of the blocks marked in ``present``."""
+        """Return the layout of the blocks marked in ``present``."""
         if present not in self._layouts:
             if len(self._layouts) > 64:
                 self._layouts.clear()  # gradients that come and go at random must not fill the memory
@@ -190,7 +190,7 @@ class DenseBlocks:
 
     @staticmethod
     def _sum_flat(gradients: Sequence[Gradient]) -> Gradient:
-        """Everybody has the same blocks: add whole tensors. The first one's memory takes the sum."""
+        """Add whole tensors, since all workers have the same blocks. The first one's memory takes the sum."""
         present, total = gradients[0]
         for _, more in gradients[1:]:
             for name, tensor in more.items():
@@ -215,7 +215,8 @@ class DenseBlocks:
         return present, total
 
     def _receivers(self, present: bytes) -> dict[str, list[Run]]:
-        """For each element type, the runs of the blocks marked in ``present``, after splitting those marked in part."""
+        """Return for each element type the runs of the blocks marked in ``present``, after splitting those marked in
+        part."""
         if self._last_receivers[0] != present:
             self._split(lambda one, other: bool(present[one.position]) == bool(present[other.position]))
             receivers: dict[str, list[Run]] = {}
@@ -243,14 +244,14 @@ class DenseBlocks:
         compensation.dense(worker, self.layout_of(present), self.layout, tensors, self._flat)
 
     def snapshot(self) -> list[torch.Tensor]:
-        """All values as they are now and will stay, one flat tensor an element type, in the layout's order. Nothing is
-        copied unless values change while somebody still holds them."""
+        """Return all values as they are now and will stay, one flat tensor for each element type, in the layout's
+        order. Nothing is copied unless values change while somebody still holds them."""
         shown = [buffers.window(self._flat[name]) for name in self.layout.dtypes]
         self._shown += [watch for _, watch in shown]
         return [flat for flat, _ in shown]
 
     def _prepare_change(self) -> None:
-        """Leave the memory of values that somebody still holds to them, and go on in a copy."""
+        """Leave the memory of values to those who still hold them, and go on in a copy."""
         if any(watch() is not None for watch in self._shown):
             # All of them or, where there is no memory, none.
             self._flat |= {
@@ -261,7 +262,7 @@ class DenseBlocks:
         self._shown.clear()
 
     def export(self, position: int) -> Iterator[Entry]:
-        """The values and optimizer state of one block."""
+        """Yield the values and optimizer state of one block."""
         slot, run = self.layout.slots[position], self._runs[position]
         alone = Run(self._plan, [slot], self._flat[slot.dtype])
         state = run.cut(self._optimizer_of(run).state.get(run.param, {}), alone)

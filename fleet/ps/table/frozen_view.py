@@ -1,10 +1,10 @@
 """A frozen view shows tables as they were at one moment, for a checkpoint or a snapshot that is written while they
 change.
 
-The moment is the beginning of an epoch (history.py), and rows remember the one they were changed in last. So those that
-have not changed since are read as they are, in their order, and the others were set aside before they changed first.
-No more than a little of that is kept in memory: whoever changes more rows waits until it has been handed on. Several
-moments may be frozen at once.
+The moment is the beginning of an epoch (history.py), and rows remember the epoch in which they were last changed. So
+rows that have not changed since are read as they are, in their order, and the others were set aside before their first
+change. Only a few of those are kept in memory: a thread that changes more rows waits until they have been handed on.
+Several moments may be frozen at once.
 
 Not thread-safe: the caller holds the server's lock.
 """
@@ -38,8 +38,8 @@ def described(table: Table, step: int, ids: Ids, columns: Mapping[str, Array]) -
 
 class FrozenView:
     def __init__(self, tables: Sequence[Table], since: int, until: int, hand_on: HandOn) -> None:
-        """Of rows that were changed last in the epoch ``since`` or later and are changed now, in the epoch ``until`` or
-        later, ``hand_on`` gets what they were before."""
+        """``hand_on`` gets rows as they were before a change: those last changed in the epoch ``since`` or later that
+        change now, in the epoch ``until`` or later."""
         self.since, self.until = since, until
         self.steps = [table.step for table in tables]
         self._failure: Exception | None = None
@@ -54,13 +54,13 @@ class FrozenView:
             table.watch(watcher)
 
     def end(self) -> None:
-        """All rows have been read or set aside: hand on what is left."""
+        """Hand on what is left, as all rows have been read or set aside."""
         self.leave()
         self._hand_all_on()
         self.check()
 
     def check(self) -> None:
-        """Raise what kept rows from being handed on."""
+        """Raise the error that kept rows from being handed on, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -85,6 +85,6 @@ class FrozenView:
                     ids = np.concatenate([ids for ids, _ in parts])
                     columns = {name: np.concatenate([part[name] for _, part in parts]) for name in names}
                     self._hand_on(*described(table, step, ids, columns))
-        except Exception as error:  # whoever changes rows has nothing to do with it
+        except Exception as error:  # the thread that changes rows has nothing to do with it
             self._failure = error
             self.leave()

@@ -1,9 +1,9 @@
-"""A history knows which rows have changed since which checkpoint, for those that save only these.
+"""A history knows which rows have changed since which checkpoint, for checkpoints that save only these.
 
-Time is cut into epochs: one begins with every checkpoint, and rows remember the one they were changed in last. The rows
-to be saved after a checkpoint are those of the epoch that began with it, or of a later one. Nothing has to be undone
-when a checkpoint fails: the one before it is still the one to go on from. Epochs are counted from the first checkpoint
-on; a job without checkpoints pays nothing.
+Time is cut into epochs: one begins with every checkpoint, and rows remember the epoch in which they were last changed.
+The rows to be saved after a checkpoint are those of the epoch that began with it, or of a later one. Nothing has to be
+undone when a checkpoint fails: the one before it is still the one to go on from. Epochs are counted from the first
+checkpoint on; a job without checkpoints pays nothing.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ class History:
 
     @property
     def epoch(self) -> int:
-        """The present one."""
+        """Return the present epoch."""
         return self._epoch
 
     def watch(self, tables: Sequence[Table]) -> None:
-        """These are the tables; there may be more than before."""
+        """Mark changes in these tables, which may be more than before."""
         self._tables = tables
         if self._epoch:
             for table in tables:
                 table.begin_epoch(self._epoch)
 
     def next_epoch(self) -> int:
-        """A new epoch begins; its number."""
+        """Begin a new epoch, and return its number."""
         self._epoch += 1
         self.watch(self._tables)
         return self._epoch
 
     def begin(self, checkpoint: str, after: str) -> int:
-        """A checkpoint begins to be written: from which epoch on rows belong into it if it is to follow on ``after``.
-        0: all of them do."""
+        """Begin an epoch with a checkpoint, and return from which epoch on rows belong into it if it follows on
+        ``after``; 0 means that all rows do."""
         known, since = self._last
         self._begun = (checkpoint, self.next_epoch())
         return since if after and after == known else 0
 
     def exists(self, checkpoint: str) -> None:
-        """The checkpoint that was begun has been written."""
+        """Note that the checkpoint that was begun has been written."""
         if self._begun[0] == checkpoint:
             self._last = self._begun

@@ -37,7 +37,7 @@ _APART = 32
 
 
 class Index:
-    """Slots by id. The ids themselves are kept by the caller: ``keys`` has the id of every slot."""
+    """Finds slots by id. The caller keeps the ids themselves: ``keys`` has the id of every slot."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -51,14 +51,14 @@ class Index:
         return self._now.nbytes + (0 if self._old is None else self._old.nbytes)
 
     def find(self, keys: Rows, ids: Ids) -> Ids:
-        """The slot of every id, -1 where there is none."""
+        """Return the slot of every id, -1 where there is none."""
         slots = np.empty(ids.size, np.int64)
         _find(*self._tables(), keys, ids, slots)
         return slots
 
     def insert(self, keys: Rows, ids: Ids) -> tuple[Ids, int]:
-        """The slot of every id, those without one get the next ones; and how many there are now. ``keys`` has room for
-        all of them, and the new ids are put there."""
+        """Return the slot of every id, where new ids get the next slots, and how many there are now. ``keys`` has room
+        for all of them, and the new ids are put there."""
         if self._count + ids.size > self._now.size * _MAX_LOAD:
             self.reserve(keys, self._count + int((self.find(keys, ids) < 0).sum()))
         self._move(keys, MOVED_PER_ID * ids.size)
@@ -67,13 +67,13 @@ class Index:
         return slots, self._count
 
     def _tables(self) -> tuple[Entries, int, Entries, int, int]:
-        """The table that stays, the one that is left, and how many of that one's homes have moved."""
+        """Return the present table, the one that is being left, and how many of its homes have moved."""
         if self._old is None:
             return self._now, _shift(self._now), self._now, _shift(self._now), 0
         return self._now, _shift(self._now), self._old, _shift(self._old), self._moved
 
     def reserve(self, keys: Rows, count: int) -> None:
-        """Have places for so many ids in all."""
+        """Provide places for so many ids in all."""
         size = self._now.size
         while count > size * _MAX_LOAD:
             size *= 2
@@ -83,7 +83,7 @@ class Index:
             self._old, self._now, self._moved = self._now, np.zeros(size, np.uint64), 0
 
     def touch(self) -> None:
-        """Have the memory of all places from the system. On any thread, and while ids come."""
+        """Make the system provide the memory of all places. Any thread may call this, and while ids come."""
         touch_pages(self._now)
 
     def _move(self, keys: Rows, homes: int) -> None:
@@ -95,7 +95,7 @@ class Index:
 
 
 def _shift(entries: Entries) -> int:
-    """How far hashes are shifted right to be homes."""
+    """Return how far hashes are shifted right to be homes."""
     return 65 - entries.size.bit_length()
 
 
@@ -106,7 +106,7 @@ def _slot(entry: np.uint64) -> np.int64:
 
 @compiled
 def _likely(entries: Entries, at: np.int64, hashed: np.uint64) -> np.int64:
-    """From a place on, the first one whose entry has 24 equal bits, or that is empty."""
+    """Return the first place from ``at`` on whose entry has 24 equal bits, or is empty."""
     while entries[at] != 0 and entries[at] ^ (hashed << _TAG_SHIFT) > _SLOT_MASK:
         at = (at + 1) & (entries.size - 1)
     return at
@@ -144,7 +144,7 @@ def _find(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, ke
 
 @compiled
 def _searched(entries: Entries, shift: int, keys: Rows, id: np.int64) -> np.int64:
-    """The place where an id is or would be, when the 24 bits of another one are the same."""
+    """Return the place where an id is or would be, when another one has the same 24 bits."""
     hashed = mix(np.uint64(id))
     at = _likely(entries, np.int64(hashed >> np.uint64(shift)), hashed)
     while entries[at] != 0 and row(keys, _slot(entries[at]))[0] != id:
@@ -195,7 +195,7 @@ def _insert(
 
 @compiled
 def _enter(entries: Entries, at: np.int64, hashed: np.uint64, keys: Rows, id: np.int64, count: int) -> int:
-    """Give an id the next slot if its place is empty; how many ids there are then."""
+    """Give an id the next slot if its place is empty, and return how many ids there are then."""
     if entries[at] != 0:
         return count
     entries[at] = (hashed << _TAG_SHIFT) | np.uint64(count + 1)
@@ -205,7 +205,7 @@ def _enter(entries: Entries, at: np.int64, hashed: np.uint64, keys: Rows, id: np
 
 @compiled
 def _move(old: Entries, now: Entries, shift: int, keys: Rows, start: int, homes: int) -> int:
-    """Move homes from ``start`` on: so many, and those up to the next empty place. Return how many they were."""
+    """Move so many homes from ``start`` on, and those up to the next empty place. Return how many they were."""
     done, entry = 0, np.uint64(0)
     while done < homes or entry != 0:
         prefetch(keys, _slot(old[(start + done + _APART) & (old.size - 1)]))

@@ -31,7 +31,7 @@ _TOUCHED_BYTES = 2 << 20
 
 
 class MemoryStore:
-    """The ``Store`` of a table that fits into memory."""
+    """Implements ``Store`` for a table that fits into memory."""
 
     def __init__(self, segment_bytes: int = _SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
@@ -117,7 +117,7 @@ class _Column:
         self._grow(1)
 
     def extend(self, start: int, stop: int) -> None:
-        """Have rows up to ``stop``, those from ``start`` on as untouched ones are."""
+        """Provide rows up to ``stop``; those from ``start`` on are as untouched ones."""
         self.reserve(stop)
         if self.fill:  # zeros they are
             for number in range(start >> self._bits, len(self._segments)):
@@ -125,7 +125,7 @@ class _Column:
                 self._segments[number][max(0, start - begin) : max(0, stop - begin)] = self.fill
 
     def reserve(self, count: int) -> None:
-        """Have segments for so many rows in all."""
+        """Provide segments for so many rows in all."""
         if count > self._room:
             self._grow(count)
 
@@ -137,7 +137,7 @@ class _Column:
 
     @property
     def _room(self) -> int:
-        """So many rows have their place in the segments."""
+        """Return how many rows have their place in the segments."""
         return (len(self._segments) - 1 << self._bits) + len(self._segments[-1])
 
     def _grow(self, count: int) -> None:

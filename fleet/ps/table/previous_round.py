@@ -1,8 +1,8 @@
-"""What the last round has changed is kept as it was before, for a worker that was killed in the midst of its push.
+"""What the last round has changed is kept as it was before, for a worker that was killed in the middle of its push.
 
 Some servers may have that push and have closed the round with it, others may not. When the worker starts again it has
-to compute the step once more, and on the same values, or its gradient would be another one for each server. One round
-is enough: the next one does not close without this worker.
+to compute the step once more, and on the same values, or each server would get another gradient. One round is enough:
+the next one does not close without this worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PreviousRound:
     rows: Mapping[int, tuple[Array, Array]]
 
     def restore(self, index: int, ids: Array, rows: Array) -> None:
-        """Make rows that were read after the round those that were there before it."""
+        """Turn rows that were read after the round back into those that were there before it."""
         if index not in self.rows:
             return
         changed, weights = self.rows[index]

@@ -1,8 +1,8 @@
 """``torch.optim`` updates neighbouring blocks as one parameter, a run.
 
-It goes through its parameters in Python, which takes longer than the update itself where they are small. A run lasts
-for as long as its blocks fare alike: once some of them have a gradient in a round and others have none, their state
-differs in more than their elements (step counts do), and the run is split there for good.
+The optimizer goes through its parameters in Python, which takes longer than the update itself where they are small. A
+run lasts for as long as its blocks fare alike: once some of them have a gradient in a round and others have none, their
+state differs in more than their elements (step counts do), and the run is split there for good.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BlockState = tuple[Mapping[str, Any], set[str]]
 
 
 class Run:
-    """``slots`` are neighbours in ``flat``, in its order, and of one param group."""
+    """Joins neighbours for one update: ``slots`` are neighbours in ``flat``, in its order, and of one param group."""
 
     def __init__(self, plan: Plan, slots: Sequence[Slot], flat: torch.Tensor) -> None:
         first = plan.param_of(slots[0].block)
@@ -45,11 +45,12 @@ class Run:
         return flat[self.start - origin : self.stop - origin].view(self._shape)
 
     def move(self, flat: torch.Tensor) -> None:
-        """The values lie in another flat tensor from now on, at the same place."""
+        """Note that the values lie in another flat tensor from now on, at the same place."""
         self.param.data = self._view(flat)
 
     def cut(self, state: Mapping[str, Any], part: Run) -> dict[str, Any]:
-        """Of this run's optimizer state that of ``part``: views of what has its shape, and all else as it is."""
+        """Return the part of this run's optimizer state that belongs to ``part``: views of what has the run's shape,
+        and everything else as it is."""
         return {
             key: part._view(value.reshape(-1), self.start)
             if isinstance(value, torch.Tensor) and value.shape == self.param.shape
@@ -70,7 +71,7 @@ def parted(slots: Sequence[Slot], belongs: Callable[[list[Slot], Slot], bool]) -
 
 
 def joined(plan: Plan, slots: Sequence[Slot], options: Sequence[Mapping[str, Any]]) -> list[list[Slot]]:
-    """Neighbours of one element type, in as few runs as give, to the bit, what each block by itself would."""
+    """Join neighbours of one element type into as few runs as give, to the bit, what each block by itself would."""
 
     def belongs(run: list[Slot], slot: Slot) -> bool:
         same_group = plan.param_of(run[0].block).group == plan.param_of(slot.block).group
@@ -87,7 +88,7 @@ def joined(plan: Plan, slots: Sequence[Slot], options: Sequence[Mapping[str, Any
 
 
 def split(run: Run, parts: Sequence[Run], optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Put ``parts`` in the place of ``run`` in its optimizer."""
+    """Replace ``run`` by ``parts`` in its optimizer."""
     state = optimizer.state.pop(run.param, {})
     for part in parts:
         mine = run.cut(state, part).items()
@@ -97,7 +98,7 @@ def split(run: Run, parts: Sequence[Run], optimizer: torch.optim.Optimizer, grou
 
 
 def agree(one: BlockState, other: BlockState) -> bool:
-    """Whether one run can have both: they differ in nothing but their elements."""
+    """Say whether one run can have both: they differ in nothing but their elements."""
     (mine, flat), (theirs, also_flat) = one, other
     return (
         flat == also_flat
@@ -113,7 +114,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def together(states: Sequence[BlockState]) -> BlockState:
-    """The state of a run whose blocks have these, which agree."""
+    """Return the state of a run whose blocks have these states, which agree."""
     first, flat = states[0]
     return {
         key: torch.cat([pieces[key].reshape(-1) for pieces, _ in states]) if key in flat else value

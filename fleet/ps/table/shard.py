@@ -45,7 +45,7 @@ _MOST_OPTIONS = 64 << 10
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one worker pushed for one step. ``options`` holds one JSON object a param group."""
+    """Holds what one worker pushed for one step. ``options`` has one JSON object for each param group."""
 
     worker: int
     options: tuple[str, ...]
@@ -59,7 +59,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an export: tensors by name, what they are, and where the next part begins (empty at the end)."""
+    """Holds a part of an export: tensors by name, what they are, and where the next part begins (empty at the end)."""
 
     about: dict[str, Any]
     tensors: Mapping[str, torch.Tensor | Array]
@@ -67,7 +67,7 @@ class Piece:
 
 
 def is_of_rows(cursor: str) -> bool:
-    """Whether rows begin at a cursor: all parameters come before them."""
+    """Say whether rows begin at a cursor: all parameters come before them."""
     return cursor.startswith("table:")
 
 
@@ -93,7 +93,7 @@ class Shard:
 
     @property
     def readers(self) -> Compensation | Changes | None:
-        """What is remembered of what each worker was given."""
+        """Return the record of what each worker was given, in modes that keep one."""
         return self.compensation if self.changes is None else self.changes
 
     @property
@@ -102,7 +102,7 @@ class Shard:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The param groups' options as they were pushed last."""
+        """Return the param groups' options as they were pushed last."""
         return self._options_text
 
     def adopt(self, plan: Plan, options: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class Shard:
 
     @staticmethod
     def rule_of(plan: Plan, group: int, *, rows: bool) -> Rule:
-        """The rule that updates a group's parameters, or the rows of its tables."""
+        """Return the rule that updates a group's parameters, or the rows of its tables."""
         name = plan.spec.groups[group].rule
         rule = RULES.get(name)
         if rule is None or (rule.rows is None if rows else not rule.dense):
@@ -154,7 +154,7 @@ class Shard:
         return parsed
 
     def check(self, contribution: Contribution) -> None:
-        """Refuse what does not fit before it becomes part of a round: later it would be everybody's problem."""
+        """Refuse what does not fit before it becomes part of a round, where it would be everybody's problem."""
         if contribution.options != self._options_text:
             self._check_kinds(self.check_options(self.plan, contribution.options))
         for index, (ids, grads) in contribution.rows.items():
@@ -171,7 +171,7 @@ class Shard:
             self.table(index)
 
     def _check_kinds(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Options may change from step to step, but a number stays a number."""
+        """Refuse options of another kind: they may change from step to step, but a number stays a number."""
         for ours, theirs in zip(self._options, options, strict=True):
             for name, value in theirs.items():
                 if _kind(value) != _kind(ours[name]) and not (name in HINTS and isinstance(value, bool | None)):
@@ -186,9 +186,9 @@ class Shard:
         return tables[index]
 
     def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
-        """One optimizer step on the mean of the contributions; the first one's options rule the round. In a mode whose
-        workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have changed
-        and the weights that they had before.
+        """Take one optimizer step on the mean of the contributions; the first one's options rule the round. In a mode
+        whose workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have
+        changed and the weights that they had before.
 
         Dense values have changed when this returns. Rows follow with ``apply_pending``, or when somebody looks at a
         table, and so does what is returned."""
@@ -212,7 +212,7 @@ class Shard:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is left of the last round."""
+        """Say whether a part of the last round is left to do."""
         return self._pending is not None
 
     def apply_pending(self) -> None:
@@ -273,7 +273,7 @@ class Shard:
         return replace(contribution, rows=rows)
 
     def forget(self, worker: int) -> None:
-        """``worker`` has left, and with it what is kept about what it was given."""
+        """Drop the record of what ``worker`` was given, as it has left."""
         if self.readers is not None:
             self.readers.forget(worker)
 
@@ -296,35 +296,35 @@ class Shard:
         table.check_range(ids)
 
     def replaced(self) -> None:
-        """Other values stand here now: forget what belongs to those that were here before."""
+        """Forget what belongs to the values before, as others stand here now."""
         if self.compensation is not None:
             self.compensation.forget_all()
         if self.changes is not None:
             self.dense.forget_state()  # a checkpoint's, from before the workers trained on with theirs
 
     def prepare(self) -> None:
-        """Have every table's optimizer columns, before rows are saved or loaded that may lack some of them. Where
+        """Give every table its optimizer columns, before rows are saved or loaded that may lack some of them. Where
         workers push changes, they keep the rows' optimizer state."""
         if self.changes is None:
             for table in self.tables:
                 table.prepare(self._options[table.spec.group])
 
     def warm(self) -> None:
-        """Have every kernel compiled before somebody waits for it."""
+        """Compile every kernel before somebody waits for it."""
         for table in self.tables:
             table.warm(self._options[table.spec.group])
 
     def freeze(self, since: int, hand_on: HandOn) -> FrozenView:
-        """Have the tables as they are now exported with what this returns, while they change; ``hand_on`` gets those of
-        the rows that will have changed by then, as they are now."""
+        """Return a view with which the tables are exported as they are now, while they change; ``hand_on`` gets those
+        rows that will have changed by then, as they are now."""
         return FrozenView(self.tables, since, self.history.epoch, hand_on)
 
     def export(
         self, cursor: str, since: int = 0, *, dense_state: bool = True, frozen: FrozenView | None = None
     ) -> Piece:
-        """The part of this shard's state that begins at ``cursor``; the first one is ``FIRST``. Of the tables only
-        the rows that were changed in the epoch ``since`` or later, if it is given, or what is ``frozen`` there
-        still, without tables that came later; of the blocks the values alone if their state is not wanted."""
+        """Return the part of this shard's state that begins at ``cursor``; the first is ``FIRST``. Of the tables it has
+        only the rows that were changed in the epoch ``since`` or later, if that is given, or those still ``frozen``,
+        without tables that came later; of the blocks only the values, if their state is not wanted."""
         found = _CURSOR.fullmatch(cursor)
         if found and found["kind"] == "dense":
             return self._export_dense(int(found["first"]), int(found["second"]), dense_state)
@@ -333,7 +333,7 @@ class Shard:
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
     def _export_dense(self, position: int, start: int, state: bool) -> Piece:
-        """Blocks from one on, a large one in parts."""
+        """Export blocks from one on, a large one in parts."""
         about: list[dict[str, Any]] = []
         tensors: list[torch.Tensor | Array] = []
         slots, left = self.dense.layout.slots, PIECE_BYTES
@@ -372,17 +372,18 @@ class Shard:
         return piece
 
     def _step_to_keep(self, table: Table) -> int:
-        """The step count goes with the rows' optimizer state; where workers have that, it starts afresh."""
+        """Return the step count to keep with the rows' optimizer state; where workers have that state, it starts
+        afresh."""
         return table.step if self.changes is None else 0
 
 
 def _cursor(index: int, row: int, tables: int) -> str:
-    """Where the rows of one of so many tables go on."""
+    """Return the cursor at which the rows of one of so many tables go on."""
     return f"table:{index}:{row}" if index < tables else ""
 
 
 def _is_plain(value: object) -> bool:
-    """Whether an optimizer can compute with it."""
+    """Say whether an optimizer can compute with it."""
     if isinstance(value, int):
         return abs(value) < 1 << 63
     return value is None or isinstance(value, float | str)

@@ -1,6 +1,6 @@
 """A slot cache remembers where the ids of recent look-ups stand, for the updates that follow them.
 
-A worker that has looked rows up brings gradients for just these ids, in this order, and to compare two arrays takes a
+A worker that has looked rows up brings gradients for exactly these ids, in this order. Comparing two arrays takes a
 small part of the time that it takes to find every id once more.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from fleet.numeric.jit import Ids
 
-#: So many ids of all tables are remembered, 16 bytes each. Those that were looked up first go first.
+#: How many ids of all tables are remembered, 16 bytes each. The oldest look-ups are forgotten first.
 MOST_IDS = 2 << 20
 
 #: A table's name, and something that is the same for equal ids and seldom for others.
@@ -23,7 +23,7 @@ class SlotCache:
         self._count = 0
 
     def remember(self, table: str, ids: Ids, slots: Ids) -> None:
-        """The slots that ids had, -1 where there was none."""
+        """Remember the slots that ids had, -1 where there was none."""
         if not 0 < ids.size <= MOST_IDS:
             return
         key = _key(table, ids)
@@ -35,7 +35,7 @@ class SlotCache:
         self._count += ids.size
 
     def take(self, table: str, ids: Ids) -> Ids | None:
-        """The slots that just these ids had, if that is known. It is given once."""
+        """Return the slots that exactly these ids had, if that is known. They are given once."""
         if not ids.size or (key := _key(table, ids)) not in self._known:
             return None
         known, slots = self._forget(key)

@@ -11,7 +11,7 @@ from fleet.numeric.jit import Ids, Segments
 
 
 class Store(Protocol):
-    """Rows by id. A row has a slot, given in the order of insertion and never changed.
+    """Keeps rows by id. A row has a slot, given in the order of insertion and never changed.
 
     Not thread-safe: the caller holds a lock. No call takes longer because many rows are there: what growing costs is
     shared out among the rows that come.
@@ -21,33 +21,34 @@ class Store(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory taken; room for growth counts where it takes any."""
+        """Return the memory taken; room for growth counts where it takes any."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the columns, in the order they were made."""
+        """Return the names of the columns, in the order they were made."""
 
     def find(self, ids: Ids) -> Ids:
-        """The slot of every id, -1 where there is none."""
+        """Return the slot of every id, -1 where there is none."""
 
     def insert(self, ids: Ids) -> Ids:
-        """The slot of every id; those without one get the next ones, with every column at its fill."""
+        """Return the slot of every id; new ids get the next slots, with every column at its fill."""
 
     def reserve(self, count: int) -> None:
-        """Be ready for so many rows in all: nothing need be moved while they come. Only a guess."""
+        """Prepare for so many rows in all, so that nothing need be moved while they come. The number is only a
+        guess."""
 
     def touch(self) -> Iterator[int]:
-        """Have the memory that is reserved from the system before somebody waits for it, some of it at each step, which
-        tells for how many rows it is there. On any thread, and while rows come."""
+        """Make the system provide the reserved memory before somebody waits for it, some of it at each step, and yield
+        for how many rows it is there. Any thread may do so, and while rows come."""
 
     def ids(self, slots: Ids) -> Ids:
-        """The ids at slots."""
+        """Return the ids at slots."""
 
     def ensure_column(self, name: str, width: int, fill: float, dtype: npt.DTypeLike) -> None:
         """Make a column unless it is there; rows inserted from now on get ``fill``."""
 
     def column(self, name: str) -> Segments:
-        """The numbers of a column by slot, for compiled functions to read and write in place.
+        """Return the numbers of a column by slot, for compiled functions to read and write in place.
 
         Good while the store lives and until the next call that inserts; only the first ``len(self)`` rows are there.
         """

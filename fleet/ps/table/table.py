@@ -35,7 +35,8 @@ _warm: set[tuple[TableSpec, RowKernel, str]] = set()
 
 
 class Table:
-    """``step`` is how many of the job's rounds used the table; whoever drives the rounds counts them."""
+    """Updates and reads rows. ``step`` is how many of the job's rounds used the table; the caller that drives the
+    rounds counts them."""
 
     def __init__(
         self,
@@ -67,11 +68,12 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """What belongs to a row: its values and its optimizer's."""
+        """Return the names of a row's columns: its values and its optimizer's."""
         return [name for name in self._store.columns if name != _CHANGED]
 
     def read(self, ids: Ids, training: bool) -> Array:
-        """The rows of ids, which may repeat. An unknown one reads its initial value, or their mean outside training."""
+        """Return the rows of ids, which may repeat. An unknown id reads its initial value, or outside training the mean
+        of those."""
         ids = self._checked(ids)
         slots = self._store.find(ids)
         if training and self._slot_cache is not None:
@@ -90,8 +92,8 @@ class Table:
     def apply(
         self, ids: Ids, grads: Array, options: Mapping[str, Any], step: int, *, keep: bool = False
     ) -> Array | None:
-        """Update the rows of ids, which are distinct, as step number ``step``; unknown ones begin to exist. With
-        ``keep`` the weights that they had before are returned."""
+        """Update the rows of ids, which are distinct, as step number ``step``; unknown ids get a row. With ``keep``
+        return the weights that they had before."""
         ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
         names = self.prepare(options)
         slots = self._insert(ids)
@@ -104,7 +106,7 @@ class Table:
         return before
 
     def add(self, ids: Ids, changes: Array) -> None:
-        """Add to the rows of ids, which are distinct; unknown ones begin to exist first."""
+        """Add to the rows of ids, which are distinct; unknown ids get a row first."""
         ids, changes = self._checked(ids), self._shaped(WEIGHT, changes, ids, self.spec.dim)
         slots = self._insert(ids)
         self._announce(slots)
@@ -112,11 +114,11 @@ class Table:
         self._mark(slots)
 
     def known(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """For every id whether it has a row."""
+        """Return for every id whether it has a row."""
         return self._store.find(self._checked(ids)) >= 0
 
     def prepare(self, options: Mapping[str, Any]) -> list[str]:
-        """Have the columns the kernel works on, filled with what untouched rows hold; their names."""
+        """Create the columns that the kernel works on, filled with what untouched rows hold, and return their names."""
         columns = self._kernel.columns(options, self.spec.dim)
         for name, column in columns.items():
             self._store.ensure_column(name, column.width, column.fill, self._dtype)
@@ -139,16 +141,16 @@ class Table:
         self._mark(slots)
 
     def expect(self, rows: int) -> None:
-        """About so many rows will be there soon."""
+        """Prepare for about so many rows, which will be there soon."""
         self._store.reserve(rows)
 
     def touch(self) -> Iterator[int]:
-        """Have the memory for the rows that are expected before they come, some of it at each step, which tells for how
-        many it is there. On any thread, and while rows come."""
+        """Make the system provide the memory for the expected rows before they come, some of it at each step, and yield
+        for how many it is there. Any thread may do so, and while rows come."""
         return self._store.touch()
 
     def begin_epoch(self, epoch: int) -> None:
-        """From now on rows that change, or come, are known to have done so in this epoch; the numbers grow."""
+        """Mark rows that change, or come, with this epoch from now on; the numbers grow."""
         if not self._epoch:
             self._store.ensure_column(_CHANGED, 1, 0, np.uint32)
         self._epoch = epoch
@@ -159,7 +161,7 @@ class Table:
         self._watchers += (watcher,)
 
     def unwatch(self, watcher: Callable[[Ids], None]) -> None:
-        """Give it none any more; one that does not watch may be named as well."""
+        """Stop giving ``watcher`` slots; one that does not watch may be named as well."""
         self._watchers = tuple(each for each in self._watchers if each is not watcher)
 
     def _announce(self, slots: Ids) -> None:
@@ -171,21 +173,21 @@ class Table:
             stamp(self._store.column(_CHANGED), slots, self._epoch)
 
     def export(self, start: int = 0, stop: int | None = None) -> tuple[Ids, dict[str, Array]]:
-        """Copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
+        """Return copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
         return self.rows_at(np.arange(start, len(self) if stop is None else min(stop, len(self))))
 
     def rows_at(self, slots: Ids) -> tuple[Ids, dict[str, Array]]:
-        """Copies of the ids at slots, and of all their columns."""
+        """Return copies of the ids at slots, and of all their columns."""
         return self._store.ids(slots), {name: self._copied(name, slots) for name in self.columns}
 
     def of_epochs(self, slots: Ids, since: int, until: int | None = None) -> Ids:
-        """Those of slots whose rows were changed last in the epoch ``since`` or later, and before ``until``."""
+        """Return those slots whose rows were last changed in the epoch ``since`` or later, and before ``until``."""
         epochs = self._copied(_CHANGED, slots)[:, 0]
         return slots[(epochs >= since) if until is None else (epochs >= since) & (epochs < until)]
 
     def changed(self, since: int, until: int | None, start: int, most: int) -> tuple[Ids, int]:
-        """From slot ``start`` on, at most so many slots whose rows are ``of_epochs``; and the slot up to which was
-        looked."""
+        """Return, from slot ``start`` on, at most so many slots whose rows are ``of_epochs``; and the slot up to which
+        was looked."""
         found, left = [np.empty(0, np.int64)], most
         while start < len(self) and left > 0:
             slots = np.arange(start, min(start + _LOOKED_THROUGH, len(self)))

@@ -1,10 +1,12 @@
 """Requests go over plain sockets, direct connections, beside a network that leads to them.
 
 Through Python's gRPC a request of 400 KiB costs about half a millisecond of computing on either side, whatever its
-options, over a socket a tenth of it (docs/decisions/0005-direct-connections.md). A client asks the server over the
-network where it takes direct connections, and is given a key; where it cannot reach them, all goes over the network.
+options; over a socket it costs a tenth of that (docs/decisions/0005-direct-connections.md). A client asks the server
+over the network where it takes direct connections, and is given a key; if it cannot reach them, everything goes over
+the network.
 
-Nothing is encrypted here. With TLS they are taken under a name on the server's own machine alone, and by no port.
+Nothing is encrypted here. With TLS a server takes direct connections only under a name on its own machine, and at no
+port.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class DirectNetwork:
     def __init__(
         self, control: Network, port: int = 0, security: Security | None = None, binding: Binding | None = None
     ) -> None:
-        """Servers listen at ``port``, or at any that is free."""
+        """``port`` is where servers listen; without it they take any that is free."""
         self._control = control
         self._port = port
         self._security = security or Security()

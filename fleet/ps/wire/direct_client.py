@@ -35,7 +35,7 @@ PATIENCE = 3
 class DirectChannel:
     """Sends requests over direct connections where the server takes any, and over ``control`` where it does not.
 
-    What is urgent needs no way of its own there: at the server nothing waits for what takes long.
+    An urgent request needs no way of its own there: at the server nothing waits for work that takes long.
     """
 
     def __init__(self, endpoint: Endpoint, control: Channel, limit: int = MAX_PAYLOAD_BYTES) -> None:
@@ -85,7 +85,7 @@ class DirectChannel:
     # ---------------------------------------------------------------- for calls
 
     def release(self, call: DirectCall, connection: socket.socket, *, whole: bool) -> None:
-        """A call has ended; after a ``whole`` reply its connection can carry the next."""
+        """Take a connection back, as its call has ended; after a ``whole`` reply it can carry the next."""
         with self._lock:
             if call not in self._busy:
                 return
@@ -103,7 +103,7 @@ class DirectChannel:
     # ---------------------------------------------------------------- connections
 
     def _take(self, timeout_s: float) -> socket.socket | None:
-        """A connection that carries nothing; None if there is none to be had."""
+        """Return a connection that carries nothing; None if there is none to be had."""
         while True:
             with self._lock:
                 if self._closed:
@@ -191,7 +191,7 @@ class DirectCall:
             timed_out = isinstance(error, TimeoutError) and self._timeout_s is not None
             raise TransportError(f"no reply within {self._timeout_s:g} s" if timed_out else str(error)) from None
         finally:
-            # The connection may carry the next request by now: whoever asks again gets nothing from it.
+            # The connection may carry the next request by now: another call of this gets nothing from it.
             self._broken = ConnectionAbortedError("the call has ended")
             self._channel.release(self, connection, whole=whole)
 
@@ -199,7 +199,7 @@ class DirectCall:
         self._channel.cancel(self)
 
     def wake(self) -> None:
-        """Let whoever waits on the connection go on."""
+        """Let the thread that waits on the connection go on."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -212,7 +212,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 def _is_quiet(connection: socket.socket) -> bool:
-    """Whether nothing has come, not even the end: a server that went away is noticed before it is sent anything."""
+    """Say whether nothing has come, not even the end: a server that went away is noticed before it is sent anything."""
     try:
         connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -240,7 +240,7 @@ def _connect(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) ->
 
 
 class _NoDoorHere(ConnectionRefusedError):
-    """The server meant it so."""
+    """Says that the server refuses on purpose."""
 
 
 def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:

@@ -1,8 +1,8 @@
 """Requests arrive over the connections that a server has let in, and their replies leave.
 
-One thread waits for all of them, reads a request, has it handled and sends the reply (``LeaderPool``). It may be held
-up by a peer that stops in the middle or does not read, by a long request or one that waits for the server's lock: then
-another goes on for the other connections. A request that is parked holds no thread.
+One thread waits for all of them, reads a request, has it handled and sends the reply (``LeaderPool``). A peer that
+stops in the middle or does not read, a long request, or one that waits for the server's lock may hold it up: then
+another thread goes on for the other connections. A request that is parked holds no thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("fleet.wire")
 #: For so long a peer may take to say who it is, and to go on with a request that it has begun or with reading a reply.
 HANDSHAKE_S, STALL_S = 5, 60
 
-#: In all; of one address, or one process of this machine; and of those who have not said yet who they are.
+#: In all; of one address, or one process of this machine; and of peers that have not shown the key yet.
 MAX_CONNECTIONS, MAX_OF_ONE, MAX_STRANGERS = 4096, 1024, 128
 
 #: To read more than this takes longer than to wake another thread, which can do something else meanwhile.
@@ -49,12 +49,12 @@ class State(enum.Enum):
     READING = enum.auto()  #: a thread reads a request
     WAITING = enum.auto()  #: for the reply
     SENDING = enum.auto()  #: a thread sends the reply
-    UNSENT = enum.auto()  #: a part of the reply is left, and to be sent by who comes first
+    UNSENT = enum.auto()  #: a part of the reply is left, for the next thread to send
 
 
 class Connection:
-    """With a peer that may not be known yet. Whoever has moved it to a state in which a thread has something to do may
-    use its socket; in the others this takes the lock."""
+    """Holds a connection with a peer that may not be known yet. A thread that has moved it to a state in which a thread
+    has something to do may use its socket; in the other states this takes the lock."""
 
     def __init__(self, sock: socket.socket, peer: Hashable) -> None:
         self.sock = sock
@@ -77,11 +77,12 @@ class Connection:
         self._limit(socket.SO_RCVTIMEO, STALL_S)
 
     def _limit(self, kind: int, seconds: int) -> None:
-        """For so long it may wait for the peer; unlike a socket's timeout in Python this costs nothing."""
+        """Set for how long the socket may wait for the peer; unlike a socket's timeout in Python this costs nothing."""
         self.sock.setsockopt(socket.SOL_SOCKET, kind, struct.pack("@ll", seconds, 0))
 
     def peek(self) -> bytes | None:
-        """What the next frame begins with, as far as it is there, or None; ``OSError`` if nothing will come."""
+        """Return the beginning of the next frame, as far as it is there, or None; raise ``OSError`` if nothing will
+        come."""
         try:
             begun = self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -97,7 +98,7 @@ class Connection:
 
 
 class Exchange:
-    """A request, and its reply."""
+    """Holds a request, and its reply."""
 
     __slots__ = ("attended", "connection")
 
@@ -128,7 +129,7 @@ class Connections:
         return len(self._all)
 
     def take(self, sock: socket.socket, peer: Hashable) -> None:
-        """Let somebody in, who has still to show the key, or hang up if there is no room."""
+        """Let somebody in, who has still to show the key; hang up if there is no room."""
         connection = Connection(sock, peer)
         with self._lock:
             if self._closing or not self._has_room_for(peer):
@@ -207,7 +208,7 @@ class Connections:
         return bool(self._ready)
 
     def _call_for(self, connection: Connection) -> None:
-        """Somebody has to attend to a connection, and soon."""
+        """Ask for somebody to attend to a connection, soon."""
         self._ready.append(connection)
         if not self._leaders.relieve():
             self._ring()
@@ -242,7 +243,7 @@ class Connections:
             self._serve(*taken)
 
     def _take_up(self, connection: Connection) -> Callable[[Connection], tuple[Exchange, Frame] | None] | None:
-        """What is to be done; None if somebody is at it."""
+        """Return what is to be done; None if another thread does it."""
         if connection not in self._all:
             return None
         if connection.state is State.NEW:
@@ -263,7 +264,7 @@ class Connections:
         return None
 
     def _greet(self, connection: Connection) -> None:
-        self._leaders.relieve()  # whoever this is, others do not wait for it
+        self._leaders.relieve()  # whichever thread this is, others do not wait for it
         connection.greet(self._key)
         self._await_next(connection)
 
@@ -309,8 +310,8 @@ class Connections:
             afterwards()
 
     def _answer(self, exchange: Exchange, reply: Frame) -> None:
-        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it. That has others to
-        answer: what fails here is the misfortune of this connection alone."""
+        """Send the reply as far as it goes without waiting for the peer, on whatever thread has it. That thread has
+        others to answer: what fails here harms this connection alone."""
         connection = exchange.connection
         with self._lock:
             # It may have been answered before, or the connection be gone.
@@ -368,5 +369,5 @@ class Connections:
 
 
 def _has_its_time(connection: Connection) -> bool:
-    """Whether what comes over a connection is for who waits, and not for a thread that is at it."""
+    """Say whether the leader may look at a connection: no other thread is at work on it."""
     return connection.state in (State.IDLE, State.WAITING)

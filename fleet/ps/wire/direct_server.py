@@ -85,7 +85,7 @@ class DirectListener:
 
 
 def _peer(sock: socket.socket, address: Any) -> Hashable:
-    """The address a connection comes from, or the process of this machine."""
+    """Return the address a connection comes from, or the process of this machine."""
     if sock.family != getattr(socket, "AF_UNIX", None):
         return str(address[0])
     process, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
@@ -108,7 +108,7 @@ def _tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # All addresses of a machine are those of both kinds, as they are to gRPC.
+        # "All addresses" of a machine are those of both kinds, as for gRPC.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address[:2], family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:

@@ -3,7 +3,7 @@
     "FLT1" | header bytes: u32 | payload bytes: u64 | header | padding to 16 | tensors, each padded to 16
 
 Through a socket a frame goes without a copy: it leaves from where its tensors are and arrives in place. Elsewhere a
-large one travels in several pieces. Reading one allocates a single buffer for the payload, after every size in
+large frame travels in several pieces. Reading a frame allocates a single buffer for the payload, after every size in
 the header was checked against what was announced and against the limits below.
 """
 
@@ -55,22 +55,22 @@ M = TypeVar("M", pb.Request, pb.Reply)
 
 @dataclass
 class Frame:
-    """A control message and the tensors it speaks of."""
+    """Holds a control message and the tensors that it speaks of."""
 
     message: Any
     tensors: list[WireTensor] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """What its tensors weigh."""
+        """Return how many bytes its tensors have."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def kept(self) -> Frame:
-        """The same, whatever becomes of what its tensors are made of."""
+        """Return the same frame in a form that stays as it is now, whatever happens to its sources."""
         return Frame(self.message, [tensor.kept() for tensor in self.tensors])
 
     def pieces(self) -> Iterator[bytes]:
-        """The frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
+        """Yield the frame's bytes, in pieces of at most ``PIECE_BYTES`` (and at least one)."""
         buffers = self.buffers()
         total = sum(len(buffer) for buffer in buffers)
         if total <= PIECE_BYTES:
@@ -91,7 +91,7 @@ class Frame:
             yield b"".join(pending)
 
     def buffers(self) -> list[bytes | memoryview]:
-        """The frame's bytes where they are; tensors are not copied."""
+        """Return the frame's bytes where they are; tensors are not copied."""
         message: Message = self.message
         del message.tensors[:]  # type: ignore[attr-defined]
         payload: list[bytes | memoryview] = []
@@ -117,7 +117,7 @@ Fill = Callable[[memoryview], None]
 
 
 def read_frame(kind: type[M], pieces: Iterable[bytes | memoryview], limit: int = MAX_PAYLOAD_BYTES) -> Frame:
-    """Read the one frame that some pieces hold, its header of ``kind``; anything else is a ``ProtocolError``."""
+    """Read the one frame that some pieces hold, with a header of ``kind``; anything else is a ``ProtocolError``."""
     arriving = _Pieces(pieces)
     frame = receive_frame(kind, arriving.fill, limit)
     arriving.end()
@@ -153,7 +153,7 @@ def receive_frame(kind: type[M], fill: Fill, limit: int = MAX_PAYLOAD_BYTES) -> 
 
 
 def announced_bytes(begun: bytes) -> int:
-    """How large a frame says it is that begins like this; 0 where it does not say yet."""
+    """Return how large the frame that begins like this says it is; 0 where it does not say yet."""
     if len(begun) < PREFIX_BYTES:
         return 0
     _, header_size, payload_size = _PREFIX.unpack_from(begun)
@@ -161,7 +161,7 @@ def announced_bytes(begun: bytes) -> int:
 
 
 def _header(nbytes: int, fill: Fill) -> bytearray:
-    """So many bytes, which take memory as they come: nothing has confirmed their number yet."""
+    """Read so many bytes, which take memory as they come: nothing has confirmed their number yet."""
     header = bytearray()
     while len(header) < nbytes:
         part = bytearray(min(nbytes - len(header), _HEADER_PART_BYTES))
@@ -171,7 +171,7 @@ def _header(nbytes: int, fill: Fill) -> bytearray:
 
 
 class _Pieces:
-    """A stream that arrives in pieces."""
+    """Reads a stream that arrives in pieces."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._arriving = iter(pieces)
@@ -214,7 +214,7 @@ def _layout(message: Any, payload_size: int) -> list[tuple[int, str, tuple[int, 
 
 
 class Outgoing:
-    """A frame on its way into a socket."""
+    """Holds a frame on its way into a socket."""
 
     def __init__(self, frame: Frame) -> None:
         self._rest = deque(memoryview(buffer) for buffer in frame.buffers())
@@ -224,7 +224,7 @@ class Outgoing:
         return not self._rest
 
     def send(self, sock: socket.socket, *, wait: bool) -> None:
-        """Send all of it, or as much as the socket takes without waiting; ``OSError`` when its time is up."""
+        """Send all of it, or as much as the socket takes without waiting; raise ``OSError`` when its time is up."""
         while self._rest:
             try:
                 sent = sock.sendmsg(islice(self._rest, _MAX_BUFFERS), (), 0 if wait else socket.MSG_DONTWAIT)
@@ -239,7 +239,7 @@ class Outgoing:
 
 
 def receive(kind: type[M], sock: socket.socket, limit: int = MAX_PAYLOAD_BYTES) -> Frame:
-    """Read the next frame; ``OSError`` when the connection ends or its time is up."""
+    """Read the next frame; raise ``OSError`` when the connection ends or its time is up."""
     return receive_frame(kind, lambda target: fill(target, sock), limit)
 
 

@@ -39,7 +39,7 @@ _OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1 << 22),
     # A connection of its own, also beside other workers in this process: one that stalls must not stall the others.
     ("grpc.use_local_subchannel_pool", 1),
-    # Whoever asks for a reply reads it; without this every call would start a thread that reads for it.
+    # The thread that asks for a reply reads it; without this every call would start a thread that reads for it.
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 
@@ -88,7 +88,7 @@ class GrpcChannel:
         return reply
 
     def _why_unavailable(self) -> FleetError | None:
-        """A server that was never reached may be up and not let us in, which gRPC does not tell apart."""
+        """Return why a server was never reached: it may be up and not let us in, which gRPC does not tell apart."""
         return None if self._answered else why_no_handshake(self._endpoint, self._security.tls)
 
 
@@ -134,7 +134,7 @@ class GrpcCall:
 
 
 class _ReadAtOnce:
-    """A call whose reply is read as it comes, by a thread: a server's send waits for its reader, and a large reply that
+    """Reads the reply to a call as it comes, on a thread: a server's send waits for its reader, and a large reply that
     nobody reads yet would hold a thread of the server, and in the end the reply that its worker waits for."""
 
     def __init__(self, call: Call) -> None:

@@ -78,9 +78,9 @@ class GrpcNetwork:
 
 class GrpcListener:
     def __init__(self, endpoint: Endpoint, at: Endpoint, handler: Handler, threads: int, security: Security) -> None:
-        """The server that others know by ``endpoint`` listens ``at``."""
+        """``endpoint`` is how others know the server, ``at`` is where it listens."""
         security.check_listening(at)
-        # gRPC's own failure to bind names neither the reason nor the holder, so look before it does.
+        # When gRPC fails to bind, it names neither the reason nor the holder, so this looks first.
         if is_taken(at):
             raise _port_in_use(at)
         warn_if_only_here(at)
@@ -130,7 +130,7 @@ def _port_in_use(endpoint: Endpoint) -> PortInUseError:
 
 
 class _Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Where every request comes in, of whatever kind: one that has no right to is refused before it is read."""
+    """Lets in every request, of whatever kind, and refuses one that has no right to come before it is read."""
 
     def __init__(self, methods: _Methods, security: Security, endpoint: Endpoint) -> None:
         self._methods = methods
@@ -193,7 +193,7 @@ class _Methods:
 
 
 class _Arrivals:
-    """Requests of several pieces on their way in. Each holds a thread; one that brings nothing for long loses it."""
+    """Receives requests of several pieces. Each holds a thread; one that brings nothing for long loses it."""
 
     def __init__(self) -> None:
         self._clock = SystemClock()
@@ -211,7 +211,8 @@ class _Arrivals:
             del self._heard[context]
 
     def give_up(self) -> None:
-        """Whenever anything comes: threads are missed by nobody else."""
+        """Cancel requests that have brought nothing for long. This runs whenever anything comes, as only then somebody
+        misses a thread."""
         latest = self._clock.now() - STALL_S
         for context, heard in list(self._heard.items()):
             if heard < latest:
@@ -219,8 +220,8 @@ class _Arrivals:
 
 
 class _Lanes:
-    """Replies on their way out, or large requests on their way in. gRPC waits for the peer to read, or to send, so
-    every peer has a lane, with room for a few side by side and the others behind them: one that stops halfway never
+    """Carries replies on their way out, or large requests on their way in. gRPC waits for the peer to read, or to send,
+    so every peer has a lane, with room for a few side by side and the others behind them: one that stops halfway never
     holds all threads of the pool.
 
     The room is more than one where the pool allows it, since a peer may wait for its second reply before its first.
@@ -236,8 +237,8 @@ class _Lanes:
         self._bytes: Counter[Hashable] = Counter()  # of what waits
 
     def enter(self, lane: Hashable, deliver: Callable[[], None], nbytes: int, *, here: bool) -> bool:
-        """Send as soon as there is room: on this thread if that is now and ``here``, else on one of the pool. False if
-        there is no room to wait either."""
+        """Send as soon as there is room: on this thread if that is now and ``here``, else on one of the pool. Return
+        False if there is no room to wait either."""
         with self._lock:
             if self._busy[lane] >= self._room:
                 waiting = self._waiting.setdefault(lane, deque())
@@ -264,7 +265,7 @@ class _Lanes:
             following = self._next(lane)
 
     def _next(self, lane: Hashable) -> Callable[[], None] | None:
-        """What waits in this lane; with nothing left, one place in it becomes free."""
+        """Return what waits in this lane; if nothing is left, free one place in it."""
         with self._lock:
             waiting = self._waiting.get(lane)
             if waiting:
@@ -280,8 +281,9 @@ class _Lanes:
 
 
 class _Exchange:
-    """One request and its reply. No handler waits for a peer to read: a reply that is there when the handler returns
-    leaves then, on the request's thread; one that comes late, or to a peer still busy reading, on a thread of the pool.
+    """Holds one request and its reply. No handler waits for a peer to read: a reply that is there when the handler
+    returns leaves then, on the request's thread; one that comes late, or to a peer still busy reading, leaves on a
+    thread of the pool.
     """
 
     def __init__(self, context: Any, send: _Send, lanes: _Lanes) -> None:

@@ -1,6 +1,6 @@
 """A server reports that it is ready by gRPC's own health protocol, at a port of its own, as Kubernetes asks for it.
 
-A port of its own, since whoever asks (the kubelet) has neither a token nor certificates. Nothing is said there but that
+The port is its own, since those who ask (the kubelet) have neither a token nor certificates. It says nothing but that
 the server listens, from the moment it does until its job is over.
 """
 
@@ -23,7 +23,7 @@ _OPTIONS = [
 
 
 class HealthNetwork:
-    """A network whose servers report at ``port`` that they are there."""
+    """Wraps a network so that its servers report at ``port`` that they are there."""
 
     def __init__(self, network: Network, port: int, binding: Binding) -> None:
         self._network = network
@@ -74,7 +74,7 @@ class _Health:
         self._states = health_pb2.HealthCheckResponse
         self._servicer = health.HealthServicer()
         self.report(serving=False)
-        # Check alone: Watch would keep something for everybody who asks.
+        # Only Check is served: Watch would keep something for every peer that asks.
         check = grpc.unary_unary_rpc_method_handler(
             self._servicer.Check,
             request_deserializer=health_pb2.HealthCheckRequest.FromString,

@@ -1,8 +1,9 @@
 """One thread of a pool, its leader, waits for work and does what comes.
 
-To hand every piece of work to a thread of its own costs several switches, on many cores from one to another, which is
-more than most requests take. So whoever waits for work does it. When that holds it up, whatever the reason, another
-takes the lead and waits for the next: work may take long and even get stuck, as if it had a thread of its own.
+Handing every piece of work to a thread of its own costs several switches, on many cores from one core to another, which
+is more than most requests take. So the thread that waits for work does it. When the work holds it up, whatever the
+reason, another thread takes the lead and waits for the next piece: work may take long and even get stuck, as if it had
+a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _log = logging.getLogger("fleet.wire")
 
 Work = Callable[[], None]
 
-#: Who leads is held up when a piece of work takes longer than this, which is noticed before twice that time has passed.
+#: The leader is held up when a piece of work takes longer than this. It is noticed before twice this time has passed.
 #: To look every 5 ms cost a server with one worker, on two cores, 2 % of its speed.
 PATIENCE_S = 0.02
 #: Or than this while others are held up already: perhaps all wait for the same.
@@ -49,14 +50,15 @@ class LeaderPool:
         self._quiet = 0
         self._vacant = True  #: whether somebody else has to lead
         self._term = 0
-        self._turn = 0  #: odd while who leads is at work
+        self._turn = 0  #: odd while the leader is at work
         self._over = False
         self._is_short = False
         with self._lock:
             self._hire()
 
     def relieve(self) -> bool:
-        """Let another lead if who does is at work, so that something else need not wait for it; whether it is."""
+        """Let another thread lead if the leader is at work, so that something else need not wait for it; return whether
+        it is."""
         with self._lock:
             if not self._turn % 2:
                 return False
@@ -66,7 +68,7 @@ class LeaderPool:
             return True
 
     def dismiss(self) -> None:
-        """Let everybody go home; who waits for work has to be woken by whoever gives it."""
+        """Let all threads go home; the caller has to wake those that wait for work."""
         with self._lock:
             self._over = True
             self._called.notify_all()
@@ -117,7 +119,7 @@ class LeaderPool:
                     self._called.wait(PAUSE_S)
 
     def _stand_by(self) -> int | None:
-        """Wait until this thread has to lead; None when it can go home."""
+        """Wait until this thread has to lead; return None when it can go home."""
         with self._lock:
             self._standing += 1
             try:
@@ -146,7 +148,7 @@ class LeaderPool:
         return True
 
     def _rest(self) -> None:
-        """Watch who leads for a while, or wait to be called if somebody else does."""
+        """Watch the leader for a while; if another thread does, wait to be called."""
         if self._watched:
             self._called.wait()
             return
@@ -154,7 +156,7 @@ class LeaderPool:
         try:
             turn = self._turn
             self._quiet = 0 if turn % 2 else self._quiet + 1
-            # First this, and then another look: who leads does it the other way round, and so nothing is missed.
+            # First this, and then another look: the leader does it the other way round, and so nothing is missed.
             self._asleep = self._quiet > _QUIET_LOOKS and not self._vacant
             if self._asleep and self._turn == turn:
                 self._called.wait()

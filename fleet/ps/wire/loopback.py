@@ -87,8 +87,9 @@ class _Channel:
 
 
 class _ForkedChannel(_Channel):
-    """For a forked child, which has a copy of the server as well. A thread that it does not have may hold one of that
-    server's locks for good, so another thread asks, and nobody waits for it longer than for any other server."""
+    """Serves a forked child, which has a copy of the server as well. A thread that the child does not have may hold one
+    of that server's locks for good, so another thread asks, and nobody waits for it longer than for any other server.
+    """
 
     def start(
         self,
@@ -141,7 +142,7 @@ class _Call:
 
 
 class _Calls:
-    """The calls under way on one side of the line; closing that side ends them."""
+    """Holds the calls under way on one side of the line; closing that side ends them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -42,7 +42,8 @@ class Format:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds whole numbers only, so that the small elements of a line are rounded to nothing."""
+        """Say whether the format holds whole numbers only, so that the small elements of a line are rounded to
+        nothing."""
         return self.dtype == "int8"
 
 
@@ -50,7 +51,7 @@ FORMATS = {"bf16": Format("bfloat16"), "fp16": Format("float16", 2.0**15), "int8
 
 
 class Narrow:
-    """How a job's gradients travel; without a ``wire_dtype`` as they are."""
+    """Encodes a job's gradients for the wire; without a ``wire_dtype`` they travel as they are."""
 
     def __init__(self, wire_dtype: str | None) -> None:
         self._format = None if wire_dtype is None else FORMATS[wire_dtype]
@@ -64,20 +65,20 @@ class Narrow:
         return self._format is not None and self._format.is_whole
 
     def of(self, dtype: str) -> Format | None:
-        """What tensors of an element type travel in, if not in that."""
+        """Return the format in which tensors of an element type travel, if not in their own."""
         return self._format if dtype in WIDE else None
 
     def parts(self, dtype: str) -> int:
-        """How many tensors travel for one."""
+        """Return how many tensors travel for one tensor."""
         found = self.of(dtype)
         return 1 if found is None else found.parts
 
     def encode(
         self, tensor: torch.Tensor, noise: torch.Tensor | None = None, *, keep: bool = False
     ) -> list[WireTensor]:
-        """What travels for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way whole numbers are
-        rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not travel itself,
-        becomes what rounding has left of it, which is nothing where it is not finite."""
+        """Return the tensors that travel for a flat tensor or a matrix. ``noise`` between 0 and 1 decides which way
+        whole numbers are rounded; without it they are rounded to the nearest. With ``keep`` the tensor, if it does not
+        travel itself, becomes what rounding has left of it, or zero where it is not finite."""
         found = self.of(str(tensor.dtype).removeprefix("torch."))
         if found is None:
             return [WireTensor.of(tensor)]
@@ -101,12 +102,12 @@ class Narrow:
         return [WireTensor.of(numbers), WireTensor.of(scales)][: found.parts]
 
     def decode_flats(self, parts: Iterable[WireTensor], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """The flat tensors, one an element type, that have travelled one after the other."""
+        """Return the flat tensors, one an element type, that have travelled one after the other."""
         rest = iter(parts)
         return {dtype: self.decode([*islice(rest, self.parts(dtype))], dtype, (size,)) for dtype, size in sizes.items()}
 
     def decode(self, parts: Sequence[WireTensor], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of this type and shape that has travelled; nothing is taken for one that does not fit."""
+        """Return the tensor of this type and shape that has travelled; nothing is taken for one that does not fit."""
         found = self.of(dtype)
         expected = [(dtype if found is None else found.dtype, shape), (dtype, (_count(shape),))][: self.parts(dtype)]
         got = [(part.dtype, part.shape) for part in parts]
@@ -127,13 +128,13 @@ def _read(numbers: torch.Tensor, scales: torch.Tensor, found: Format) -> torch.T
 
 
 def _count(shape: Sequence[int]) -> int:
-    """How many lines there are."""
+    """Return how many lines a shape has."""
     return shape[0] if len(shape) == 2 else -(-math.prod(shape) // LINE)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements of a tensor that are lines of one width, and where their scales stand."""
+    """Holds elements of a tensor that are lines of one width, and where their scales stand."""
 
     elements: slice
     width: int
@@ -144,7 +145,7 @@ class _Part:
 
 
 def _parts(shape: Sequence[int]) -> Iterator[_Part]:
-    """All of a tensor, in parts small enough that what is computed in between stays in the caches."""
+    """Yield all of a tensor in parts so small that what is computed in between stays in the caches."""
     numel, width = math.prod(shape), shape[1] if len(shape) == 2 else LINE
     at_once = max(1, _ELEMENTS_AT_ONCE // width) * width
     whole = numel // width * width

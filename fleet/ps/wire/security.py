@@ -1,4 +1,4 @@
-"""Who is let in at the doors of a process, and with how much."""
+"""Decides who is let in at the doors of a process, and with how much."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Security:
         return cls(token, Tls.read(knobs), knobs.insecure, knobs.max_message_bytes)
 
     def refusal(self, presented: Sequence[bytes], endpoint: Endpoint) -> AuthenticationError | None:
-        """Why the server at ``endpoint`` does not take a request that came with these tokens."""
+        """Return why the server at ``endpoint`` does not take a request that came with these tokens; None if it
+        does."""
         where = f"the server at {endpoint}"
         if not self.token:
             if not presented:
@@ -56,8 +57,8 @@ class Security:
         )
 
     def check_listening(self, endpoint: Endpoint) -> None:
-        """Before a server opens a door: that it can show a certificate where it should, and does not let in all the
-        world unless it was told to."""
+        """Check before a server opens a door that it can show a certificate where it should, and does not let in all
+        the world unless it was told to."""
         if self.tls is not None:
             self.tls.check_for_server()
         keeps_out = bool(self.token) or (self.tls is not None and self.tls.mutual)

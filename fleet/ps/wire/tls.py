@@ -1,6 +1,6 @@
 """A process's TLS files are read and checked before anything depends on them; a failed handshake is explained.
 
-gRPC takes the files as they are and tells late, and in words of its own library, what is wrong with them. So they are
+gRPC takes the files as they are, and says late, and in words of its own library, what is wrong with them. So they are
 tried out here first, in memory; and where gRPC cannot reach a server that is up, a handshake of our own finds out why.
 """
 
@@ -21,7 +21,7 @@ PROBE_S = 5.0
 
 @dataclass(frozen=True)
 class Tls:
-    """A certificate with its key, an authority, or both: what there is of them, as PEM."""
+    """Holds a certificate with its key, an authority, or both, as PEM."""
 
     knobs: SecurityKnobs
     certificate: bytes | None
@@ -30,7 +30,7 @@ class Tls:
 
     @classmethod
     def read(cls, knobs: SecurityKnobs) -> Tls | None:
-        """None where no file is named."""
+        """Read the files that are named; return None where none is."""
         if not (knobs.cert or knobs.ca):
             return None
         tls = cls(
@@ -47,7 +47,7 @@ class Tls:
 
     @property
     def mutual(self) -> bool:
-        """Whether a server with these asks its clients for certificates."""
+        """Say whether a server with these asks its clients for certificates."""
         return self.authority is not None
 
     def check_for_server(self) -> None:
@@ -67,7 +67,7 @@ class Tls:
             )
 
     def context(self) -> ssl.SSLContext:
-        """What a worker demands and shows."""
+        """Return the context with what a worker demands and shows."""
         assert self.authority is not None
         context = _trusting(self.authority, "FLEET_TLS_CA", self.knobs.ca)
         context.set_alpn_protocols(["h2"])
@@ -77,7 +77,7 @@ class Tls:
 
 
 def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError | None:
-    """What keeps a worker from a server that is up; None if it is not up, or may yet answer.
+    """Return what keeps a worker from a server that is up; None if the server is not up, or may yet answer.
 
     Only what the other side makes known counts: a connection that just ends may be a server on its way up.
     """
@@ -101,8 +101,9 @@ def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError
 
 
 def _is_greeted(line: ssl.SSLSocket) -> bool:
-    """A server looks at its client's certificate after the client's part of the handshake is over, and hangs up on one
-    it does not take, gRPC's without a word. To any other it speaks first."""
+    """Say whether the server speaks first. It looks at its client's certificate after the client's part of the
+    handshake is over, and hangs up on one that it does not take, gRPC's without a word; to any other client it speaks
+    first."""
     try:
         return bool(line.recv(1))
     except TimeoutError:
@@ -174,7 +175,7 @@ def _trusting(authority: bytes, variable: str, path: str) -> ssl.SSLContext:
 
 
 def _curious() -> ssl.SSLContext:
-    """Talks to any server, only to learn whether it speaks TLS; nothing is said over it."""
+    """Return a context that talks to any server, only to learn whether it speaks TLS; nothing is said over it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -182,7 +183,8 @@ def _curious() -> ssl.SSLContext:
 
 
 def _try_out(knobs: SecurityKnobs, certificate: bytes) -> None:
-    """A handshake in memory with somebody who trusts this very certificate: what fails then is its own fault."""
+    """Shake hands in memory with a peer that trusts exactly this certificate: what fails then is the certificate's own
+    fault."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(knobs.cert, knobs.key, password="")

@@ -1,4 +1,4 @@
-"""The rest of the package knows of a network that it listens and connects: one request, one reply.
+"""A network, as the rest of the package knows it, listens and connects: one request, one reply.
 
 A reply may come late and from any thread: a handler is given ``respond`` and may keep it. That is how a pull that
 cannot be answered yet waits on a server without holding one of its threads. What a handler returns, if anything, is
@@ -18,27 +18,27 @@ Handler = Callable[[Frame, Respond], Callable[[], None] | None]
 
 
 class TransportError(Exception):
-    """The request got no reply: the peer is not there, went away, or the call was cancelled or timed out."""
+    """Says that the request got no reply: the peer is not there, went away, or the call was cancelled or timed out."""
 
 
 class Call(Protocol):
-    """A request under way."""
+    """Follows a request under way."""
 
     def send(self) -> None:
-        """Hand over what the network did not take at once, waiting for the peer to read; ``result`` does it as well."""
+        """Hand over what the network did not take at once, waiting for the peer to read; ``result`` does so as well."""
         ...
 
     def result(self) -> Frame:
-        """Wait for the reply; ``TransportError`` if none will come."""
+        """Wait for the reply; raise ``TransportError`` if none will come."""
         ...
 
     def cancel(self) -> None:
-        """Let whoever waits in ``result`` go on with a ``TransportError``."""
+        """Let the thread that waits in ``result`` go on with a ``TransportError``."""
         ...
 
 
 class BrokenCall:
-    """A request that could not even leave."""
+    """Stands for a request that could not even leave."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -54,7 +54,7 @@ class BrokenCall:
 
 
 class BrokenChannel:
-    """One over which nothing can leave."""
+    """Stands for a channel over which nothing can leave."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -77,17 +77,18 @@ class BrokenChannel:
 
 
 class Channel(Protocol):
-    """A line to one endpoint. Made without a connection; that comes with the first request."""
+    """Sends requests to one endpoint. It is made without a connection, which comes with the first request."""
 
     def start(
         self, request: Frame, timeout_s: float | None = None, *, urgent: bool = False, ahead: bool = False
     ) -> Call:
-        """Send a request. An ``urgent`` one is small, and never waits behind others at the server; nobody reads the
-        reply soon to one that is ``ahead``, and that must hold up no other."""
+        """Send a request. An ``urgent`` one is small, and never waits behind others at the server. Nobody reads the
+        reply soon to one that is ``ahead``, and this reply must hold up no other."""
         ...
 
     def forked(self) -> Channel:
-        """The same for a forked child of this process, with connections of its own, and without a lock of this one."""
+        """Return the same channel for a forked child of this process, with connections of its own, and without a lock
+        of this one."""
         ...
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def error_reply(error: FleetError) -> Frame:
 
 
 def raise_if_error(reply: Frame) -> Frame:
-    """Pass a good reply through; raise what a bad one carries."""
+    """Return a good reply as it is; raise the error in a bad one."""
     if reply.message.HasField("error"):
         sent = reply.message.error
         raise _KINDS.get(sent.kind, FleetError)(
@@ -61,7 +61,7 @@ def raise_if_error(reply: Frame) -> Frame:
 def serve(
     handler: Handler, pieces: Iterable[bytes], respond: Respond, limit: int = MAX_PAYLOAD_BYTES
 ) -> Callable[[], None]:
-    """Read a request and let ``handler`` answer it; what is to be done after it."""
+    """Read a request and let ``handler`` answer it; return what is to be done after that."""
     try:
         request = read_frame(pb.Request, pieces, limit)
     except TransportError as error:  # there is nobody to answer
@@ -77,7 +77,7 @@ def serve(
 
 
 def failure_reply(error: Exception) -> Frame:
-    """The answer to a request whose handler has failed: this peer hears why, and nobody else."""
+    """Return the reply to a request whose handler has failed: this peer hears why, and nobody else."""
     if isinstance(error, FleetError):
         return error_reply(error)
     _log.error("a request failed inside the server", exc_info=error)

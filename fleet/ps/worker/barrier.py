@@ -35,7 +35,7 @@ class Barrier:
         self._in_doubt: tuple[int, Frame] | None = None
 
     def gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
-        """Return what comes of it, when every worker has come."""
+        """Return the outcome, when every worker has come."""
         with self._turns.meeting(call):
             number = self._progress.gathered + 1
             message = pb.Gather(number=number, op=op, dtype=dtype, beside=self._turns.is_other_thread)
@@ -51,7 +51,8 @@ class Barrier:
                     self._finish(*self._in_doubt)
 
     def _finish(self, number: int, frame: Frame) -> WireTensor | None:
-        """Bring one gathering to its end. Interrupted it stays in doubt, as a step does: the server may have it."""
+        """Bring one gathering to its end. If it is interrupted it stays in doubt, as a step does: the server may have
+        it."""
         progress = self._progress
         self._in_doubt = (number, frame)
         op = frame.message.gather.op

@@ -1,10 +1,11 @@
 """``save_persistables``: one worker claims a folder, every server writes its share into it, the worker adds the
 manifest.
 
-Called by one worker or by all, it is done once (once.py). In GEO the first worker does it, since its optimizer's state
-is the job's. In a synchronous job no round closes without the worker that waits; it may go on when the servers have
-written the parameters, and keep the rows as they are for what is left. In the other modes workers go on, and each block
-and row is saved as it is when its turn comes. A server that does not see the folder sends its share instead.
+One worker calls it, or all do, and it is done once (lease.py). In GEO the first worker does it, since its optimizer's
+state is the job's. In a synchronous job no round closes without the worker that waits; it may go on when the servers
+have written the parameters, and they keep the rows as they are until those are written too. In the other modes workers
+go on, and each block and row is saved as it is when its turn comes. A server that does not see the folder sends its
+share instead.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ Rest = Callable[[Callable[[], None] | None], None]
 
 
 def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | None, wanted: str) -> Rest:
-    """Have everything applied that this worker has computed, and give the state of its ``own`` objects. What is
-    returned does the rest. ``wanted`` is the name under which others give theirs; empty: that of this call."""
+    """Let the servers apply everything that this worker has computed, give the state of its ``own`` objects, and return
+    a function that does the rest. ``wanted`` is the name under which others give their states; empty: that of this
+    call."""
     if mode not in (FULL, DELTA):
         raise ConfigurationError(
             "a checkpoint cannot be saved in this mode", expected="'full' or 'delta'", got=repr(mode)
@@ -123,8 +125,8 @@ def _ask(
     *,
     begin: bool,
 ) -> None:
-    """Have every server begin to write its share, or finish it: then ``files`` has what it wrote. What a server cannot
-    write is there already when it should begin, as nobody else keeps it as it is."""
+    """Ask every server to begin its share, or to finish it: then ``files`` has what it wrote. A server that cannot
+    write sends its share when it should begin, as nobody else keeps that as it is."""
     save = pb.Save(
         id=writer.id,
         after="" if after is None else after.id,
@@ -167,23 +169,24 @@ class CheckpointStates:
         return self._is_any_given and self._shares_steps and not self._is_alone
 
     def ask(self, step: int) -> None:
-        """Let all know that a checkpoint is to follow a step."""
-        # Steps of a job in lockstep may have other numbers than those of the user, who goes on from a checkpoint.
+        """Tell all workers that a checkpoint is to follow a step."""
+        # In lockstep the job's steps may have other numbers than the user's, who goes on from a checkpoint.
         self._own_states.ask(step - self._progress.taken + self._progress.completed)
 
     @property
     def asked(self) -> str:
-        """The name under which all have been asked after this step; empty if they have not."""
+        """Return the name under which all workers have been asked after this step; empty if they have not."""
         return self._own_states.asked
 
     @property
     def wanted(self) -> str | None:
-        """The name under which this worker's state is wanted now; None if it is not. Without rounds nobody can know
-        when one is, and it is after every step."""
+        """Return the name under which this worker's state is wanted now; None if it is not. Without rounds nobody can
+        know when it is, so it is wanted after every step."""
         return (self._progress.wanted or None) if self._shares_steps else ""
 
     def name_of_call(self, call: str) -> str:
-        """The name of what is wanted in a call that every worker makes; empty where nobody gives any."""
+        """Return the name of the states that are wanted in a call that every worker makes; empty where nobody gives
+        any."""
         return self._progress.name_of_call(call) if self._is_any_given else ""
 
     @property

@@ -1,10 +1,10 @@
 """An asynchronous worker sends gradients and fetches parameters behind the user's back.
 
-The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, nothing is ever
-dropped. One thread takes what has gathered there, merges it, lets the next look-up go first and pushes it. When enough
-gradients have gone, parameters are fetched: by another thread, or with the answer to the push if that is not wanted, or
-not worth it. What was fetched lies ready until the user's thread takes it between two steps: parameters never change
-under a forward or backward.
+The user's thread puts each step's gradients into a short queue and goes on; a full queue holds it up, and nothing is
+ever dropped. One thread takes the steps that wait there, merges them, lets the next look-up go first and pushes. When
+enough gradients have gone, parameters are fetched: by another thread, or with the answer to the push if a thread is not
+wanted, or not worth it. Fetched values lie ready until the user's thread takes them between two steps: parameters never
+change under a forward or backward.
 
 The first failure on either thread ends both; the user's next call raises it.
 """
@@ -51,8 +51,8 @@ class Communicator:
         values_bytes: int,
         gives_way: bool,
     ) -> None:
-        """``values_bytes``: what the parameters of a server weigh, at most. With ``gives_way`` each step's gradients
-        let the next look-up go first, of which ``looked_up`` tells."""
+        """``values_bytes`` is the most that the parameters of a server weigh. With ``gives_way`` each step's gradients
+        let the next look-up go first, which ``looked_up`` reports."""
         self._knobs = knobs
         self._merge = merge
         self._send = send
@@ -118,7 +118,7 @@ class Communicator:
 
     @property
     def queued(self) -> int:
-        """How many steps wait to be sent."""
+        """Return how many steps wait to be sent."""
         return len(self._queue)
 
     def end(self) -> None:
@@ -169,7 +169,7 @@ class Communicator:
                 self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[Gradients]:
-        """Return what to merge: up to so many, after some short waits for more; nothing at the end."""
+        """Return what to merge: up to so many steps, after some short waits for more; nothing at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._queue)
             batch: list[Gradients] = []

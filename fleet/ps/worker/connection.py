@@ -87,15 +87,15 @@ class Connection:
         return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
 
     def start(self, frame: Frame, what: str, *, ahead: bool = False) -> PendingRequest:
-        """Send a request; ``what`` names it in errors ("push of step 7"). Nobody waits yet for the reply to one that is
-        ``ahead``."""
+        """Send a request; ``what`` names it in errors ("push of step 7"). Nobody waits yet for the reply to a request
+        that is ``ahead``."""
         return PendingRequest(self, frame, what, ahead)
 
     def call(self, frame: Frame, what: str) -> Frame:
         return self.start(frame, what).result()
 
     def hello(self, frame: Frame, *, wait: bool) -> Frame:
-        """Say hello, waiting for a server that is not up yet until the start-up deadline (or not, if not told to)."""
+        """Say hello. With ``wait`` it waits for a server that is not up yet, until the start-up deadline."""
         began, taken_at = self._clock.now(), 0.0
         waits = Wait(self._clock, self._knobs.startup_deadline_s)
         while True:
@@ -133,7 +133,7 @@ class Connection:
             self._channel.start(frame, FAREWELL_S).result()
 
     def forked_channel(self) -> Channel:
-        """Open one for a forked child of this process, which may not use this one."""
+        """Open a channel for a forked child of this process, which may not use this one."""
         return self._channel.forked()
 
     @property
@@ -206,7 +206,8 @@ class Connection:
         )
 
     def fail(self, error: FleetError) -> None:
-        """End the connection, unless it has ended before: whoever waits for an answer, or asks later, gets this."""
+        """End the connection, unless it has ended before: everybody who waits for an answer, or asks later, gets this
+        error."""
         with self._lock:
             self._failure = self._failure or error
             under_way = list(self._under_way)
@@ -228,7 +229,7 @@ class Connection:
         raise self.reported_failure()
 
     def _checked_size(self, frame: Frame, what: str) -> int:
-        """Return what a frame weighs. A server would hang up in the midst of a request that is too large for it."""
+        """Return the size of a frame. A server would hang up in the middle of a request that is too large for it."""
         most, nbytes = self._knobs.security.max_message_bytes, frame.nbytes
         if nbytes > most:
             raise ConfigurationError(
@@ -257,7 +258,7 @@ class Connection:
         return self._failure.again()
 
     def answered(self, reply: Frame) -> Frame:
-        """Check a reply to the user's request; one that says that the job is over ends the connection."""
+        """Check a reply to the user's request; a reply that says that the job is over ends the connection."""
         self._heard()
         with self._lock:
             self.received_bytes += reply.nbytes
@@ -298,17 +299,18 @@ class Connection:
 
 
 def _give_up(call: Call) -> None:
-    """Cancel a call of which nobody wants the reply any more."""
+    """Cancel a call whose reply nobody wants any more."""
     call.cancel()
     with contextlib.suppress(TransportError, FleetError):
         call.result()  # what the network keeps for the call goes with its end
 
 
 class PendingRequest:
-    """A request under way. Repeating it is safe: a server answers a step it already knows without applying it again.
+    """Carries a request under way. Repeating it is safe: a server answers a step it already knows without applying it
+    again.
 
-    While the server is silent it is repeated until heartbeats give the server up; if it keeps breaking although the
-    server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
+    While the server is silent the request is repeated until heartbeats give the server up; if it keeps breaking
+    although the server is heard, it is repeated ``FLAGS_rpc_retry_times`` times.
     """
 
     def __init__(self, connection: Connection, frame: Frame, what: str, ahead: bool) -> None:
@@ -322,11 +324,11 @@ class PendingRequest:
         self._connection.end(self._call)
 
     def send(self) -> None:
-        """Let the request leave; ``result`` does it as well, but with several under way all should leave first."""
+        """Let the request leave. ``result`` does so too, but of several requests under way all should leave first."""
         self._call.send()
 
     def result(self) -> Frame:
-        """Wait for the reply. Errors the server sent are raised, as is whatever ended the connection."""
+        """Wait for the reply. Raise an error that the server sent, or whatever ended the connection."""
         connection = self._connection
         retries = 0
         broken_at = connection.clock.now()
@@ -355,7 +357,7 @@ class Connections:
     """Connects the worker to all servers, and asks them together."""
 
     def __init__(self, by_server: Sequence[Connection], progress: Progress, claim: Callable[[str], object]) -> None:
-        """``claim`` puts down, for a reason, that this worker is the cause of its job's end."""
+        """``claim`` notes, with a reason, that this worker is the cause of its job's end."""
         self.by_server = by_server
         self._progress = progress
         self._claim = claim
@@ -366,7 +368,7 @@ class Connections:
         return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
 
     def ask_all(self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None) -> list[Frame]:
-        """Send one request to every server, all under way at once, or so many."""
+        """Send one request to every server: all under way at once, or ``at_once`` of them."""
         failure: FleetError | None = None
         replies = []
         numbered = list(enumerate(self.by_server))
@@ -398,20 +400,20 @@ class Connections:
             connection.farewell(Frame(connection.request(self._progress.completed, **word)))
 
     def claim_cause(self, reason: str) -> None:
-        """Put down that this worker ends the job, unless it follows the failure of another one."""
+        """Note that this worker ends the job, unless it follows the failure of another one."""
         if self.is_healthy:
             self._claim(reason)
 
     def end_job(self, error: FleetError) -> None:
-        """End the job, as this worker has found that it cannot go on: the others must not either, and other threads of
-        this worker must not wait for servers that end now."""
+        """End the job, as this worker has found that it cannot go on: the others must not go on either, and other
+        threads of this worker must not wait for servers that end now."""
         self.claim_cause(f"{type(error).__name__}: {error}")  # before anybody hears of it
         self.farewell(abort=pb.Abort(reason=str(error)))
         for connection in self.by_server:
             connection.fail(error)
 
     def note_reported(self) -> None:
-        """Note that what ended any of them has reached the user."""
+        """Note that the user knows what ended any of them."""
         for connection in self.by_server:
             connection.reported = connection.reported or connection.failure is not None
 

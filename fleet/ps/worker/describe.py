@@ -1,4 +1,4 @@
-"""From torch to values: the user's optimizers and model as a ``JobSpec``, and what in it cannot be honoured."""
+"""Turns the user's optimizers and model into values, a ``JobSpec``, and refuses what cannot be honoured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 
 @dataclass(frozen=True)
 class Description:
-    """A spec and the torch objects it describes, in the same order."""
+    """Holds a spec and the torch objects that it describes, in the same order."""
 
     spec: JobSpec
     params: tuple[torch.nn.Parameter, ...]
@@ -32,7 +32,7 @@ class Description:
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     def has_newcomers(self) -> bool:
-        """Whether a parameter joined an optimizer after this was made; one that left it is an error."""
+        """Say whether a parameter joined an optimizer after this was made; it is an error if one left it."""
         present = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         groups, known = self._known
         if not groups <= {id(group) for group in present}:
@@ -67,7 +67,7 @@ class Description:
         return ElementTypes(self.params, [spec.name for spec in specs], [getattr(torch, spec.dtype) for spec in specs])
 
     def continued_by(self, fresh: Description) -> Description:
-        """``fresh``, which describes the same optimizers later, in an order that begins with this one."""
+        """Return ``fresh``, which describes the same optimizers later, in an order that begins with this one's."""
         groups, specs = list(self.groups), list(self.spec.groups)
         places = {id(group): index for index, group in enumerate(groups)}
         for group, group_spec in zip(fresh.groups, fresh.spec.groups, strict=True):
@@ -105,11 +105,11 @@ class Description:
         )
 
     def options(self) -> tuple[str, ...]:
-        """The options of every group as they are now, as JSON: they travel with each push."""
+        """Return the options of every group as they are now, as JSON: they travel with each push."""
         return tuple(json.dumps(self.option_values(index)) for index in range(len(self.groups)))
 
     def option_values(self, index: int) -> dict[str, Any]:
-        """The options of one group as they are now, in plain values."""
+        """Return the options of one group as they are now, in plain values."""
         spec, group = self.spec.groups[index], self.groups[index]
         defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
         _refuse_options(RULES[spec.rule], group)
@@ -132,7 +132,7 @@ def describe(
     server_num: int,
     worker_num: int,
 ) -> Description:
-    """Read the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
+    """Describe the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
     params: list[ParamSpec] = []
     tables: list[TableSpec] = []
     specs: list[GroupSpec] = []
@@ -246,7 +246,7 @@ def _table_spec(name: str, handle: TableHandle, group: int) -> TableSpec:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """An option as JSON can carry it without loss."""
+    """Return an option in a form that JSON carries without loss."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):

@@ -1,7 +1,8 @@
 """A forked child of a worker may look rows up, and nothing else.
 
-It does so over connections of its own, as a request on one of the parent's would mix with the parent's. Nobody counts
-on it: it sends no heartbeats, has no step, and may read nothing that servers would remember the worker to have read.
+It does so over connections of its own, as a request on one of the parent's would mix with the parent's. It sends no
+heartbeats, has no step, and may read nothing that servers would remember the worker to have read; so nobody waits for
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ForkedReader:
     def __init__(
         self, connections: Connections, trained: TrainedModel, progress: Progress, mode: str, policy: Policy
     ) -> None:
-        """``mode`` is what errors call the mode that has this ``policy``."""
+        """``mode`` is the name in errors of the mode that has this ``policy``."""
         self.turns = Turns()
         self._progress = progress
         self._mode = mode

@@ -1,7 +1,7 @@
 """Merges the gradients of several steps into one push: adds them up, rows by id, and takes the mean where that is due.
 
-Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the
-usual size. Which of the two is decided for each param group.
+Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the usual
+size. Each param group is decided on its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fleet.ps.worker.push import Clocks, Gradients, Rows
 
 
 class GradientMerge:
-    """``add`` gives back every ``steps`` steps; ``is_sgd`` says whether to sum, None finds it out from each group."""
+    """Merges steps: ``add`` returns gradients every ``steps`` steps. ``is_sgd`` says whether to sum; None finds it out
+    for each group."""
 
     def __init__(self, described: Description, steps: int, is_sgd: bool | None) -> None:
         self.steps = steps

@@ -1,4 +1,4 @@
-"""A worker says hello to every server, and checks that their answers agree, these and those to its pushes."""
+"""A worker says hello to every server, and checks that the servers' answers agree, to hellos and to pushes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _START_AGAIN = "Start the whole job again, from its last checkpoint if there is 
 def join(
     connections: Connections, plan: Plan, options: Sequence[str], policy: Policy, job_id: str, *, wait: bool
 ) -> list[pb.Reply]:
-    """Say hello to every server, and ``wait`` for those that are not up yet; what they answer, which fits together."""
+    """Say hello to every server, and ``wait`` for those that are not up yet; return their answers, which fit
+    together."""
     endpoints = [str(each.endpoint) for each in connections.by_server]
     answers = []
     for server, connection in enumerate(connections.by_server):
@@ -54,8 +55,8 @@ def check_delivered(connections: Connections, step: int, replies: Sequence[Frame
 
 
 def check_loads(connections: Connections, known: Sequence[int], replies: Sequence[Frame]) -> None:
-    """Refuse to go on with a server that has other values than it had taken over: those that had been replaced as
-    often as is ``known``."""
+    """Refuse to go on with a server that has other values than it had taken over. Its values had been replaced as often
+    as is ``known``."""
     lost = [
         str(connection.endpoint)
         for connection, reply, loads in zip(connections.by_server, replies, known, strict=True)

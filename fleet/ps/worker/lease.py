@@ -1,5 +1,5 @@
-"""What one worker does for the whole job: server 0 grants it to the first that asks, and answers the others when it is
-done."""
+"""One worker does something for the whole job: server 0 grants it to the first that asks, and answers the others when
+it is done."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger("fleet.worker")
 
 def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None], *, by_anyone: bool) -> None:
     """Return when the call of this name has been carried out, by this worker's ``act`` or by another's; a failure is
-    raised on all.
+    raised on all workers.
 
     ``name`` is the worker's ``name_of_call``; ``act`` is given it, and what the server says with its grant. Where modes
-    let worker 0 write checkpoints, ``by_anyone`` is for what needs nothing of its own.
+    let only worker 0 write checkpoints, ``by_anyone`` is for acts that need nothing of worker 0's own.
     """
     arbiter, step = worker.connections.by_server[0], worker.progress.completed
     asked = pb.Claim(name=name, by_anyone=by_anyone)
@@ -47,8 +47,7 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
 
 @contextlib.contextmanager
 def withdrawn_if_it_fails(worker: WorkerRuntime, begun: str) -> Iterator[None]:
-    """Have the servers forget what they begin in here under this name, a checkpoint or other values, if it comes to
-    nothing."""
+    """Surround what servers begin under this name, a checkpoint or other values, so that they forget it if it fails."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""The whole model as plain tensors, gathered from the servers: to hand to the user, or to save for serving.
+"""Gathers the whole model from the servers as plain tensors: to hand to the user, or to save for serving.
 
 Dense parameters and rows come in the pieces in which servers export their state. A piece is worked in when it has come,
 so memory beyond the result is that of one piece, and of one column where rows have to be sorted.
@@ -35,7 +35,7 @@ class Collector(Protocol):
     def add(self, ids: torch.Tensor, rows: torch.Tensor) -> None: ...
 
     def tensors(self, key: str) -> dict[str, torch.Tensor]:
-        """What stands in the result for the table of this key, once all rows have come."""
+        """Return the tensors in the result for the table of this key, once all rows have come."""
 
 
 #: Of a table, how its initial values are drawn (the seed), and how many rows it has.
@@ -43,8 +43,8 @@ MakeCollector = Callable[[TableHandle, TableSpec, int, int], Collector]
 
 
 def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
-    """The keys of ``model.state_dict()`` with the job's values. Tables of known size come whole, others as ids and
-    rows, and none at all unless ``tables``."""
+    """Return the keys of ``model.state_dict()`` with the job's values. Tables of known size come whole, others as ids
+    and rows; without ``tables`` none come."""
 
     def collector(handle: TableHandle, spec: TableSpec, seed: int, count: int) -> Collector:
         return SortedRows(spec, count) if spec.num_embeddings is None else AllRows(handle, spec, seed)
@@ -57,7 +57,7 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
-    """Save it by the first worker that calls; the others wait until it is there."""
+    """Save the model by the first worker that calls; the others wait until it is there."""
     state = serving.state_to_save(model, worker.trained.parts()[1], example_inputs)
 
     def write(_: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def _facts(handle: TableHandle) -> TableFacts:
 def _collect(
     worker: WorkerRuntime, state: dict[str, torch.Tensor], make: MakeCollector | None
 ) -> dict[str, torch.Tensor]:
-    """The ``state`` of a model with the job's values; ``make`` collects its tables."""
+    """Return the ``state`` of a model with the job's values; ``make`` collects its tables."""
     params, tables = worker.trained.parts()
     dense = {key: params[id(value)] for key, value in state.items() if id(value) in params}
     remote = {key: (handle, tables[id(handle)]) for key, handle in serving.remote_tables(state).items()}
@@ -115,7 +115,7 @@ def _collect(
 
 
 class AllRows:
-    """A matrix with a row for every id there may be: those that were never trained have their initial values."""
+    """Collects a matrix with a row for every id there may be: ids that were never trained have their initial values."""
 
     def __init__(self, handle: TableHandle, spec: TableSpec, seed: int) -> None:
         assert spec.num_embeddings is not None
@@ -136,7 +136,7 @@ class AllRows:
 
 
 class SortedRows:
-    """The rows there are, in the order of their ids. ``count`` is how many they are, or were a moment ago."""
+    """Collects the rows there are, in the order of their ids. ``count`` is how many there are, or were a moment ago."""
 
     def __init__(self, spec: TableSpec, count: int) -> None:
         self._ids = torch.empty(count, dtype=torch.int64)

@@ -21,7 +21,7 @@ _log = logging.getLogger("fleet.worker")
 
 @dataclass(frozen=True)
 class Shares:
-    """Names the states of the workers' own objects that belong into a checkpoint: those given under a name, by everyone
+    """Names the states of the workers' own objects that a checkpoint is to have: those given under a name, by everyone
     who makes this call, or by those who have said that they give theirs."""
 
     name: str
@@ -48,17 +48,17 @@ class OwnStates:
     # ---------------------------------------------------------------- with a step
 
     def send_with_step(self, data: Bytes) -> None:
-        """Have it go with the next step."""
+        """Send the state with the next step."""
         self._check_size(data)
         self._unsent = data
 
     def take(self) -> Bytes | None:
-        """Return what goes with the step that is taken now."""
+        """Return the state that goes with the present step."""
         data, self._unsent = self._unsent, None
         return data
 
     def attach_to(self, push: pb.Push, state: Bytes | None) -> list[WireTensor]:
-        """Put into a push for server 0 what it has to know of the state; the tensors to come last in it."""
+        """Put into a push for server 0 what it has to know of the state; return the tensors that come last in it."""
         keeping = pb.Keeping(kept=state is not None, gives=self.gives, asks=self.asks)
         self.asks = ""
         if keeping.ByteSize():
@@ -68,13 +68,13 @@ class OwnStates:
     # ---------------------------------------------------------------- for a checkpoint
 
     def ask(self, step: int) -> None:
-        """Have all workers hear with a step, if it is the next, that a checkpoint follows it and wants their states."""
+        """Tell all workers with a step, if it is the next, that a checkpoint follows it and wants their states."""
         if step == self._progress.completed + 1:
             self._asked_at, self.asks = step, _after(step)
 
     @property
     def asked(self) -> str:
-        """The name under which all have been asked after this step; empty if they have not."""
+        """Return the name under which all workers have been asked after this step; empty if they have not."""
         return _after(self._asked_at) if self._asked_at == self._progress.completed else ""
 
     def give(self, name: str, data: Bytes, *, last: bool = False) -> None:
@@ -85,7 +85,7 @@ class OwnStates:
         self._ask("state for a checkpoint", [WireTensor.of(data)], give=give)
 
     def pass_on(self, data: Bytes) -> None:
-        """Give it if it has changed, and do not wait for the answer."""
+        """Give the state if it has changed, and do not wait for the answer."""
         content = data.tobytes()
         if content != self._given:
             self._check_size(data)
@@ -102,13 +102,14 @@ class OwnStates:
         self._given = None
 
     def wait_until_given(self) -> None:
-        """Wait until what has been passed on is there."""
+        """Wait until the state that was passed on is there."""
         if self._under_way is not None:
             self._under_way.result()
             self._under_way = None
 
     def collect(self, shares: Shares) -> dict[str, Any]:
-        """Wait until all have given theirs who will: who has, how many steps they had taken, and who lacks."""
+        """Wait until everybody has given a state who will; return who has, how many steps they had taken, and who
+        lacks."""
         recall = pb.Recall(collection=shares.name, everyone=shares.everyone)
         answer: dict[str, Any] = json.loads(self._ask("states of all workers", recall=recall).message.about)
         for worker in answer["missing"]:
@@ -116,7 +117,7 @@ class OwnStates:
         return answer
 
     def collected(self, shares: Shares, answer: dict[str, Any]) -> Iterator[tuple[int, int, Bytes]]:
-        """Yield what was collected, one worker after the other."""
+        """Yield the collected states, one worker after the other."""
         for worker, steps in zip(answer["workers"], answer["steps"], strict=True):
             yield worker, steps, self._collected_of(worker, shares)
 
@@ -131,7 +132,7 @@ class OwnStates:
     # ---------------------------------------------------------------- back
 
     def recall(self) -> Bytes | None:
-        """Return what server 0 has for this worker."""
+        """Return the state that server 0 has for this worker."""
         reply = self._ask("its state", recall=pb.Recall())
         if not reply.message.granted:
             return None

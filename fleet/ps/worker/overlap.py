@@ -1,10 +1,10 @@
-"""Gradients that leave while the backward of a ``minimize`` still runs: nothing can come between it and its step.
+"""Gradients leave while the backward of a ``minimize`` still runs, as nothing can come between it and its step.
 
-A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends what
-is left, and names the attempt under which servers have the rest. If a gradient is not as it was when it was sent (a
-backward that came to it twice, a hook that changed it), or could not be sent, the step sends everything. Where hooks of
-the user's see complete gradients too nothing leaves. What else runs in a backward may change one without a trace
-(``grad.data``, ``grad.numpy()``), so its bytes are summed up before it is sent, and again.
+A hook sees each large gradient when it is complete, and a thread sends it, from where it is. The step then sends the
+rest, and names the attempt under which servers have what was sent. If a gradient is not as it was when it was sent (a
+backward that came to it twice, a hook that changed it), or could not be sent, the step sends everything. If hooks of
+the user's see complete gradients too, nothing is sent early. Other code that runs in a backward may change a gradient
+without a trace (``grad.data``, ``grad.numpy()``), so its bytes are summed up before it is sent, and again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST_BYTES = 1 << 20
 
 
 def worthwhile(params: Sequence[torch.Tensor]) -> bool:
-    """Whether any gradient of these is large enough to leave by itself."""
+    """Say whether any gradient of these is large enough to leave by itself."""
     return any(map(_is_large, params))
 
 
@@ -71,7 +71,7 @@ class EarlyGradients:
             self._armed = False
 
     def _are_seen(self) -> bool:
-        """Whether a gradient has a hook beside the one of this object."""
+        """Say whether a gradient has a hook beside the one of this object."""
         return sum(len(param._post_accumulate_grad_hooks or ()) for param in self._params) > len(self._hooks)
 
     def _complete(self, index: int, param: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class EarlyGradients:
         return self._send(attempt, index, flat), before
 
     def sent(self, grads: Sequence[torch.Tensor | None]) -> tuple[int, frozenset[int]]:
-        """The attempt under which servers have gradients of this step, and of which parameters; 0 for none."""
+        """Return the attempt under which servers have gradients of this step, and of which parameters; 0 for none."""
         sent, under_way, self._sent, self._under_way = self._sent, self._under_way, {}, {}
         try:
             left = {index: each.result() for index, each in under_way.items()}

@@ -40,8 +40,9 @@ class Progress:
         self._calls_after = 0
 
     def resume(self, hellos: Sequence[Any]) -> None:
-        """Be where the servers say that this worker is. Where it starts again, some may have its last step and some
-        not: it is taken once more. One that is further behind has lost what the others have, and goes on with them."""
+        """Go on where the servers say that this worker is. If it starts again, some servers may have its last step and
+        some not: it is taken once more. A server that is further behind has lost what the others have, and goes on with
+        them."""
         delivered = [reply.delivered for reply in hellos]
         furthest = max if max(delivered) - min(delivered) > 1 else min
         self.completed = furthest(delivered)
@@ -61,11 +62,11 @@ class Progress:
             self.steps = self.taken = self.went_on_at = resumed.step
 
     def version_needed(self, more_steps: int = 0) -> int:
-        """The version that this worker needs to go on, now or when it has completed some more steps."""
+        """Return the version that this worker needs to go on, now or when it has completed some more steps."""
         return self._policy.version_needed(self.completed + more_steps)
 
     def notice(self, replies: Sequence[Frame]) -> None:
-        """Replies from the first servers on: they say whether values have been replaced, and states are wanted."""
+        """Read from the replies of the first servers whether values have been replaced, and states are wanted."""
         self.wanted = replies[0].message.wanted or self.wanted
         self.others_give = self.others_give or replies[0].message.others_give
         loads = [reply.message.loads for reply in replies]
@@ -77,7 +78,7 @@ class Progress:
         self.loads, self.replaced = [reply.message.loads for reply in replies], False
 
     def name_of_call(self, call: str) -> str:
-        """Name a call that is carried out once for the job: alike on every worker that makes it."""
+        """Name a call that is carried out once for the job: every worker that makes it gets the same name."""
         if self._policy.shares_steps and self._calls_after != self.completed:
             self._calls.clear()
             self._calls_after = self.completed

@@ -1,9 +1,9 @@
-"""Makes a push of what a step, or several, have left behind: frames for the servers, and their way there.
+"""Makes a push of the gradients of a step, or of several: frames for the servers, and their way there.
 
 Gradients, or the changes of a GEO worker, are cut for the servers and travel in as many bits as the strategy gives
 them. Where these are few, dense gradients are rounded to the nearest, and what rounding leaves of each block stays here
-and joins its next gradient, so that nothing is lost in the long run (error feedback). A GEO worker needs none: what the
-servers were not told remains in the difference between its values and those agreed on.
+and joins its next gradient, so that nothing is lost in the long run (error feedback). A GEO worker needs no such thing:
+whatever the servers were not told remains in the difference between its values and those agreed on.
 
 Rows have no such memory; it would grow with the ids. bf16 and fp16 round each element by a small part of itself, which
 leaves none behind. int8 would round the small elements of a row to nothing, always; so it rounds up or down by chance,
@@ -76,7 +76,7 @@ class Gradients:
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
-        """Return the same, untouched by what becomes of a parameter's .grad; those of rows are nobody else's."""
+        """Return the same gradients, independent of a parameter's .grad from now on; nobody else has those of rows."""
         return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
 
 
@@ -99,13 +99,13 @@ class Push:
     at_a_stretch: bool = False
 
     def copied(self) -> Push:
-        """Return the same, untouched by what the user does with the gradients now."""
+        """Return the same push, independent of the user's gradients from now on."""
         return replace(self, frames=[frame.kept() for frame in self.frames])
 
 
 def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
-    """Cut out a server's blocks: return which are there, and these, by element type in their order. ``tensors`` has
-    a flat one, or None, a parameter."""
+    """Cut out a server's blocks: return which are there, and the blocks, by element type in their order. ``tensors``
+    has a flat tensor, or None, for each parameter."""
     present = bytes([tensors[param] is not None for param in layout.params])
     pieces = {
         dtype: [
@@ -124,7 +124,7 @@ def pack(layout: DenseLayout, tensors: Sequence[torch.Tensor]) -> Flat:
 
 
 def without_zeros(layout: DenseLayout, flat: Flat) -> tuple[bytes, Flat]:
-    """Return those of all blocks that are not zero all through."""
+    """Return those of all blocks that have any element but zero."""
     present = bytearray(len(layout.slots))
     pieces: dict[str, list[torch.Tensor]] = {}
     for slot in layout.slots:
@@ -172,7 +172,7 @@ class ErrorFeedback:
         ]
 
     def grown(self, layouts: Sequence[DenseLayout]) -> ErrorFeedback:
-        """Return the same for layouts that go on from these."""
+        """Return the same for layouts that continue these."""
         fresh = ErrorFeedback(self._narrow, layouts)
         for left, before in zip(fresh._left, self._left, strict=True):
             for dtype, tensor in before.items():
@@ -182,8 +182,9 @@ class ErrorFeedback:
     def encode(
         self, blocks: Sequence[tuple[bytes, Mapping[str, list[torch.Tensor]]]]
     ) -> tuple[list[Sent], Callable[[], None]]:
-        """Return the gradients of every server's ``blocks`` as they travel, with what earlier ones have left, and what
-        to call when they have arrived. Those that travel as they are may leave from where they are."""
+        """Return the gradients of every server's ``blocks`` as they travel, with what rounding left of earlier ones,
+        and a function to call when they have arrived. Gradients that travel as they are may leave from where they are.
+        """
         sent: list[Sent] = []
         left: list[Flat] = []
         for layout, before, (present, by_dtype) in zip(self._layouts, self._left, blocks, strict=True):
@@ -254,7 +255,7 @@ def as_read(
 
 
 class Pusher:
-    """Makes the frames of a push, one for each server, and brings them there, whatever comes in between."""
+    """Makes the frames of a push, one for each server, and brings them there, whatever happens in between."""
 
     def __init__(
         self,
@@ -281,11 +282,11 @@ class Pusher:
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients travel as they are."""
+        """Say whether gradients travel as they are."""
         return self._narrow.is_plain
 
     def drop_residues(self) -> None:
-        """Forget what rounding has left so far: it is no part of what comes."""
+        """Forget what rounding has left so far: it belongs to nothing that follows."""
         self._feedback = ErrorFeedback(self._narrow, self._trained.layouts)
 
     def grow(self) -> None:
@@ -295,7 +296,8 @@ class Pusher:
     # ---------------------------------------------------------------- delivery
 
     def deliver(self, push: Push) -> None:
-        """Bring one push to its end. Interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may have it."""
+        """Bring one push to its end. If it is interrupted (Ctrl-C in a notebook) it stays in doubt: some servers may
+        have it."""
         self._in_doubt = push
         progress, frames = self._progress, push.frames
         step = progress.completed + 1
@@ -313,7 +315,7 @@ class Pusher:
         self.reload_if_replaced()
 
     def reload_if_replaced(self) -> None:
-        """Have the servers' values taken over, if they say that others have replaced them."""
+        """Take over the servers' values, if they say that others have replaced them."""
         if self._progress.replaced:
             self._reload()
 
@@ -345,7 +347,7 @@ class Pusher:
         return replies
 
     def send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
-        """Send the gradient of one parameter ahead of its push; whether the servers took it."""
+        """Send the gradient of one parameter ahead of its push; return whether the servers took it."""
         step = self._progress.completed + 1
         asked = []
         for connection, layout in zip(self._connections.by_server, self._trained.layouts, strict=True):
@@ -388,7 +390,7 @@ class Pusher:
         *,
         brings_values: bool = True,
     ) -> list[Frame]:
-        """Make frames of what travels of every server's blocks and of every table's rows."""
+        """Make frames of every server's blocks and of every table's rows, as they travel."""
         step = self._progress.completed + 1
         by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
 
@@ -412,7 +414,7 @@ class Pusher:
         return [push(server, connection) for server, connection in enumerate(self._connections.by_server)]
 
     def _encoded_rows(self, rows: Mapping[int, Rows]) -> dict[int, list[WireTensor]]:
-        """Return the ids of every table, and what travels of their gradients."""
+        """Return of every table the ids, and what travels of their gradients."""
         worker, step = self._worker, self._progress.completed + 1
         sent = {}
         for index, (ids, grads) in rows.items():
@@ -432,5 +434,5 @@ class Pusher:
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Say whether an error leaves open what has become of a push: no answer, or an interruption."""
+    """Say whether an error leaves open what has become of a push: no answer came, or it was interrupted."""
     return isinstance(error, DeadlineError) or not isinstance(error, FleetError)

@@ -1,4 +1,4 @@
-"""``load_persistables`` and ``load_state_dict`` bring other values into a running job, by one worker for all.
+"""Brings other values into a running job, by one worker for all: ``load_persistables`` and ``load_state_dict``.
 
 A checkpoint is read by the servers, each its part, and taken over when all of them have; plain tensors are sent to
 them. Whoever makes the call goes on with the new values when it returns, and every other worker with its next step or
@@ -54,7 +54,7 @@ def _load(worker: WorkerRuntime, dirname: object, where: str) -> None:
 
 
 def load_own_state(worker: WorkerRuntime, state: object) -> bool:
-    """Give the worker's own objects what the job has of them; whether it has anything."""
+    """Give the worker's own objects what the job has of them; return whether it has anything."""
     check_state(state)
     with worker.turns:
         worker.finish_interrupted("load_state()")
@@ -105,8 +105,8 @@ def _take_over(worker: WorkerRuntime, attempt: str) -> None:
 
 
 class _Sorted:
-    """What stands in a state, by where it belongs: parameters and rows of the job, and what every worker has for
-    itself. All of it fits, and nothing is missing."""
+    """Sorts a state by where its values belong: parameters and rows of the job, and what every worker has for itself.
+    All of it fits, and nothing is missing."""
 
     def __init__(self, worker: WorkerRuntime, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         self.dense: dict[str, torch.Tensor] = {}
@@ -135,7 +135,7 @@ class _Sorted:
             )
 
     def _checked(self, name: str, state: Mapping[str, Any], shape: tuple[int | None, ...]) -> torch.Tensor | None:
-        """A tensor of the state, if it is there in this shape; None stands for any length."""
+        """Return a tensor of the state, if it is there in this shape; None stands for any length."""
         value = state.get(name)
         if value is None:
             self._problems.append(f"{name!r}: in the model, absent in the state")
@@ -149,7 +149,8 @@ class _Sorted:
         return None
 
     def _sort_table(self, name: str, handle: TableHandle, table: str, state: Mapping[str, Any]) -> set[str]:
-        """A table stands there as a whole matrix, or as some rows with their ids beside it. Returns its names."""
+        """Take a table that stands there as a whole matrix, or as some rows with their ids beside it. Return its
+        names."""
         of_ids = ids_key(name)
         if of_ids not in state and handle.num_embeddings is not None:
             rows = self._checked(name, state, (handle.num_embeddings, handle.dim))

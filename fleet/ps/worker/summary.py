@@ -11,7 +11,7 @@ from fleet.telemetry.figures import Figures
 
 
 def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures: Figures) -> dict[str, Any]:
-    """``surveys`` holds the JSON text of each server, ``figures`` are the worker's."""
+    """Summarize the job. ``surveys`` holds the JSON text of each server, ``figures`` are the worker's."""
     servers: list[dict[str, Any]] = [json.loads(text) for text in surveys]
     tables: dict[str, dict[str, int]] = {}
     for each in servers:
@@ -35,7 +35,7 @@ def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures:
 
 
 def _numbered(by_worker: Mapping[str, Mapping[str, Mapping[str, int]]]) -> dict[int, dict[str, dict[int, int]]]:
-    """Make the keys numbers again, which JSON has not."""
+    """Turn the keys into numbers again, which JSON does not have."""
     return {
         int(worker): {name: {int(low): count for low, count in counts.items()} for name, counts in by_name.items()}
         for worker, by_name in by_worker.items()

@@ -1,10 +1,10 @@
 """A durable server writes its journal before it carries a request out, and a snapshot when the journal is long; it
 reads both when it starts again.
 
-A snapshot is of the moment it is begun in, between two requests, at which the journal changes as well: parameters are
-copied then, and rows are kept as they are (frozen_view.py) until they are written, beside the requests that follow. One
-is written at a time. It is given up when other values take the place of those it is of, and when the server ends: the
-journal has everything.
+A snapshot shows the moment at which it is begun, between two requests; the journal changes at that moment as well.
+Parameters are copied then, and rows are kept as they are (frozen_view.py) until they are written, beside the requests
+that follow. One snapshot is written at a time. It is given up when other values take the place of those it shows, and
+when the server ends: the journal has everything.
 
 A server without FLEET_DURABLE_DIR has none of this.
 """
@@ -55,7 +55,7 @@ NOTED = frozenset(
 
 
 class _GivenUpError(Exception):
-    """Nobody wants this snapshot any more."""
+    """Says that nobody wants this snapshot any more."""
 
 
 class Durability:
@@ -70,8 +70,8 @@ class Durability:
         where: str,
         cannot_sync: Callable[[OSError], FleetError],
     ) -> None:
-        """``lock`` is the server's, under which all is called that says nothing else; ``cannot_sync`` ends the job on a
-        thread that does not have it."""
+        """``lock`` is the server's, under which every method is called that says nothing else; ``cannot_sync`` ends the
+        job on a thread that does not hold it."""
         self._directory = directory
         self._lock = lock
         self._end = end
@@ -100,7 +100,7 @@ class Durability:
     # ---------------------------------------------------------------- the journal
 
     def note(self, job: Job | None, kind: str, frame: Frame, outbox: Outbox) -> None:
-        """Have a request that changes anything in the journal, before it does."""
+        """Write a request that changes anything into the journal, before it does."""
         if kind not in NOTED:
             return
         self._record(Kind.REQUEST, frame.buffers, job, outbox)
@@ -111,15 +111,15 @@ class Durability:
             self._unfinished[kind, message.worker, message.gather.number] = frame
 
     def note_origin(self, origin: Origin, outbox: Outbox) -> None:
-        """Have in the journal, before the first hello, what the job begins with."""
+        """Write into the journal, before the first hello, what the job begins with."""
         self._record(Kind.ORIGIN, lambda: [json.dumps(astuple(origin)).encode()], None, outbox)
 
     def note_lost(self, job: Job, worker: int, outbox: Outbox) -> None:
-        """Have in the journal that a worker is given up on."""
+        """Write into the journal that a worker is given up on."""
         self._record(Kind.LOST, lambda: [worker.to_bytes(4, "little")], job, outbox)
 
     def note_handed(self, job: Job, request: Frame, outbox: Outbox) -> None:
-        """Have in the journal that the answer to a request is about to be made, and remembered."""
+        """Write into the journal that the answer to a request is about to be made, and remembered."""
         self._record(Kind.HANDED, request.buffers, job, outbox)
 
     def _record(self, kind: Kind, buffers: Callable[[], list[Any]], job: Job | None, outbox: Outbox) -> None:
@@ -131,11 +131,12 @@ class Durability:
             raise self._end.cannot_keep(error, job, outbox) from None
 
     def secure(self) -> FleetError | None:
-        """Have on the disk what has to be there before anybody hears of it. Without the lock, as it may take long."""
+        """Put on the disk what has to be there before anybody hears of it. Called without the lock, as it may take
+        long."""
         return self._synced(self._directory.secure)
 
     def sync_if_due(self, now: float) -> None:
-        """Have the journal on the disk from time to time. Without the lock."""
+        """Put the journal on the disk from time to time. Called without the lock."""
         self._synced(lambda: self._directory.sync_if_due(now))
 
     def _synced(self, sync: Callable[[], None]) -> FleetError | None:
@@ -148,10 +149,9 @@ class Durability:
     # ---------------------------------------------------------------- what a machine that stopped has lost
 
     def compare(self, job: Job, kind: str, request: Any, outbox: Outbox) -> list[Effect]:
-        """See to it that nobody waits for what is lost: a server that has gone on may have kept less than it had
-        acknowledged, which shows in what its workers take for granted. The job ends with that, but where each worker
-        goes at its own pace, and nothing depends on what it was given: there it goes on without the steps that are
-        gone, with what follows from that."""
+        """Make sure that nobody waits for a lost step. A server that has gone on may have kept less than it had
+        acknowledged, which shows in what its workers take for granted. That ends the job, unless each worker goes at
+        its own pace and nothing depends on what it was given: such a job goes on without the lost steps."""
         if not self.goes_on or kind == "abort":
             return []
         worker, effects = request.worker, []
@@ -191,7 +191,7 @@ class Durability:
     # ---------------------------------------------------------------- snapshots
 
     def begin_if_due(self, job: Job) -> None:
-        """Let go of what is finished, and begin a snapshot if it is time for one and none is being written."""
+        """Drop what is finished, and begin a snapshot if it is time for one and none is being written."""
         self._forget_finished(job)  # at once: what is held on to is memory for the next request
         if self._is_due(job) and (self._writer is None or not self._writer.is_alive()):
             name = f"fleet-snapshot-{self._where}"
@@ -199,7 +199,7 @@ class Durability:
             self._writer.start()
 
     def take_now(self, job: Job, outbox: Outbox) -> None:
-        """Take a snapshot before anything else is done: of what the journal says nothing of."""
+        """Take a snapshot before anything else is done, as the journal does not have everything."""
         try:
             shot = self._begin(job, behind=False)
             self._write(shot, contextlib.nullcontext(), behind=False)
@@ -210,9 +210,10 @@ class Durability:
         self._unfinished = {key: frame for key, frame in self._unfinished.items() if is_unfinished(job, *key)}
 
     def _is_due(self, job: Job) -> bool:
-        """Whether it is time for a snapshot, and everything is there that one is made of. None can be taken while
-        somebody who has left has a part in something unfinished: what it brought would be refused when it is done
-        over."""
+        """Say whether it is time for a snapshot, and everything is there that one is made of. None can be taken while a
+        worker that has left has a part in something unfinished: what it brought would be refused when that is done
+        over.
+        """
         if self._closed or self._end.begun or not job.is_whole or self.replaying or not self._directory.is_due:
             return False
         self._forget_finished(job)
@@ -234,7 +235,7 @@ class Durability:
             _log.warning("%s: no snapshot could be taken, and the journal grows: %r", self._where, error)
 
     def _begin(self, job: Job, *, behind: bool) -> Shot:
-        """A snapshot of a job whose parameters all are there, as they are now."""
+        """Begin a snapshot of a job whose parameters are all there, as they are now."""
         shard = job.shard
         assert shard is not None
         self._forget_finished(job)
@@ -250,7 +251,7 @@ class Durability:
         return Shot(draft, shard, epoch, parameters, rows, frozen)
 
     def _write(self, shot: Shot, lock: AbstractContextManager[object], *, behind: bool) -> None:
-        """Write all of it; ``lock`` is held around what has to do with the job."""
+        """Write all of a snapshot; ``lock`` is held around what has to do with the job."""
 
         def export(cursor: str) -> Piece:
             with lock:
@@ -293,8 +294,8 @@ class Durability:
         hand_out: Callable[[Job, Frame], None],
         lose: Callable[[Job, int], None],
     ) -> None:
-        """Be where the server was whose directory this is: ``begin`` its job, or ``begin_with`` the checkpoint that it
-        began with, ``ask`` what was asked, ``hand_out`` what workers were given, ``lose`` whom it gave up on."""
+        """Become the server whose directory this is: ``begin`` its job, or ``begin_with`` the checkpoint that it began
+        with, ``ask`` what was asked, ``hand_out`` what workers were given, ``lose`` whom it gave up on."""
         self._begin_from_snapshot(begin)
         self.replaying = True
         try:
@@ -361,7 +362,7 @@ class Durability:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Keep what has to be kept, after the last request. Without the lock."""
+        """Keep what has to be kept, after the last request. Called without the lock."""
         self.stop_writing()
         if self._end.over:
             self._directory.forget()
@@ -369,7 +370,7 @@ class Durability:
             self._directory.close()
 
     def stop_writing(self) -> None:
-        """Give up the snapshot that is being written. Without the lock."""
+        """Give up the snapshot that is being written. Called without the lock."""
         with self._lock:
             self._closed, self._wanted = True, None
         if self._writer is not None:
@@ -377,7 +378,7 @@ class Durability:
 
 
 def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
-    """Whether a request of worker 0 would wait for values that worker 0 has brought already: it asks for none, and
+    """Say whether a request of worker 0 would wait for values that worker 0 itself has brought: it asks for none, and
     trains on none, before they are acknowledged."""
     if not job.initialized:
         return not job.began.id

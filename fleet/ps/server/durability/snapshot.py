@@ -1,7 +1,7 @@
-"""A durable server writes what its job is, and a new job becomes what was written.
+"""A durable server writes down the state of its job, and a new job takes up what was written.
 
-A snapshot is the shard, in pieces as for a checkpoint, and beside it the state: a JSON object with all else that is
-complete. What is not finished, or is large, is carried over into the journal that begins with the snapshot.
+A snapshot is the shard, in pieces as for a checkpoint, and beside it the state: a JSON object with everything else that
+is complete. What is not finished, or is large, is carried over into the journal that begins with the snapshot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Record = tuple[Kind, list[bytes | memoryview]]
 
 @dataclass(frozen=True)
 class Shot:
-    """A snapshot as it is begun: what its pieces are made of, while the job goes on."""
+    """Holds a snapshot as it is begun: what its pieces are made of, while the job goes on."""
 
     draft: Draft
     shard: Shard
@@ -56,12 +56,12 @@ class Shot:
 
 
 def is_unfinished(job: Job, kind: str, worker: int, number: int) -> bool:
-    """Whether a push or a gathering has not come to its end."""
+    """Say whether a push or a gathering has not come to its end."""
     return (worker, number) in job.rounds.pushed if kind == "push" else job.reductions.is_open(number)
 
 
 def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished: Unfinished) -> dict[str, Any]:
-    """The state of a job as it was before everything that is unfinished, which is done over."""
+    """Return the state of a job as it was before everything unfinished, which is done over."""
     pending: dict[int, int] = {}
     steps = dict(job.progress.steps)
     for (kind, worker, number), frame in unfinished.items():
@@ -99,7 +99,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
 
 
 def carried_over(job: Job, shard: Shard, unfinished: Unfinished) -> Iterator[Record]:
-    """The records that a journal begins with."""
+    """Yield the records that a new journal begins with."""
     previous = job.rounds.previous
     small: list[Record] = [
         *((Kind.OUTCOME, _numbered(number, reply)) for number, reply in job.reductions.outcomes()),
@@ -111,7 +111,7 @@ def carried_over(job: Job, shard: Shard, unfinished: Unfinished) -> Iterator[Rec
 
 
 def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
-    """Copies of all parameters, and the cursor at which the rows begin."""
+    """Return copies of all parameters, and the cursor at which the rows begin."""
     pieces, cursor = [], FIRST
     while cursor and not is_of_rows(cursor):
         pieces.append(shard.export(cursor))
@@ -120,7 +120,8 @@ def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
 
 
 def _given(shard: Shard) -> Iterator[Record]:
-    """What is remembered of what workers were given, in parts: one at a time, as they may be large."""
+    """Yield the values that workers were given, as far as they are remembered, in parts: one at a time, as they may be
+    large."""
     for about, tensors in [] if shard.readers is None else shard.readers.dump():
         yield Kind.GIVEN, Frame(pb.Reply(about=json.dumps(about)), [*map(WireTensor.of, tensors)]).buffers()
 
@@ -142,7 +143,7 @@ def _previous_frame(previous: PreviousRound) -> Frame:
 def restore(
     job: Job, state: Mapping[str, Any], pieces: Iterable[tuple[dict[str, Any], list[Any]]], now: float
 ) -> Shard:
-    """Make a new job the one that this was written of; its shard."""
+    """Make a new job the one that this was written of, and return its shard."""
     shard = Shard(job.plans.current, state["server"], state["seed"], state["options"])
     fill_own(shard, pieces)
     shard.dense.clock = state["clock"]
@@ -191,7 +192,7 @@ def _by_worker(raw: Mapping[str, int]) -> dict[int, int]:
 
 
 def _outcome_of(reply: Frame) -> Any:
-    """What came of a gathering, out of the reply that told it."""
+    """Return the outcome of a gathering, out of the reply that told it."""
     try:
         raise_if_error(reply)
     except FleetError as error:

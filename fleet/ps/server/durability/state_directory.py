@@ -1,13 +1,14 @@
-"""A durable server keeps what it may not lose in a directory: a journal of what it did, and snapshots that cut it.
+"""A durable server keeps what it must not lose in a directory: a journal of its requests, and snapshots that shorten
+it.
 
-Every request that changes anything is in the journal before it is carried out, so before anybody hears of it. A server
-does the same things when it is asked the same in the same order; so one that starts again reads its last snapshot,
-does over what the journal has since, and is where it was. Workers, whose requests broke, ask again, and no step counts
-twice.
+Every request that changes anything is in the journal before it is carried out, and so before anybody hears of it. A
+server does the same things when it is asked the same in the same order. So a server that starts again reads its last
+snapshot, does over what the journal has since, and is where it was. Workers, whose requests broke, ask again, and no
+step counts twice.
 
 A snapshot has the rows that changed since the one before it, and names that one's files as well, until they are more
-than a whole one. A new journal begins with it, and the older ones go when it is complete, however long it is written;
-until then the older snapshot and all journals since lead to the same state.
+than a whole snapshot. A new journal begins with it. The older journals go when the snapshot is complete, however long
+that takes; until then the older snapshot and all journals since lead to the same state.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _SNAPSHOT, _JOURNAL = "snapshot-", "journal-"
 
 
 class Kind(bytes, enum.Enum):
-    """What a record holds."""
+    """Says what a record holds."""
 
     #: what the job began with: the id and the URL of a checkpoint, or none. Journals from before it was noted lack it
     ORIGIN = b"F"
@@ -69,12 +70,12 @@ class Kind(bytes, enum.Enum):
 
 
 class Journal:
-    """A file of records that only grows: what a server has been asked, in the order in which it did it.
+    """Is a file of records that only grows: what a server has been asked, in the order in which it did it.
 
     A record is its length, its checksum, a checksum of these two, and its bytes. A process that is killed may leave the
-    beginning of a record at the end of the file, and a machine that stops zeros in the place of its last pages; nobody
-    was told that this one is safe, and it is cut off. Whatever else does not fit is damage, a byte that has turned in
-    the last record as well: going on without it would lose what was acknowledged, and silently.
+    beginning of a record at the end of the file, and a machine that stops may leave zeros in the place of its last
+    pages. Nobody was told that such a record is safe, and it is cut off. Anything else that does not fit is damage,
+    also a byte that has turned in the last record: going on without it would silently lose what was acknowledged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,8 +113,9 @@ class Journal:
                 pieces = [memoryview(pieces[0])[written:], *pieces[1:]]
 
     def sync(self) -> None:
-        """Have everything on the disk that has been added by now. Others may add more meanwhile; those who want that on
-        the disk wait until this is done, and then one of them does it for all. Of one that is closed nothing is."""
+        """Put on the disk everything that has been added by now. Others may add more meanwhile; those who want that on
+        the disk wait until this is done, and then one of them does it for all. Nothing of a closed journal is put
+        there."""
         wanted = self.bytes
         with self._syncing:
             if self._synced < wanted:
@@ -122,7 +124,7 @@ class Journal:
                 self._synced = size
 
     def read(self, *, is_last: bool) -> Iterator[bytearray]:
-        """Every whole record, in order. Only the last of several journals can have a torn end."""
+        """Yield every whole record, in order. Only the last of several journals can have a torn end."""
         at = 0
         while at < self.bytes:
             record = self._record(at)
@@ -137,7 +139,7 @@ class Journal:
         self._synced = min(self._synced, at)
 
     def _record(self, at: int) -> bytearray | None:
-        """The record at a place; None if it is the torn end."""
+        """Return the record at a place; None if it is the torn end."""
         head = os.pread(self._file, _HEAD.size, at)
         if len(head) < _HEAD.size:
             return None
@@ -160,7 +162,7 @@ class Journal:
         return data
 
     def _is_zero(self, at: int) -> bool:
-        """Whether there is nothing from a place on, as in a file that was made longer and never written."""
+        """Say whether there are only zeros from a place on, as in a file that was made longer and never written."""
         while part := os.pread(self._file, _PART_BYTES, at):
             if any(part):
                 return False
@@ -182,7 +184,7 @@ class Journal:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a server knew, apart from its shard, and the files that have the shard."""
+    """Holds what a server knew, apart from its shard, and the names of the files that have the shard."""
 
     state: dict[str, Any]
     files: tuple[PieceFile, ...]
@@ -190,7 +192,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Draft:
-    """A snapshot that is being written."""
+    """Holds a snapshot that is being written."""
 
     number: int
     state: dict[str, Any]
@@ -229,7 +231,7 @@ class StateDirectory:
         self.snapshot: Snapshot | None = self._read_state(self._number) if self._number else None
         self._journals = [self._journal(number) for number in self._journal_numbers()]
         for number in self._numbers(_SNAPSHOT):
-            if number > self._number:  # whoever wrote it was killed
+            if number > self._number:  # its writer was killed
                 shutil.rmtree(self._path(_SNAPSHOT, number), ignore_errors=True)
 
     # ---------------------------------------------------------------- what is there
@@ -265,12 +267,12 @@ class StateDirectory:
             raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
 
     def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-        """The shard's pieces in the snapshot, in the order in which they are to be taken."""
+        """Yield the shard's pieces in the snapshot, in the order in which they are to be taken."""
         for file in self._files():
             yield file.about, read(Directory(self.directory), file)
 
     def records(self) -> Iterator[tuple[Kind, memoryview]]:
-        """What happened after the snapshot."""
+        """Yield what happened after the snapshot."""
         for journal in self._journals:
             for record in journal.read(is_last=journal is self._journals[-1]):
                 yield Kind(bytes(record[:1])), memoryview(record)[1:]
@@ -279,14 +281,14 @@ class StateDirectory:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a snapshot."""
+        """Say whether it is time for a snapshot."""
         return sum(journal.bytes for journal in self._journals) >= self._due_at
 
     def record(self, kind: Kind, buffers: Iterable[bytes | memoryview]) -> None:
         self._journals[-1].append([kind.value, *buffers])
 
     def secure(self) -> None:
-        """Have on the disk what has been recorded by now, if anything that somebody hears of is to be there."""
+        """Put on the disk what has been recorded by now, if anything is to be there before somebody hears of it."""
         if self._sync == ALWAYS:
             self.sync()
 
@@ -296,7 +298,7 @@ class StateDirectory:
             self.sync()
 
     def sync(self) -> None:
-        """Have on the disk all that has been recorded by now."""
+        """Put on the disk everything that has been recorded by now."""
         self._journals[-1].sync()  # the one before it was synced before this one was there
 
     def begin(
@@ -307,8 +309,8 @@ class StateDirectory:
         on_top: bool,
         behind: bool,
     ) -> Draft:
-        """A snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at once.
-        ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
+        """Begin a snapshot of this moment, into which its pieces are yet to be written, ``behind`` a training or at
+        once. ``state`` is the draft's own from now on. ``carried`` are the records of what is not finished yet, or is
         in no piece. With ``on_top`` the pieces come after those of the snapshot before."""
         number = self._journal_numbers()[-1] + 1
         # Should this one fail, however early, the next is due when as much again has come.
@@ -326,7 +328,7 @@ class StateDirectory:
         return Draft(number, state, before, pieces, journal, journal.bytes)
 
     def publish(self, draft: Draft) -> Snapshot:
-        """All pieces are written: from now on this is the snapshot to start from."""
+        """Make this the snapshot to start from, as all its pieces are written."""
         snapshot = Snapshot(draft.state, (*draft.before, *draft.pieces.files))
         content = json.dumps({"state": snapshot.state, "files": [asdict(file) for file in snapshot.files]}).encode()
         draft.journal.sync()
@@ -335,9 +337,9 @@ class StateDirectory:
         return snapshot
 
     def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
-        """The next one may come on top of this one; what came before it is not needed any more."""
+        """Let the next snapshot come on top of this one; what came before it is not needed any more."""
         self.snapshot, self._number = snapshot, draft.number
-        # What is carried along is written each time: no more of that than of what has happened.
+        # What is carried over is written each time: no more of it than of what has happened.
         self._due_at = draft.journal_bytes + max(self._most, draft.journal_bytes)
         first = self._journals.index(draft.journal)
         for journal in self._journals[:first]:
@@ -345,7 +347,7 @@ class StateDirectory:
         del self._journals[:first]
 
     def discard(self, draft: Draft) -> None:
-        """It has come to nothing, and the journals go on."""
+        """Drop a draft that has come to nothing; the journals go on."""
         folder = self._path(_SNAPSHOT, draft.number)
         (folder / _STATE).unlink(missing_ok=True)  # first, lest half of it be taken for a whole one
         shutil.rmtree(folder, ignore_errors=True)
@@ -355,7 +357,7 @@ class StateDirectory:
 
     @property
     def table_bytes(self) -> int:
-        """How large the rows in the last snapshot are, those that come in it twice counted twice."""
+        """Return how many bytes the rows in the last snapshot have; rows that are in it twice count twice."""
         return sum(file.bytes for file in self._files() if TABLE in file.about)
 
     def clean(self) -> None:
@@ -374,7 +376,7 @@ class StateDirectory:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """The process ends, and the job does not."""
+        """Close the files at the end of the process, while the job goes on."""
         for journal in self._journals:
             journal.sync()
             journal.close()
@@ -382,7 +384,7 @@ class StateDirectory:
         os.close(self._lock)
 
     def forget(self) -> None:
-        """The job is over."""
+        """Remove the directory, as the job is over."""
         for journal in self._journals:
             journal.close()
         self._journals.clear()
@@ -399,7 +401,7 @@ def _crc32(content: bytes) -> bytes:
 
 
 def _lacks_a_page(data: memoryview, at: int) -> bool:
-    """Whether some page of a file has nothing of these bytes, which begin at a place in it."""
+    """Say whether some page of a file has nothing of these bytes, which begin at a place in it."""
     starts = [0, *range(-at % _PAGE_BYTES or _PAGE_BYTES, len(data), _PAGE_BYTES)]
     return any(not any(data[start:stop]) for start, stop in zip(starts, [*starts[1:], len(data)], strict=True))
 

@@ -1,4 +1,4 @@
-"""Tables as they were at one moment, or at several, while they change."""
+"""Frozen views: tables as they were at one moment, or at several, while they change."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_failure_of_the_last_piece_is_told() -> None:
         raise OSError("no room")
 
     table.begin_epoch(2)
-    standing = FrozenView([table], 0, 2, fails)
+    view = FrozenView([table], 0, 2, fails)
     change(table, [0], 1.0)
     with pytest.raises(OSError, match="no room"):
-        standing.end()
+        view.end()

@@ -1,4 +1,4 @@
-"""A worker's line to a server: it waits for who is alive, gives up on who is silent, and repeats what broke."""
+"""A worker's connection to a server: it waits for who is alive, gives up on who is silent, and repeats what broke."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that wait for work in turn: who leads does what comes, and is replaced when it is held up."""
+"""Leader pools: threads wait for work in turn; the leader does what comes, and is replaced when it is held up."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fleet.ps.wire.leader_pool import SPARE, LeaderPool, Work
 
 
 class Job:
-    """A crew, and the work it is given."""
+    """A leader pool, and the work it is given."""
 
     def __init__(self) -> None:
         self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._releases: list[threading.Event] = []
-        self.crew = LeaderPool("crew-test", self.next)
+        self.pool = LeaderPool("pool-test", self.next)
 
     def next(self) -> Work | None:
         return self._given.get()
@@ -50,14 +50,14 @@ class Job:
         return release
 
     def threads(self) -> int:
-        return sum(thread.name.startswith("crew-test") for thread in threading.enumerate())
+        return sum(thread.name.startswith("pool-test") for thread in threading.enumerate())
 
     def end(self) -> None:
         for release in self._releases:
             release.set()
-        self.crew.dismiss()
+        self.pool.dismiss()
         self._given.put(None)
-        self.crew.join(PATIENCE_S)
+        self.pool.join(PATIENCE_S)
         assert not self.threads()
 
 
@@ -85,28 +85,28 @@ def test_work_that_gets_stuck_holds_up_nothing(job: Job) -> None:
     for release in releases:
         release.set()
     until(lambda: job.threads() <= SPARE + 1)
-    assert name.startswith("crew-test")
+    assert name.startswith("pool-test")
     job.name()
 
 
 def test_it_is_noticed_after_a_long_quiet(job: Job) -> None:
-    until(lambda: job.crew._asleep)
+    until(lambda: job.pool._asleep)
     job.stick()
     job.name()
 
 
 @pytest.mark.usefixtures("slow_to_notice")
 def test_another_takes_over_at_once_where_it_is_asked_to(job: Job) -> None:
-    assert not job.crew.relieve()  # there is nothing to take over from
+    assert not job.pool.relieve()  # there is nothing to take over from
     job.stick()
-    assert job.crew.relieve()
+    assert job.pool.relieve()
     job.name()
 
 
 @pytest.mark.usefixtures("slow_to_notice")
 def test_who_is_done_before_another_came_goes_on(job: Job) -> None:
     def work() -> None:
-        assert job.crew.relieve()
+        assert job.pool.relieve()
 
     for _ in range(100):
         job.give(work)
@@ -144,7 +144,7 @@ def test_not_to_know_what_to_do_is_told_and_ends_nothing(
     job.end()
 
 
-def test_a_crew_that_begins_without_a_second_thread_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_begins_without_a_second_thread_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     start, attempts = threading.Thread.start, itertools.count()
 
     def scarce(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""A model that asks table by table: one request for all of them once its look-ups are known, and the same results."""
+"""Lookup prediction: a model that asks table by table sends one request once its look-ups are known; results stay."""
 
 from __future__ import annotations
 

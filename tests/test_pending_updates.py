@@ -1,4 +1,4 @@
-"""What an answer does not wait for: the rows of a round, which nobody may see as they were before it."""
+"""Pending updates: an answer does not wait for the rows of its round, which nobody may see as they were before it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Server:
     def shard(self) -> Shard:
         return shard_of(self.service)
 
-    def settle(self) -> None:
+    def do_the_rest(self) -> None:
         for left in self.left:
             left()
         self.left.clear()
@@ -84,7 +84,7 @@ def test_a_round_is_answered_before_its_rows_are_updated_and_nobody_sees_it() ->
         assert reply.message.version == 1
         assert server.shard.has_pending
         if server is prompt:
-            server.settle()
+            server.do_the_rest()
             assert not server.shard.has_pending
         after = server.rows(1)
         assert not server.shard.has_pending
@@ -99,7 +99,7 @@ def test_rounds_on_rounds_without_anybody_looking() -> None:
     for step in range(1, 6):
         close_round(behind, step)
         close_round(prompt, step)
-        prompt.settle()
+        prompt.do_the_rest()
     assert behind.shard.has_pending
     assert all(map(np.array_equal, behind.rows(5), prompt.rows(5)))
     assert [table.step for table in behind.shard.tables] == [5, 5]
@@ -155,7 +155,7 @@ def test_whoever_waits_is_told_when_rows_cannot_be_updated(version: int, monkeyp
     with contextlib.suppress(JobAbortedError):  # where the rows are needed at once, whoever closes the round is told
         close_round(server, 1)
     assert bool(told) == (version == 1)
-    server.settle()
+    server.do_the_rest()
     assert [reply.message.error.kind for reply in told] == ["JobAbortedError"]
 
 

@@ -40,7 +40,7 @@ def test_defaults() -> None:
         ("FLEET_JOB_ID", "j", "job_id", "j"),
     ],
 )
-def test_each_knob(name: str, text: str, field: str, value: object) -> None:
+def test_each_setting(name: str, text: str, field: str, value: object) -> None:
     knobs = Knobs.read({name: text})
     assert getattr(knobs, field) == value
     assert type(getattr(knobs, field)) is type(value)
