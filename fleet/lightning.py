@@ -61,10 +61,10 @@ class JobEnvironment(ClusterEnvironment):
         return self._job.worker_index()
 
     def set_world_size(self, size: int) -> None:
-        """Leaves it: the job says."""
+        """Do nothing: the job says how many workers there are."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Leaves it: the job says."""
+        """Do nothing: the job says which worker this is."""
 
 
 class FleetStrategy(ParallelStrategy):

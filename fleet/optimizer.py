@@ -1,4 +1,4 @@
-"""The optimizer that the user holds has the groups of the user's own, and takes the job's steps."""
+"""Defines the optimizer that the user holds: it has the groups of the user's own, and takes the job's steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Guard:
     """Keeps optimizers from stepping by themselves, as a step hook, unless it is open."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], todo: str) -> None:
-        """Replaces the guards that they have already."""
+        """``optimizers`` lose the guards that they have already."""
         self.is_open = False
         self._todo = todo
         for optimizer in optimizers:
@@ -71,7 +71,7 @@ def guard_until_wrapped(optimizers: Sequence[torch.optim.Optimizer], todo: str) 
 
 
 def _pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Return the user's own."""
+    """Return the user's own hooks."""
     return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, Guard)]
 
 
@@ -96,7 +96,7 @@ KeptAt = Callable[[], "int | None"]
 
 
 def has_stepped(states: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether there is state that came from steps; Adagrad's constructor makes some that did not."""
+    """Say whether there is state that came from steps; Adagrad's constructor makes some that did not."""
     for state in states:
         steps = state.get("step")
         if (steps is None and any(value is not None for value in state.values())) or (steps is not None and steps > 0):
@@ -109,8 +109,8 @@ def _keeps_none(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class OptimizerState(defaultdict[Any, Any]):
-    """The ``state`` of a wrapped optimizer: torch's, and empty while the servers have it. It says so to whoever reads
-    what a parameter has there, or would have the optimizer forget it; a walk through it finds nothing."""
+    """Is the ``state`` of a wrapped optimizer: torch's, and empty while the servers have it. Code that reads what a
+    parameter has there, or would have the optimizer forget it, is told so; a walk through it finds nothing."""
 
     def __init__(self, kept_at: KeptAt, state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -156,7 +156,7 @@ class StateDicts:
     it. What is loaded goes into the groups that are there: the job knows these."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], kept_at: KeptAt) -> None:
-        """Replaces those that they have already."""
+        """``optimizers`` lose those that they have already."""
         self._kept_at = kept_at
         #: what an optimizer has that loads
         self._before: tuple[list[dict[str, Any]], Any] | None = None
@@ -271,7 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Theirs; in jobs with servers it is mostly there."""
+        """Return the wrapped optimizers' state; in jobs with servers it is mostly there."""
         if len(self._wrapped) == 1:
             return self._wrapped[0].state
         return OptimizerState(
@@ -284,8 +284,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise _elsewhere("an optimizer's state cannot be replaced: it is on the servers, or the wrapped one's")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, on the last of the wrapped optimizers. In a running job every worker does so after the same
-        step, and waits for worker 0, whose values win for the new parameters too."""
+        """Add a group as in torch, to the last of the wrapped optimizers. In a running job every worker does so after
+        the same step, and waits for worker 0, whose values win for the new parameters too."""
         if not self._constructed:
             return
         self._wrapped[-1].add_param_group(param_group)
@@ -293,12 +293,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stepper().extend()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; gradients of rows go as well."""
+        """Clear the gradients as in torch, those of rows too."""
         for optimizer in self._wrapped:
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step of the job: send this worker's gradients, have new values. ``closure`` is called once, before."""
+        """Take a step of the job: send this worker's gradients, and take over new values. ``closure`` is called once,
+        before."""
         given = () if closure is None else (closure,)
         with record_function("Optimizer.step#DistributedOptimizer.step"):
             _run_hooks(self, self._optimizer_step_pre_hooks.values(), given)
@@ -340,8 +341,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._guard.is_open = False
 
     def minimize(self, loss: torch.Tensor) -> None:
-        """``zero_grad(); loss.backward(); step()``, with gradients that may leave while backward still runs, unless
-        something of the user's is to see them first."""
+        """Take a step on ``loss``: ``zero_grad(); loss.backward(); step()``. Gradients may leave while the backward
+        still runs, unless something of the user's is to see them first."""
         self.zero_grad()
         stepper = self._stepper()
         whole = stepper.trains_here or self._is_preceded()
@@ -376,8 +377,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the groups of all wrapped optimizers. ``state`` is empty where it is on the servers, and
-        ``"fleet"`` says so, and after which step."""
+        """Return the state as in torch, with the groups of all wrapped optimizers. ``state`` is empty where it is on
+        the servers, and ``"fleet"`` says so, and after which step."""
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         parts = [optimizer.state_dict() for optimizer in self._wrapped]
@@ -395,8 +396,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, where the state is in this process; else the options of the groups are loaded, and a state that
-        is not the one on the servers is refused. Every worker loads the same."""
+        """Load a state as in torch, where the state is in this process; otherwise load the options of the groups, and
+        refuse a state that is not the one on the servers. Every worker loads the same."""
         given = state_dict.copy()
         for change in list(self._optimizer_load_state_dict_pre_hooks.values()):
             given = change(self, given) or given
@@ -409,7 +410,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def _split(self, given: dict[str, Any]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """The part of each wrapped optimizer, if there are parts for all."""
+        """Return the part of each wrapped optimizer, if there are parts for all."""
         groups, state = list(given["param_groups"]), dict(given["state"])
         sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self._wrapped]
         if [len(group["params"]) for group in groups] != [size for each in sizes for size in each]:

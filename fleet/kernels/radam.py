@@ -49,12 +49,12 @@ class RAdamRows(MomentRows):
 
 
 def _longest(beta2: float) -> float:
-    """What the length of the average comes to, as if it were a simple one."""
+    """Return the length of the average in the end, as if it were a simple one."""
     return float(2 / (1 - beta2) - 1)
 
 
 def _rectification(beta2: float, step: int) -> float:
-    """What the adaptive rate is multiplied by; 0 where its variance is not tractable and torch does without it."""
+    """Return the factor of the adaptive rate; 0 where its variance is not tractable and torch does without the rate."""
     longest = _longest(beta2)
     length = longest - 2 * step * beta2**step / (1 - beta2**step)  # of the average, as if it were a simple one
     if length <= TRACTABLE:

@@ -90,7 +90,7 @@ def column(state: Mapping[str, Rows], name: str, weights: Rows) -> Rows:
 
 
 def named(options: Mapping[str, Any], *names: str) -> tuple[str, ...]:
-    """Options with their values, as they stand in a call: those among these names that are not zero."""
+    """Return options with their values, as they stand in a call: those among these names that are not zero."""
     return tuple(f"{name}={options[name]}" for name in names if options[name] != 0)
 
 

@@ -32,7 +32,8 @@ def _remote_weight(
 
 
 def asking(module: Any, ids: torch.Tensor) -> Asking | None:
-    """What the forward of a remote embedding asks for; None if its weight is a plain one, by which torch's is meant."""
+    """Return what the forward of a remote embedding asks for; None if its weight is a plain one, for which torch's
+    forward is meant."""
     weight = module.weight
     if not isinstance(weight, TableWeight):
         return None
@@ -51,8 +52,8 @@ def _sizes(module: Any) -> str:
 
 
 class _Remote(torch.nn.Module):
-    """What all embeddings have in common whose ``weight`` may stand for a table. Where it is an ordinary parameter (a
-    copy of the model has one, and so has ``functional_call``), they do what torch's do with it."""
+    """Holds what all embeddings have in common whose ``weight`` may stand for a table. Where it is an ordinary
+    parameter (a copy of the model has one, and so has ``functional_call``), they do what torch's do with it."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the model to another device: the weight does, of which there is nothing to be moved."""
@@ -108,7 +109,7 @@ class Embedding(_Remote):
 
 
 class EmbeddingBag(_Remote):
-    """Sums or means of rows, as ``torch.nn.EmbeddingBag``: 2-D input, or 1-D input with ``offsets``.
+    """Sums up rows or takes their mean, as ``torch.nn.EmbeddingBag`` does: 2-D input, or 1-D input with ``offsets``.
 
     Examples:
         >>> fleet.stop_worker()
@@ -177,7 +178,7 @@ def _bag(
 
 
 class _RemoteEmbedding(_Remote, torch.nn.Embedding):
-    """A ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
+    """Is a ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found = _rows(self, ids)
@@ -185,7 +186,7 @@ class _RemoteEmbedding(_Remote, torch.nn.Embedding):
 
 
 class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
-    """A ``torch.nn.EmbeddingBag`` that went remote."""
+    """Is a ``torch.nn.EmbeddingBag`` that went remote."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Looks many tables up together: one request a server, however many they are."""
+"""Looks up many tables together, with one request to each server, however many tables there are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fleet.nn.handle import Asking, look_up
 
 
 class EmbeddingGroup(torch.nn.ModuleDict):
-    """A dict of ``Embedding``s, each given as ``(num_embeddings, embedding_dim)``, that maps a dict of ids to a dict of
-    outputs. Ids may be given for some of the tables only. ``padding_idx`` and ``initializer`` are all tables'.
+    """Maps a dict of ids to a dict of outputs, with an ``Embedding`` for each name, given as ``(num_embeddings,
+    embedding_dim)``. Ids may be given for some of the tables only. ``padding_idx`` and ``initializer`` hold for all
+    tables.
 
     Examples:
         >>> fleet.stop_worker()

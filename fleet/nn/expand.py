@@ -21,7 +21,7 @@ _ADDED = (torch.float32, torch.float64)
 
 
 class Bags(NamedTuple):
-    """Which ids belong together, and what becomes of them: the arguments of ``embedding_bag``."""
+    """Says which ids belong together, and what becomes of them: the arguments of ``embedding_bag``."""
 
     offsets: torch.Tensor | None
     mode: str
@@ -40,7 +40,7 @@ class Bags(NamedTuple):
         return torch.cat([starts, starts.new_tensor([len(inverse)])]).diff()
 
     def members(self, rows: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For every id its bag, and what its row is multiplied by there."""
+        """Return for every id its bag, and the factor of its row there."""
         counts = self.sizes(inverse)
         bags = torch.repeat_interleave(counts)
         weights = self.per_sample_weights
@@ -67,7 +67,7 @@ def expand(found: Found) -> torch.Tensor:
 
 @uncompiled
 def pool(found: Found, bags: Bags) -> torch.Tensor:
-    """The sum or mean of each bag's rows."""
+    """Return the sum or mean of each bag's rows."""
     weights = bags.per_sample_weights
     if not _is_ours(found) or (weights is not None and weights.requires_grad):
         return bags.pooled(_differentiable(found), found.inverse)
@@ -81,7 +81,7 @@ def _is_ours(found: Found) -> bool:
 
 
 def _differentiable(found: Found) -> torch.Tensor:
-    """The rows, through which torch's own functions have a gradient."""
+    """Return the rows, through which torch's own functions have a gradient."""
     if found.weight is None:
         return found.rows
     with torch._C.DisableTorchFunctionSubclass():
@@ -101,7 +101,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Sparse(torch.autograd.Function):
-    """The gradient of a weight, made of gradients of rows: what a gradient of it is for these is its rows."""
+    """Makes the gradient of a weight of gradients of rows: a gradient of it is, for these, its rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, ids: torch.Tensor, like: tuple[torch.Size, torch.device]) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Sparse(torch.autograd.Function):
 
 
 def _of_weight(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The gradient of the weight, of which the padding row has none."""
+    """Return the gradient of the weight, of which the padding row has none."""
     ids, padding = ctx.found.ids, ctx.found.padding
     rows = rows[: len(ids)]  # a bag may have had one more
     if padding is not None:
@@ -165,7 +165,7 @@ class _Expand(torch.autograd.Function):
 
 
 def _lies_in_blocks(grad: torch.Tensor) -> bool:
-    """Whether something lies between one part of it and the next, as when a model puts rows beside other features.
+    """Say whether something lies between one part of it and the next, as when a model puts rows beside other features.
 
     A copy without would take as long as adding it up does.
     """

@@ -17,7 +17,7 @@ from fleet.errors import UnsupportedError
 
 
 class Table(Protocol):
-    """What a gradient has to know of its table."""
+    """Says what a gradient has to know of its table."""
 
     name: str
     num_embeddings: int | None
@@ -77,7 +77,7 @@ _LISTS = "_foreach_"
 
 
 class RowGradient(torch.Tensor):
-    """The gradient of a table: torch's own sparse tensor, which answers as a dense one does."""
+    """Is the gradient of a table: torch's own sparse tensor, which answers as a dense one does."""
 
     _table: Table
 
@@ -117,7 +117,8 @@ class RowGradient(torch.Tensor):
 
 
 class RowMarks:
-    """Which numbers of a gradient have some property: one mark for every number of its rows, and one for all zeros."""
+    """Marks the numbers of a gradient that have some property: one mark for every number of its rows, and one for all
+    zeros."""
 
     def __init__(self, gradient: RowGradient, marks: torch.Tensor, of_zero: torch.Tensor) -> None:
         self._gradient = gradient
@@ -174,7 +175,7 @@ class RowMarks:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """What torch calls it; a property by its own name, and one that is set with ``=`` behind it."""
+    """Return torch's name of a function; a property's own name, with ``=`` behind it if it is set."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner: Any = func.__self__  # type: ignore[attr-defined]
@@ -195,7 +196,7 @@ _AUGMENTED = {
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Arguments or results with each of their parts changed, in lists, tuples and dicts too."""
+    """Return arguments or results with each of their parts changed, in lists, tuples and dicts too."""
     if type(value) is dict:
         return {key: changed(each, change) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -211,7 +212,7 @@ def coalesce(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _has_zeros(gradient: RowGradient) -> bool:
-    """Whether there is a row that it does not hold. It has been coalesced."""
+    """Say whether there is a row that the gradient does not hold. It has been coalesced."""
     count = gradient._table.num_embeddings
     return count is None or gradient._nnz() < count
 
@@ -222,7 +223,7 @@ def _dense(gradient: RowGradient, what: str) -> torch.Tensor:
 
 
 def _rows(source: RowGradient, values: torch.Tensor) -> RowGradient:
-    """The same rows with other numbers."""
+    """Return the same rows with other numbers."""
     made = torch.sparse_coo_tensor(
         source._indices(), values, source.shape, check_invariants=False, is_coalesced=source.is_coalesced()
     )
@@ -230,7 +231,7 @@ def _rows(source: RowGradient, values: torch.Tensor) -> RowGradient:
 
 
 def _each(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Does to every tensor of a list what a function for lists does to all of them."""
+    """Do to every tensor of a list what a function for lists does to all of them."""
     tensors, *rest = args
     if not any(isinstance(each, RowGradient) for each in tensors):
         dense = lambda value: _dense(value, name) if isinstance(value, RowGradient) else value  # noqa: E731
@@ -350,7 +351,7 @@ def _in_place(
 
 
 def _counted(gradient: RowGradient) -> torch.Tensor:
-    """All its numbers, and one zero for those that are not there."""
+    """Return all numbers of the gradient, and one zero for those that are not there."""
     values = coalesce(gradient)._values()
     return torch.cat([values.flatten(), values.new_zeros(1)]) if _has_zeros(gradient) else values
 
@@ -370,7 +371,7 @@ def _is_of_matrix(name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _is_of_all(given: tuple[Any, ...]) -> bool:
-    """Whether no dimension is named of which there was to be an answer for each part."""
+    """Say whether no dimension is named for whose parts there was to be an answer each."""
     return all(each is None or each is False for each in given)
 
 

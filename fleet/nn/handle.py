@@ -44,7 +44,7 @@ _UNNAMED = "an embedding"
 
 @dataclass(frozen=True)
 class Lookup:
-    """Distinct ids of one forward, their rows, and for every id asked for its place among them."""
+    """Holds the distinct ids of one forward, their rows, and for every id asked for its place among them."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -52,7 +52,7 @@ class Lookup:
 
 
 class Wanted(NamedTuple):
-    """Ids of one table that a forward asks for."""
+    """Names ids of one table that a forward asks for."""
 
     handle: TableHandle
     ids: torch.Tensor
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """A module's forward that needs rows."""
+    """Describes a module's forward that needs rows."""
 
     handle: TableHandle
     ids: torch.Tensor
@@ -69,23 +69,23 @@ class Asking(NamedTuple):
 
 
 class RowSource(Protocol):
-    """What a running job offers to its embeddings."""
+    """Offers what embeddings need of a running job."""
 
     @property
     def most_whole_bytes(self) -> int:
-        """How large a table may be for a worker to hold all of it."""
+        """Return how large a table may be for a worker to hold all of it."""
         ...
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]: ...
 
     def whole(self, handle: TableHandle) -> torch.Tensor:
-        """All rows of a table as a look-up of training sees them."""
+        """Return all rows of a table as a look-up of training sees them."""
         ...
 
 
 class Found(NamedTuple):
-    """What an embedding goes on with: rows of distinct ids, the place of every id among them in the shape of the ids,
-    the padding row's place, and the weight to which gradients of the rows go; None if there will be none."""
+    """Holds what an embedding goes on with: rows of distinct ids, the place of every id among them in the shape of the
+    ids, the padding row's place, and the weight to which gradients of the rows go; None if there will be none."""
 
     rows: torch.Tensor
     inverse: torch.Tensor
@@ -106,7 +106,8 @@ class TableHandle:
         zero_padding: bool = True,
         uploaded: bool = False,
     ) -> None:
-        """``zero_padding``: the padding row reads as zeros; ``uploaded``: the rows start from ``weight``'s values."""
+        """``zero_padding`` says that the padding row reads as zeros, ``uploaded`` that the rows start from ``weight``'s
+        values."""
         self.weight = weight
         self.num_embeddings = num_embeddings
         self.dim = dim
@@ -143,7 +144,7 @@ class TableHandle:
                 self.weight.grad = how(grad)
 
     def unattached_twin(self) -> torch.nn.Parameter:
-        """The weight of a table of its own, made like this one."""
+        """Return the weight of a table of its own, made like this one."""
         with torch._C.DisableTorchFunctionSubclass():
             empty = torch.empty(0, self.dim, dtype=self.weight.dtype, device=self.weight.device)
             weight = torch.nn.Parameter(empty, self.weight.requires_grad)
@@ -170,7 +171,7 @@ class TableHandle:
         return self.source is not None
 
     def whole(self) -> WholeValues:
-        """The values of all rows, as they are until the next step."""
+        """Return the values of all rows, as they are until the next step."""
         if self._whole is None:
             source = self.running()
             self.check_whole("its weight was used as a whole")
@@ -203,7 +204,7 @@ class TableHandle:
 
     @property
     def may_be_edited(self) -> bool:
-        """Whether the script has been given all rows."""
+        """Say whether the script has been given all rows."""
         return self._whole is not None
 
     def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
@@ -225,13 +226,13 @@ class TableHandle:
             )
 
     def end(self) -> None:
-        """The job is over: there are no rows any more."""
+        """Note that the job is over, and there are no rows any more."""
         self._whole = None
 
     # ---------------------------------------------------------------- some rows
 
     def running(self) -> RowSource:
-        """The job that this table belongs to."""
+        """Return the job that this table belongs to."""
         if self.source is None:
             raise NotInitializedError(
                 f"{self.name} was asked for rows before its job was there",
@@ -240,14 +241,14 @@ class TableHandle:
         return self.source
 
     def wanted(self, ids: torch.Tensor, training: bool) -> Wanted:
-        """Whether the ids are in range is for the job to see, which looks at each of them once."""
+        """Return the wanted ids. The job checks whether they are in range, as it looks at each of them once."""
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
             got = getattr(ids, "dtype", type(ids).__name__)
             raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
         return Wanted(self, ids, training)
 
     def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None) -> Found:
-        """A lookup as the asking module needs it."""
+        """Return a lookup as the asking module needs it."""
         with torch._C.DisableTorchFunctionSubclass():
             check_type(self.name, self.weight, lookup.rows.dtype)
             trained = torch.is_grad_enabled() and self.weight.requires_grad
@@ -265,7 +266,7 @@ class TableHandle:
         return Found(rows, inverse, padding, lookup.ids, self.weight if trained else None)
 
     def has(self, ids: Ids) -> bool:
-        """Whether they are in range."""
+        """Say whether the ids are in range."""
         return self.num_embeddings is None or not ids.size or bool(ids.min() >= 0 and ids.max() < self.num_embeddings)
 
     def check_range(self, ids: Ids) -> None:
@@ -302,7 +303,7 @@ class TableHandle:
 
 @uncompiled
 def look_up(asking: Sequence[Asking]) -> list[Found]:
-    """The rows that several tables of one job are asked for, with as few requests as for one."""
+    """Look up the rows that several tables of one job are asked for, with as few requests as for one."""
     if not asking:
         return []
     source = asking[0].handle.running()
@@ -314,7 +315,7 @@ def look_up(asking: Sequence[Asking]) -> list[Found]:
 
 
 def handle_of(parameter: torch.Tensor) -> TableHandle | None:
-    """The handle of a remote table's ``weight``; None for an ordinary parameter."""
+    """Return the handle of a remote table's ``weight``; None for an ordinary parameter."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
@@ -324,7 +325,7 @@ def handle_in(weight: TableWeight) -> TableHandle:
 
 
 def padding_index(padding_idx: int | None, num_embeddings: int | None) -> int | None:
-    """torch's reading of ``padding_idx``: negative ones count from the end, if there is one."""
+    """Return ``padding_idx`` as torch reads it: a negative one counts from the end, if there is one."""
     if padding_idx is None:
         return None
     checks.integer("padding_idx", padding_idx, "an int or None")

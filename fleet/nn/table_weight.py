@@ -42,22 +42,22 @@ _LIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 
 
 class WholeTable(Table, Protocol):
-    """What the weight has to know of its table."""
+    """Says what the weight has to know of its table."""
 
     @property
     def is_running(self) -> bool: ...
 
     def whole(self) -> WholeValues:
-        """The values of all rows; an error where they cannot be had."""
+        """Return the values of all rows; raise where they cannot be had."""
         ...
 
     def unattached_twin(self) -> torch.nn.Parameter:
-        """Another weight, for a table of its own, made like this one."""
+        """Return another weight, for a table of its own, made like this one."""
         ...
 
 
 class TableWeight(torch.nn.Parameter):
-    """The ``weight`` of an embedding whose rows live on the servers."""
+    """Is the ``weight`` of an embedding whose rows live on the servers."""
 
     @classmethod
     def __torch_function__(
@@ -89,7 +89,8 @@ class TableWeight(torch.nn.Parameter):
         return _of_values(torch.Tensor.as_subclass, "as_subclass", (self, kind), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Before the job the table has no values: a copy is for a job of its own. In it, a copy holds the values."""
+        """Copy the weight. Before the job the table has no values, and a copy is for a job of its own; in the job a
+        copy holds the values."""
         if id(self) not in memo:
             table = table_of(self)
             if table.is_running:
@@ -134,7 +135,7 @@ def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Values(torch.autograd.Function):
-    """All values of a table, with a gradient for its weight."""
+    """Holds all values of a table, with a gradient for its weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -155,7 +156,7 @@ def _of_leaf(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs:
 
 @uncompiled
 def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch makes of the values; what is written into them is an edit of the table."""
+    """Return what torch makes of the values; what is written into them is an edit of the table."""
     written = _written(name, args, kwargs)
     given: list[tuple[TableWeight, WholeValues, torch.Tensor]] = []
 
@@ -189,7 +190,7 @@ def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The weights that a function writes into."""
+    """Return the weights that a function writes into."""
     found: list[Any] = []
     out = kwargs.get("out")
     found += out if isinstance(out, list | tuple) else [out]
@@ -210,7 +211,7 @@ def _refused(table: WholeTable, what: str) -> UnsupportedError:
 
 
 def _shown(_func: Callable[..., Any], weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The values, which whoever has them may change."""
+    """Return the values, which the caller may change."""
     whole = table_of(weight).whole()
     whole.expose()
     return whole.tensor.detach()

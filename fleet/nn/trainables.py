@@ -14,8 +14,8 @@ from fleet.nn.table_weight import TableWeight
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter with its place: its optimizer, the number of its param group, counted over all optimizers, and
-    that group itself."""
+    """Holds one parameter with its place: its optimizer, the number of its param group, counted over all optimizers,
+    and that group itself."""
 
     name: str
     param: torch.nn.Parameter
@@ -25,8 +25,8 @@ class Member:
 
 
 def members(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> list[Member]:
-    """All parameters of the optimizers; named by the model, by torch's optimizer where it was given names, or else by
-    their positions."""
+    """Return all parameters of the optimizers; named by the model, by torch's optimizer where it was given names, or
+    else by their positions."""
     by_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     found: dict[int, Member] = {}
     for index, (position, number, optimizer, group) in enumerate(groups(optimizers)):
@@ -54,14 +54,14 @@ def members(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module 
 def groups(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Iterator[tuple[int, int, torch.optim.Optimizer, dict[str, Any]]]:
-    """Every group with the position of its optimizer and its own number there."""
+    """Yield every group with the position of its optimizer and its own number there."""
     for position, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             yield position, number, optimizer, group
 
 
 class ElementTypes:
-    """What the parameters of a job are numbers of, which does not change while it runs."""
+    """Remembers the element types of a job's parameters, which do not change while it runs."""
 
     def __init__(
         self, params: Sequence[torch.nn.Parameter], names: Sequence[str], known: Sequence[torch.dtype]
@@ -71,7 +71,7 @@ class ElementTypes:
         self._known = list(known)
 
     def check(self) -> None:
-        """Refuse a parameter that was converted, as ``model.double()`` does it."""
+        """Refuse a parameter that was converted, as by ``model.double()``."""
         if [param.dtype for param in self._params] != self._known:
             for param, name, known in zip(self._params, self._names, self._known, strict=True):
                 check_type(name, param, known)
@@ -90,7 +90,7 @@ def check_type(name: str, param: torch.Tensor, known: torch.dtype) -> None:
 
 def refuse_overlap(members: Sequence[Member]) -> None:
     """Refuse parameters that share elements in memory: each is updated by itself, from its own gradient, and the last
-    one written would win. Parts of one storage that are disjoint are parameters like any others."""
+    one written would win. Disjoint parts of one storage are parameters like any others."""
     held = [each for each in members if each.param.numel() and not isinstance(each.param, TableWeight)]
     placed = sorted(held, key=lambda member: _extent(member.param))
     for place, member in enumerate(placed):
@@ -107,13 +107,13 @@ def refuse_overlap(members: Sequence[Member]) -> None:
 
 
 def _extent(param: torch.Tensor) -> tuple[str, int, int]:
-    """Where it lies, from its first byte to behind its last."""
+    """Return where a parameter lies, from its first byte to behind its last."""
     last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     return str(param.device), param.data_ptr(), param.data_ptr() + (last + 1) * param.itemsize
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a byte belongs to both, which lie in one another's extent: columns of a matrix are interleaved."""
+    """Say whether any byte belongs to both, whose extents overlap: columns of a matrix are interleaved."""
     first = min(one.data_ptr(), other.data_ptr())
     stop = max(_extent(one)[2], _extent(other)[2])
     marks = torch.zeros(stop - first, dtype=torch.bool)

@@ -13,7 +13,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WholeValues:
-    """The values of a table's ``weight``.
+    """Holds the values of a table's ``weight``. Anybody who has ``tensor``, or a part of it, may change it. It is
+    compared with a copy of what was fetched, which is made before the first of them has it: most only compute with the
+    values, and cannot change them.
 
     ``tensor`` may be changed by whoever has it or a part of it. It is compared with a copy of what was fetched, which
     is made before the first of them has it: most only compute with the values, and cannot change them.
@@ -33,7 +35,7 @@ class WholeValues:
             self._fetched = self.tensor.clone()
 
     def shares_memory(self, result: Any) -> bool:
-        """Whether what torch made of the values may be a way to change them."""
+        """Say whether what torch made of the values may be a way to change them."""
         if isinstance(result, torch.Tensor):
             if result.layout is not torch.strided:
                 return False
@@ -63,7 +65,8 @@ class WholeValues:
         return ids.cpu().numpy(), rows.cpu()
 
     def renew(self, fetch: Callable[[], torch.Tensor]) -> bool:
-        """The servers' values are others now. Whoever still has these gets the new ones; otherwise return False.
+        """Fetch the servers' values, which are others now, for those who still have these; return False if nobody has.
+        A graph that was made with the old ones ends with torch's error, as it does after a step of torch's.
 
         A graph that was made with the old ones ends with torch's error, as it does after a step of torch's.
         """

@@ -50,7 +50,8 @@ def mix(x: np.uint64) -> np.uint64:
 
 @compiled
 def bounds(ids: Ids) -> tuple[int, int]:
-    """The least and the greatest of some ids, of which there is one: numpy looks twice, and takes longer to begin."""
+    """Return the least and the greatest of some ids, of which there is one: numpy looks twice, and takes longer to
+    begin."""
     low = high = ids[0]
     for k in range(1, ids.size):
         low, high = min(low, ids[k]), max(high, ids[k])

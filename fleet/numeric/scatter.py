@@ -39,7 +39,7 @@ class Scattered:
                 increment_version(target)
 
     def differing(self, flat: torch.Tensor) -> list[int]:
-        """The targets, by position, that do not hold what ``fill`` would copy there, to the bit."""
+        """Return the targets, by position, that do not hold what ``fill`` would copy there, to the bit."""
         if not self._targets:
             return []
         differ = np.zeros(self._sizes.size, np.bool_)

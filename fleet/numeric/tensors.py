@@ -108,7 +108,8 @@ class EndToEnd(WireTensor):
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    """Those of an array that is contiguous and has some. A view as bytes by numpy takes seven times as long."""
+    """Return the bytes of an array that is contiguous and has some. A view as bytes by numpy takes seven times as
+    long."""
     return array.data.cast("B")
 
 
@@ -129,5 +130,5 @@ def checked_size(dtype: str, shape: Sequence[int]) -> int:
 
 
 def view(buffer: np.ndarray[Any, Any], offset: int, dtype: str, shape: tuple[int, ...]) -> WireTensor:
-    """A tensor inside a received payload, whose size is checked; nothing is copied."""
+    """Return a tensor inside a received payload, whose size is checked; nothing is copied."""
     return WireTensor(dtype, np.ndarray(shape, _KINDS[dtype], buffer, offset))

@@ -161,7 +161,7 @@ class JobSpec:
         )
 
     def to_json(self) -> str:
-        """Canonical text: equal specs give equal text."""
+        """Return the canonical text: equal specs give equal text."""
         return self._text
 
     @cached_property

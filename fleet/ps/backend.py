@@ -104,7 +104,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         )
 
     def _state_kept_at(self) -> int | None:
-        """After how many of this worker's steps the servers have the optimizers' state; None where it is all here."""
+        """Return after how many of this worker's steps the servers have the optimizers' state; None where all of it is
+        here."""
         assert self._parts is not None
         optimizers, _, strategy = self._parts
         if policy_of(strategy, strategy.update_frequency).trains_on_workers:

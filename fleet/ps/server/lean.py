@@ -23,7 +23,7 @@ _M_ARENA_MAX = -8
 
 
 def be_lean() -> None:
-    """Once for a process, before its first optimizer. For none that trains."""
+    """Make a process lean, once and before its first optimizer. This is not for one that trains."""
     atexit.register(gc.freeze)
     with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems have no such areas
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

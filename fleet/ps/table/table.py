@@ -198,7 +198,7 @@ class Table:
         return np.concatenate(found), start
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
-        """Compile, or load, all that a table of this kind runs, on a table of a few rows that is thrown away."""
+        """Compile, or load, everything that a table of this kind runs, on a table of a few rows that is thrown away."""
         options = self._kernel.options if options is None else options
         kind = replace(self.spec, name="", num_embeddings=None), self._kernel, repr(options)
         if kind in _warm:
@@ -230,7 +230,7 @@ class Table:
         return slots
 
     def _completed(self, ids: Ids, slots: Ids) -> Ids:
-        """The slots of ids, of which some had none."""
+        """Return the slots of ids, of which some had none."""
         missing = _missing(slots)
         if missing.size:
             slots[missing] = self._store.insert(ids[missing])
@@ -277,5 +277,5 @@ _NONE = np.empty(0, np.int64)
 
 
 def _missing(slots: Ids) -> Ids:
-    """The places of ids that have no slot; mostly there are none."""
+    """Return the places of ids that have no slot; mostly there are none."""
     return np.flatnonzero(slots < 0) if slots.size and bounds(slots)[0] < 0 else _NONE

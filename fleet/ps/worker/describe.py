@@ -51,8 +51,8 @@ class Description:
 
     @cached_property
     def _known(self) -> tuple[set[int], dict[int, str]]:
-        """The identities of all groups, and of all parameters with their names: looked at in every step, so made
-        once."""
+        """Return the identities of all groups, and of all parameters with their names: every step looks at them, so
+        they are made once."""
         params = {id(param): spec.name for param, spec in zip(self.params, self.spec.params, strict=True)}
         tables = {id(handle.weight): handle.name for handle in self.handles}
         return {id(group) for group in self.groups}, {**params, **tables}
@@ -117,7 +117,8 @@ class Description:
 
 
 def _free(name: str, names: set[str]) -> str:
-    """The name of a parameter that joins a job, or one like it: a module put in another's place has that one's name."""
+    """Return the name of a parameter that joins a job, or one like it: a module put in another's place has that one's
+    name."""
     chosen, number = name, 2
     while chosen in names:
         chosen, number = f"{name}.{number}", number + 1

@@ -1,5 +1,5 @@
-"""GEO on a worker: steps are taken on its own parameters by the user's own optimizers, and on its own rows of the
-tables; from time to time these are brought to agree with the servers'.
+"""Trains a GEO worker: the user's own optimizers step on its own parameters, and on its own rows of the tables; from
+time to time it agrees with the servers on both.
 
 Every so many steps a worker tells the servers how far it has come since they last agreed, ``d = (x - old) / N``, and
 takes in what the others have done meanwhile: ``x += p - old``, where ``p`` is what the servers have then. ``old`` is
@@ -94,8 +94,8 @@ class TableReplica:
         self._touched.clear()
 
     def take(self, ids: Ids, values: Array) -> None:
-        """Others have changed these rows to what they are now. Of those that are not held after all (fetched ahead and
-        never used) there is nothing to change."""
+        """Take over rows that others have changed, as they are now. Rows that are not held after all (fetched ahead and
+        never used) need nothing."""
         held = self._agreed.known(ids)
         ids, values = ids[held], values[held]
         self._mine.add(ids, values - self._agreed.read(ids, True))
@@ -121,7 +121,7 @@ class Replica:
         workers: int,
         agreed: Sequence[Flat],
     ) -> None:
-        """``agreed``: the values of every server's blocks, which the parameters have too."""
+        """``agreed`` holds the values of every server's blocks, which the parameters have too."""
         self._described = described
         self._layouts = layouts
         self._writer = writer
@@ -180,7 +180,7 @@ class Replica:
     # ---------------------------------------------------------------- agreeing with the servers
 
     def change(self) -> Change:
-        """Return this worker's share of how far it has come. Nothing is altered."""
+        """Return this worker's share of what it has changed. Nothing is altered."""
         dense = [
             {dtype: (value - agreed[dtype]).div_(self._workers) for dtype, value in now.items()}
             for now, agreed in zip(self._values(), self._agreed, strict=True)
@@ -207,7 +207,7 @@ class Replica:
     # ---------------------------------------------------------------- checkpoints
 
     def state(self) -> Iterator[Entry]:
-        """The state of the user's optimizers for the dense parameters, as it stands in a checkpoint."""
+        """Yield the state of the user's optimizers for the dense parameters, as it stands in a checkpoint."""
         for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
             yield from state_entries(spec.name, 0, param, self._owner(spec.group).state.get(param, {}))
 
@@ -250,7 +250,7 @@ class GeoTraining:
         self.replica: Replica | None = None
 
     def begin_from(self, values: list[Flat], state: Iterable[Piece] | None) -> None:
-        """Train on these values of the servers from now on. ``state``: what they have of a checkpoint, if of any."""
+        """Train on these values of the servers from now on. ``state`` is what they have of a checkpoint, if of any."""
         trained = self._trained
         self.replica = Replica(trained.description, trained.layouts, trained.writer, self._workers, values)
         if state is not None:
@@ -289,7 +289,7 @@ class GeoTraining:
         self.replica.edit(index, ids, rows, partial(self._fetch_rows, index))
 
     def _agree(self, replica: Replica) -> None:
-        """Tell the servers how far this worker has come, and take in what the others have done."""
+        """Send the servers what this worker has changed, and take in what the others have."""
         self._trained.description.check_types()
         clocks = Clocks(self._values.read_at, self._rows.read_at)
         frames, as_sent = self._pusher.encode_change(replica.change(), clocks, self._unsent, self._state)

@@ -41,7 +41,7 @@ DEPTH, WIDTH = 6, 1000
 
 @dataclass(frozen=True)
 class View:
-    """Part of an input: all of it, or of one dimension an index (no ``length``) or a range."""
+    """Names part of an input: all of it, or of one dimension an index (no ``length``) or a range."""
 
     path: tuple[Any, ...]
     dim: int | None = None
@@ -49,7 +49,7 @@ class View:
     length: int | None = None
 
     def of(self, inputs: Inputs) -> torch.Tensor | None:
-        """The part of these inputs; None if they have no such part."""
+        """Return the part of these inputs; None if they have no such part."""
         whole = inputs.get(self.path)
         if whole is None or self.dim is None:
             return whole
@@ -62,7 +62,7 @@ class View:
 
 @dataclass(frozen=True)
 class Expected:
-    """A look-up that is expected of a forward."""
+    """Describes a look-up that is expected of a forward."""
 
     handle: TableHandle
     training: bool
@@ -87,7 +87,7 @@ class Known:
 
 @dataclass
 class Forward:
-    """A forward that runs."""
+    """Follows a forward that runs."""
 
     module: torch.nn.Module
     known: Known
@@ -99,8 +99,8 @@ class Forward:
 
 
 class LookupPrediction:
-    """Hangs on a model while its job runs. ``fetch`` asks for what a forward will look up; ``forget`` is for when
-    that has ended, or, called with None, for all that was ever fetched."""
+    """Hangs on a model while its job runs. ``fetch`` asks for what a forward will look up; ``forget`` is called when
+    the forward has ended, or with None for everything that was ever fetched."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class LookupPrediction:
 
     @property
     def _running(self) -> list[Forward]:
-        """This thread's forwards, each inside of the one before."""
+        """Return this thread's forwards, each inside the one before."""
         return self._forwards.list
 
     def remove(self) -> None:
@@ -158,7 +158,8 @@ class LookupPrediction:
             self._stop(0)
 
     def clear(self) -> None:
-        """No forward runs. One may be thought to: hooks do not see each way in which one can end."""
+        """Forget all forwards: none runs. Hooks do not see each way in which a forward can end, so one may be thought
+        to run."""
         self._running.clear()
         self._forget(None)
 
@@ -217,11 +218,11 @@ class LookupPrediction:
         known.in_vain = 0 if known.plan else known.in_vain + 1
 
     def _place(self, module: torch.nn.Module) -> int | None:
-        """Of the module's forward among those that run."""
+        """Return the place of the module's forward among those that run."""
         return next((place for place, forward in enumerate(self._running) if forward.module is module), None)
 
     def _stop(self, place: int) -> None:
-        """Keep nothing of a forward that is over, nor of what ran inside of it, least of all inputs."""
+        """Keep nothing of a forward that is over, nor of what ran inside it, least of all inputs."""
         over = self._running[place:]
         del self._running[place:]
         for forward in over:
@@ -242,7 +243,7 @@ def _fetch_nothing(_: Sequence[Wanted]) -> Mapping[int, Prefetched]:
 
 
 def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model itself, and what in it has tables, but for what sends one request in any case."""
+    """Return the model itself, and the parts of it that have tables, except those that send one request in any case."""
     return [
         module
         for module in model.modules()
@@ -260,12 +261,12 @@ def _identity(wanted: Wanted) -> tuple[Any, ...]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it lies in memory as its shape and strides say: others cannot be compared."""
+    """Say whether a tensor lies in memory as its shape and strides say: others cannot be compared."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def _tensors(inputs: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors of ids among a model's arguments, with the way to each."""
+    """Yield the tensors of ids among a model's arguments, with the way to each."""
     if isinstance(inputs, torch.Tensor):
         if inputs.dtype in (torch.int64, torch.int32) and _is_plain(inputs):
             yield path, inputs
@@ -280,7 +281,7 @@ def _tensors(inputs: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def _view(ids: torch.Tensor, inputs: Inputs) -> View | None:
-    """Which part of which input ``ids`` is, judged by where they lie in memory."""
+    """Return which part of which input ``ids`` is, judged by where they lie in memory."""
     for path, whole in inputs.items():
         if ids.dtype != whole.dtype or ids.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             continue

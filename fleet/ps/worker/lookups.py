@@ -1,4 +1,4 @@
-"""Rows of the tables for a worker's forwards: asked for when they are needed, or fetched ahead.
+"""Gets rows of the tables for a worker's forwards: asks for them when they are needed, or fetches them ahead.
 
 However many tables a forward asks for at once, every server gets one request. What was fetched ahead is used where that
 makes no difference to what the mode promises: if it is as new as rows asked for now would have to be, and no newer than
@@ -29,7 +29,7 @@ from fleet.telemetry.worker_figures import ProfilerRange
 
 
 class PendingRows(Protocol):
-    """A request under way."""
+    """Follows a request under way."""
 
     def send(self) -> None: ...
 
@@ -39,7 +39,7 @@ class PendingRows(Protocol):
 
 
 class ServerLink(Protocol):
-    """A connection to one server."""
+    """Connects the worker to one server."""
 
     def request(self, step: int, **kind: object) -> Any: ...
 
@@ -47,7 +47,7 @@ class ServerLink(Protocol):
 
 
 class HeldRows(Protocol):
-    """The rows that a worker holds itself, in the mode in which it does."""
+    """Gives the rows that a worker holds itself, in the mode in which it does."""
 
     def lookup(self, index: int, ids: Ids, training: bool, fetch: Callable[[Ids], Array]) -> Array: ...
 
@@ -56,7 +56,8 @@ class HeldRows(Protocol):
 
 @dataclass(frozen=True)
 class Query:
-    """Distinct ids of one table, and whether unknown ones read their initial value (training) or its mean."""
+    """Asks for distinct ids of one table, and says whether unknown ones read their initial value (training) or its
+    mean."""
 
     table: int
     ids: Ids
@@ -64,7 +65,7 @@ class Query:
 
 
 class Fetch:
-    """Rows under way: one request to every server that has any of them."""
+    """Follows rows under way: one request to every server that has any of them."""
 
     def __init__(self, queries: Sequence[Query], specs: Sequence[TableSpec], asked: Sequence[Asked]) -> None:
         self._queries = queries
@@ -76,7 +77,7 @@ class Fetch:
         self.failed = False
 
     def rows(self, place: int, read_at: dict[tuple[int, int], int]) -> Array:
-        """The rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
+        """Return the rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
         if not self._arrived:
             try:
                 self._arrive()
@@ -113,7 +114,7 @@ class Fetch:
 
 
 def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Ids, Array]]) -> Array:
-    """All rows of a query, each in its place."""
+    """Return all rows of a query, each in its place."""
     if len(parts) == 1:
         return parts[0][1]
     rows = np.empty((count, spec.dim), spec.dtype)
@@ -124,7 +125,7 @@ def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Ids, Array]]) -> 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to one server: of which queries, by position, it asks for which ids, by position."""
+    """Describes a request to one server: of which queries, by position, it asks for which ids, by position."""
 
     server: int
     parts: Sequence[tuple[int, Ids]]
@@ -133,7 +134,7 @@ class Asked:
 
 @dataclass
 class Prefetched:
-    """What was fetched ahead for one table and one batch."""
+    """Holds what was fetched ahead for one table and one batch."""
 
     ids: torch.Tensor
     distinct: Ids
@@ -151,7 +152,7 @@ class RowReader:
     """Reads rows for forwards: asks the servers, or takes what was fetched ahead."""
 
     def __init__(self, connections: Sequence[ServerLink], version_after: Callable[[int], int]) -> None:
-        """``version_after``: the version that this worker needs when it has completed so many more steps."""
+        """``version_after`` returns the version that this worker needs when it has completed so many more steps."""
         self._connections = connections
         self._version_after = version_after
         self.read_at: dict[tuple[int, int], int] = {}
@@ -161,7 +162,7 @@ class RowReader:
         self._replaced = 0
 
     def discard_fetched(self) -> None:
-        """The servers' values have been replaced: what was fetched before is of no use."""
+        """Drop what was fetched before, as the servers' values have been replaced."""
         self._replaced += 1
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
@@ -169,8 +170,8 @@ class RowReader:
         self._tables = {id(handle): index for index, handle in enumerate(handles)}
 
     def take_clocks(self) -> dict[tuple[int, int], int]:
-        """When the rows of this step were read; the next step's are read anew. Gradients that the user did not clear
-        are of rows that were read for an earlier step."""
+        """Return when the rows of this step were read; the next step's are read anew. Gradients that the user did not
+        clear are of rows that were read for an earlier step."""
         self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}
         return self._read_before
 
@@ -200,7 +201,8 @@ class RowReader:
     def _known(
         self, handle: TableHandle, given: torch.Tensor, training: bool
     ) -> tuple[int, Ids, Ids, Prefetched | None]:
-        """The table of a look-up, its distinct ids and the places of all among them, and what was fetched ahead."""
+        """Return the table of a look-up, its distinct ids and the places of all among them, and what was fetched
+        ahead."""
         index, ids = self._tables[id(handle)], _flat(given)
         ahead = self._offered.get(index) or self._innermost(index)
         if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
@@ -211,20 +213,21 @@ class RowReader:
 
     @property
     def _predicted(self) -> list[Mapping[int, Prefetched]]:
-        """For this thread's forwards, each inside of the one before."""
+        """Return what was predicted for this thread's forwards, each inside the one before."""
         return self._predicted_here.list
 
     def _innermost(self, index: int) -> Prefetched | None:
-        """What was predicted of a table, by the last forward that did."""
+        """Return what the last forward that predicted anything of a table has predicted."""
         return next((predicted[index] for predicted in reversed(self._predicted) if index in predicted), None)
 
     def _missing(self, index: int, ahead: Prefetched | None, training: bool, completed: int, ids: Ids) -> Array:
-        """Rows that the worker does not hold."""
+        """Return rows that the worker does not hold."""
         rows = self._prefetched(ahead, ids, training, completed)
         return self.fetch(index, ids, completed, training=training) if rows is None else rows
 
     def whole(self, handle: TableHandle, completed: int, held: HeldRows | None, most_bytes: int) -> torch.Tensor:
-        """All rows of a table as a look-up of training would see them, asked for in parts. None of them is held."""
+        """Return all rows of a table as a look-up of training would see them, asked for in parts. None of them is
+        held."""
         index = self._tables[id(handle)]
         spec = self._specs[index]
         assert spec.num_embeddings is not None, "the handle checks this"
@@ -245,7 +248,7 @@ class RowReader:
         return torch.from_numpy(rows)
 
     def fetch(self, index: int, ids: Ids, completed: int, *, training: bool) -> Array:
-        """Rows of one table."""
+        """Fetch rows of one table."""
         return self._now([Query(index, ids, training)], completed)[0]
 
     def _now(self, queries: Sequence[Query], completed: int) -> list[Array]:
@@ -253,7 +256,7 @@ class RowReader:
         return [fetch.rows(place, self.read_at) for place in range(len(queries))]
 
     def _prefetched(self, ahead: Prefetched | None, ids: Ids, training: bool, completed: int) -> Array | None:
-        """Rows out of what was fetched ahead, if all are there and as new as they have to be."""
+        """Return rows that were fetched ahead, if all are there and as new as they have to be."""
         if (
             ahead is None
             or ahead.fetch.failed
@@ -320,8 +323,8 @@ class RowReader:
     def fetch_predicted(
         self, wanted: Sequence[Wanted], completed: int, held: HeldRows | None
     ) -> Mapping[int, Prefetched]:
-        """Ask for what the look-ups that come now will ask for, except of tables of which something was fetched ahead.
-        Ids that are out of range are the look-up's to refuse, if it comes."""
+        """Ask for what the coming look-ups will ask for, except of tables of which something was fetched ahead. An id
+        that is out of range is left to the look-up, which refuses it if it comes."""
         rest = [each for each in wanted if self._tables[id(each.handle)] not in self._offered]
         try:
             begun = self._begin(rest, completed, 0, held, ahead=False)
@@ -368,7 +371,7 @@ class RowReader:
         version: int,
         ahead: bool,
     ) -> tuple[Frame, str]:
-        """A request for parts of some queries, and what to call it in errors."""
+        """Return a request for parts of some queries, and its name in errors."""
         pull = pb.Pull(
             version=version,
             tables=[queries[place].table for place, _ in here],

@@ -321,7 +321,7 @@ class Pusher:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether a push was interrupted: some servers may have it."""
+        """Say whether a push was interrupted: some servers may have it."""
         return self._in_doubt is not None
 
     def finish_interrupted(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker of a running job, put together: what the user's calls come to, and the order in which its parts are asked.
+"""Puts a worker of a running job together: what the user's calls do, and the order in which its parts are asked.
 
 Everything here runs on the user's threads, which take turns (``Turns``). What else may run are the heartbeats of the
 connections to the servers, and the threads that push and fetch behind an asynchronous step or send gradients ahead of
@@ -70,7 +70,7 @@ class WorkerRuntime:
         knobs: Knobs,
         clock: Clock,
     ) -> None:
-        """``describe`` tells what the user's optimizers and model are now."""
+        """``describe`` returns what the user's optimizers and model are now."""
         self.assignment = assignment
         self._describe = describe
         self._strategy = strategy
@@ -136,8 +136,8 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- joining
 
     def start(self, resumed: Resumed | None = None) -> None:
-        """Say hello to every server, bring the initial values if that is this worker's part, and take them over. What
-        it was told when it ``resumed`` is where it goes on."""
+        """Say hello to every server, bring the initial values if that is this worker's part, and take them over. It
+        goes on from what it was told when it ``resumed``."""
         trained = self.trained
         try:
             answers = join(
@@ -171,7 +171,7 @@ class WorkerRuntime:
             self._geo.begin_from(values, exported_dense(self.connections, completed) if is_restored else None)
 
     def reload(self) -> None:
-        """Take over the servers' values, which others have replaced, and forget all that was known of the former."""
+        """Take over the servers' values, which others have replaced, and forget everything known of the former ones."""
         self.flush()
         replies = self._values.fetch("values that were loaded")
         check_loads(self.connections, self.progress.loads, replies)
@@ -183,8 +183,8 @@ class WorkerRuntime:
         self.trained.forget_whole_tables()
 
     def reload_in_turn(self) -> None:
-        """Other values are there by this worker's own call. A thread that trains beside it has them after its next
-        step: nothing changes under one."""
+        """Take over other values, which this worker's own call has brought. A thread that trains beside it takes them
+        over after its next step: nothing changes under one."""
         if self.turns.is_other_thread:
             self.progress.replaced = True
         else:
@@ -228,7 +228,7 @@ class WorkerRuntime:
 
     @property
     def replica(self) -> Replica | None:
-        """The parameters and rows that are trained here, where any are."""
+        """Return the parameters and rows that are trained here, where any are."""
         return None if self._geo is None else self._geo.replica
 
     def during_backward(self) -> AbstractContextManager[None]:
@@ -285,7 +285,7 @@ class WorkerRuntime:
         self.own_states.wait_until_given()
 
     def finish_interrupted(self, call: str) -> None:
-        """Before anything else happens in a call's turn, bring what was interrupted to its end."""
+        """Finish what was interrupted, before anything else happens in a call's turn."""
         with self.turns:  # what another thread has under way is not interrupted
             self._refuse_late(call)
             if self._pusher.is_in_doubt:
@@ -303,7 +303,7 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- rows
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Learn what the model looks up, so that it can be asked for at once."""
+        """Learn what the model looks up, so that all of it can be asked for at once."""
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
             self.finish_interrupted("a look-up")
@@ -381,7 +381,8 @@ class WorkerRuntime:
         self._gather("barrier_worker()", BARRIER)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
-        """``value`` of all workers made one, in the kind it came in; written into ``output`` if that is given."""
+        """Reduce the ``value`` of all workers to one, in the kind it came in, and write it into ``output`` if that is
+        given."""
 
         def meet(op: str, mine: UserValue) -> WireTensor:
             with self.turns:
@@ -421,8 +422,8 @@ class WorkerRuntime:
     # ---------------------------------------------------------------- leaving
 
     def stop(self) -> None:
-        """Say goodbye. A second time does nothing, nor does it once the user knows that the job is over: what ended it
-        was raised then, and must not be hidden behind a second error from somebody's ``finally``."""
+        """Say goodbye. A second call does nothing, nor does a call after the user knows that the job is over: what
+        ended it was raised then, and must not be hidden behind a second error from somebody's ``finally``."""
         if self.stopped:
             return
         if self.connections.reported:
@@ -457,7 +458,7 @@ class WorkerRuntime:
         self._part(abort=pb.Abort(reason=reason[-4000:]))
 
     def end(self, reason: str) -> None:
-        """Leave a job in which this worker cannot go on, by no fault of the job's; an elastic one goes on."""
+        """Leave a job in which this worker cannot go on, by no fault of the job's; an elastic job goes on."""
         if self._strategy.elastic:
             self._part(bye=pb.Bye())
         else:

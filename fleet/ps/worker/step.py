@@ -53,7 +53,7 @@ class UserGradients:
         self.check_finite = check_finite
 
     def take(self, early: EarlyGradients | None) -> Gradients:
-        """Take a step: return what it leaves behind, but for what has left ``early``."""
+        """Take a step: return what it leaves behind, except what has left ``early``."""
         description = self._trained.description
         options = description.options()
         dense = self.dense()
@@ -132,7 +132,7 @@ class RemoteTraining:
         values: DenseValues,
         figures: WorkerFigures,
     ) -> None:
-        """Threads are named after ``name``."""
+        """``name`` is what threads are named after."""
         self._policy = policy
         self._communication = communication
         self._name = name
@@ -147,7 +147,7 @@ class RemoteTraining:
         self._early: EarlyGradients | None = None
 
     def start(self) -> None:
-        """Begin what works beside the user's thread: the first values are there."""
+        """Begin the work beside the user's thread, as the first values are there."""
         if not self._policy.awaits_answers:
             self._communicator = Communicator(
                 self._communication,
@@ -225,7 +225,7 @@ class RemoteTraining:
             self._communicator.flush()
 
     def flush(self) -> None:
-        """Have everything applied that this worker has computed."""
+        """Wait until the servers have applied everything that this worker has computed."""
         self.wait_until_sent()
         rest = self._merge.rest()
         if rest is not None:
@@ -238,7 +238,7 @@ class RemoteTraining:
 
     @property
     def queued(self) -> int:
-        """How many steps wait to be sent."""
+        """Return how many steps wait to be sent."""
         return 0 if self._communicator is None else self._communicator.queued
 
     # ---------------------------------------------------------------- the end

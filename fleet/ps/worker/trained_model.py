@@ -50,25 +50,25 @@ class TrainedModel:
         self.writer = ParameterWriter(description.params, self.layouts, names)
 
     def attach(self, source: RowSource, first_table: int = 0) -> None:
-        """Let tables, from the given one on, have their rows from ``source``."""
+        """Let tables, from the given one on, get their rows from ``source``."""
         for handle in self.description.handles[first_table:]:
             handle.attach(source)
 
     def forget_whole_tables(self) -> None:
-        """What was fetched of whole tables is no longer what the servers have."""
+        """Forget what was fetched of whole tables: the servers have other values now."""
         for handle in self.description.handles:
             handle.forget_values()
 
     @property
     def most_values_bytes(self) -> int:
-        """What the dense values of a server weigh, at most."""
+        """Return the most bytes that the dense values of a server have."""
         return max(
             sum(numel * int(getattr(torch, dtype).itemsize) for dtype, numel in layout.sizes.items())
             for layout in self.layouts
         )
 
     def parts(self) -> tuple[dict[int, ParamSpec], dict[int, TableSpec]]:
-        """The job's dense parameters, by their identities, and its tables, by those of their handles."""
+        """Return the job's dense parameters, by their identities, and its tables, by those of their handles."""
         described = self.description
         return (
             {id(param): spec for param, spec in zip(described.params, described.spec.params, strict=True)},
@@ -184,7 +184,7 @@ class ParameterWriter:
 
     @torch.no_grad()
     def differing(self, flats: Sequence[Flat]) -> list[int]:
-        """The parameters that do not hold what was written last, which is this, to the bit."""
+        """Return the parameters that do not hold, to the bit, these values, which were written last."""
         detours = {} if self._memory is None else {index: detour for index, _, detour in self._detours}
         self._follow()
         found = {
@@ -256,7 +256,7 @@ class ParameterWriter:
 
 
 class _Places:
-    """Where the blocks of a flat tensor go, one after the other; each with the parameter that it is a part of."""
+    """Says where the blocks of a flat tensor go, one after the other; each with the parameter that it is a part of."""
 
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
         targets = [target for _, target in parts]
@@ -288,7 +288,7 @@ class _Places:
             torch._foreach_copy_(self._large, [flat[each] for each in self._ranges])
 
     def differing(self, flat: torch.Tensor) -> set[int]:
-        """The parameters that do not hold what stands in ``flat``, to the bit."""
+        """Return the parameters that do not hold, to the bit, what stands in ``flat``."""
         self._check(flat)
         base = flat.data_ptr()
         found = {

@@ -28,7 +28,7 @@ def initialize(
     connections: Connections, trained: TrainedModel, answers: Sequence[Any], first_param: int = 0, first_table: int = 0
 ) -> None:
     """Send servers that have none the values of their blocks and rows, from the given parameter and table on.
-    ``answers`` say which these are. It is worker 0's part."""
+    ``answers`` say which servers these are. Worker 0 does this."""
     for server, (connection, answer) in enumerate(zip(connections.by_server, answers, strict=True)):
         if not answer.initialized:
             for frame in _initial_values(trained, server, len(answers), first_param, first_table):
@@ -80,7 +80,7 @@ def send_edits(
 
 
 def _edited_blocks(slots: Sequence[Slot], dense: Mapping[int, Elements]) -> Iterator[Frame]:
-    """Uploads of the changed elements of these blocks."""
+    """Yield uploads of the changed elements of these blocks."""
     for slot in slots:
         if slot.block.param in dense:
             mask, values = (each[slot.part or slice(None)] for each in dense[slot.block.param])
@@ -113,7 +113,7 @@ def _initial_values(
 
 
 def _blocks_of(slots: Sequence[Slot], params: Mapping[int, torch.Tensor]) -> Iterator[Frame]:
-    """Uploads of these blocks, with their values from ``params``."""
+    """Yield uploads of these blocks, with their values from ``params``."""
     upload, tensors, size = pb.Upload(), [], 0
     for slot in slots:
         values = params[slot.block.param].detach().reshape(-1)
@@ -128,7 +128,7 @@ def _blocks_of(slots: Sequence[Slot], params: Mapping[int, torch.Tensor]) -> Ite
 
 
 def _rows_of(server: int, servers: int, index: int, ids: Array, rows: torch.Tensor) -> Iterator[Frame]:
-    """Uploads of those of a table's rows that belong to a server."""
+    """Yield uploads of those of a table's rows that belong to a server."""
     rows_a_piece = max(1, UPLOAD_BYTES // max(1, rows.element_size() * rows.shape[1]))
     for start in range(0, len(ids), rows_a_piece):
         some = ids[start : start + rows_a_piece]
