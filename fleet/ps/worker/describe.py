@@ -77,7 +77,7 @@ class Description:
                 specs.append(group_spec)
         moved = [places[id(group)] for group in fresh.groups]
         known = {id(thing) for thing in (*self.params, *self.handles)}
-        names = {spec.name for spec in (*self.spec.params, *self.spec.tables)}
+        names = {spec.name for spec in self.spec.params} | {spec.name for spec in self.spec.tables}
         params = [
             (replace(spec, name=_free(spec.name, names), group=moved[spec.group]), param)
             for spec, param in zip(fresh.spec.params, fresh.params, strict=True)
@@ -94,15 +94,11 @@ class Description:
             tuple(specs),
             self.spec.settings,
         )
-        for described, handle in zip(spec.tables, (*self.handles, *(handle for _, handle in tables)), strict=True):
-            handle.name = described.name  # whatever its module's place in the model is by now
-        return Description(
-            spec,
-            (*self.params, *(param for _, param in params)),
-            (*self.handles, *(handle for _, handle in tables)),
-            tuple(groups),
-            self.optimizers,
-        )
+        params_now = (*self.params, *(param for _, param in params))
+        handles_now: tuple[TableHandle, ...] = (*self.handles, *(handle for _, handle in tables))
+        for described, handle in zip(spec.tables, handles_now, strict=True):
+            handle.name = described.name  # wherever its module stands in the model by now
+        return Description(spec, params_now, handles_now, tuple(groups), self.optimizers)
 
     def options(self) -> tuple[str, ...]:
         """Return the options of every group as they are now, as JSON: they travel with each push."""
