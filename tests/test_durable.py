@@ -258,7 +258,8 @@ def goes_on(
     if value is not None:  # nobody may see these
         with torch.no_grad():
             for parameter in late.parameters():
-                parameter.fill_(value)
+                if type(parameter) is torch.nn.Parameter:  # rows have no values before the job
+                    parameter.fill_(value)
     first = [*late.model.open.parameters(), *late.model.head.parameters()]
     wrapped = made.distributed_optimizer(torch.optim.Adagrad(first, lr=0.1), model=late)
     made.init_worker()
