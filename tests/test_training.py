@@ -767,7 +767,7 @@ class _Interrupts:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         path = Path(frame.f_code.co_filename)
-        if path.parent.name != "worker" or path.stem not in ("agreeing", "delivering", "geo", "stepping", "pushing"):
+        if path.parent.name != "worker" or path.stem not in ("runtime", "step", "edits", "push", "geo_replica"):
             return None
         if event == "line":
             self._left -= 1
@@ -805,8 +805,10 @@ def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first:
         steps = alone.resume_step()
         alone.stop_worker()
         assert steps in ((3, 4) if is_hit else (4,)), at
-        assert learnt.item() == steps, at
+        # In GEO the script's own optimizer steps here: interrupted behind that, a step is taken and not yet counted.
+        assert learnt.item() - steps in ((0, 1) if is_hit and strategy == "geo" else (0,)), at
         at += 11
+    assert at > first + 2 * 11, "a step has more lines"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
