@@ -22,9 +22,7 @@ dg = DataGenerator(x, y)
 train_dl, val_dl, test_dl = dg.generate_dataloader(split_ratio=[0.7, 0.1], batch_size=256)
 
 # No layers in between: each would come with a batch norm, which sees the part of a batch that one worker has.
-model = DeepFM(
-    deep_features=dense_feas + sparse_feas, fm_features=sparse_feas, mlp_params={"dims": [], "dropout": 0.0}
-)
+model = DeepFM(deep_features=dense_feas + sparse_feas, fm_features=sparse_feas, mlp_params={"dims": [], "dropout": 0.0})
 trainer = CTRTrainer(
     model,
     optimizer_fn=torch.optim.Adagrad,

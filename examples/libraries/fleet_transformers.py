@@ -29,7 +29,7 @@ arguments = TrainingArguments(
     tempfile.mkdtemp(),
     num_train_epochs=2,
     per_device_train_batch_size=32,
-    max_grad_norm=0.5,
+    max_grad_norm=0.1,
     save_strategy="epoch",
     report_to="none",
     use_cpu=True,
