@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Lightning takes seconds to import, which only those who run its tests should wait for."""
-    return "not libraries" in config.getoption("markexpr") and collection_path.name == "test_lightning.py" or None
+    return ("not libraries" in config.getoption("markexpr") and collection_path.name == "test_lightning.py") or None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,7 +35,7 @@ arguments = TrainingArguments(
     use_cpu=True,
     disable_tqdm=True,
 )
-optimizer = torch.optim.Adagrad(model.parameters(), lr=5e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = fleet.join(optimizer, model=model, remote="all")
 trainer = Trainer(model, arguments, train_dataset=rows[:448], optimizers=(optimizer, None))
 trainer.train()
