@@ -20,12 +20,13 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-mpi docs lint format types protos clean
+.PHONY: help venv quickstart test test-mpi test-libraries docs lint format types protos clean
 
 help:
 	@echo "make quickstart   train the example model on this machine"
 	@echo "make test         run the tests"
 	@echo "make test-mpi     run those that need MPI, under MPICH and Open MPI"
+	@echo "make test-libraries  run other people's trainers"
 	@echo "make docs         build the site into build/site"
 	@echo "make lint types   what else CI checks; make format repairs the layout"
 	@echo "make protos       regenerate the protobuf stubs"
@@ -73,6 +74,16 @@ $(MPIS): $(STAMP)
 
 test-mpi: $(STAMP) $(MPIS)
 	$(PYTEST) --numprocesses 2 -m mpi $(ARGS)
+
+# Other people's trainers, which nothing else needs.
+LIBRARIES := $(VENV)/.installed-for-libraries
+
+$(LIBRARIES): $(STAMP)
+	@$(PIP) --editable '.[libraries]' $(SHOWN)
+	@touch $@
+
+test-libraries: $(STAMP) $(LIBRARIES)
+	$(PYTEST) --numprocesses 2 -m libraries tests/test_lightning.py tests/test_libraries.py $(ARGS)
 
 # What builds the site, which nothing else needs.
 SITE := $(VENV)/.installed-for-docs

@@ -285,6 +285,7 @@ class Fleet:
 
         Examples:
             >>> fleet.stop_worker()
+            >>> fleet.init()  # which a script can leave out
             >>> model = torch.nn.Linear(2, 1)
             >>> optimizer = fleet.join(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
             >>> optimizer.minimize(model(torch.ones(4, 2)).mean())

@@ -1,7 +1,7 @@
 """Lets a ``lightning.pytorch.Trainer`` train with a job: ``Trainer(strategy=FleetStrategy())``.
 
-It is made of Fleet's public calls and imported by nothing else. What Lightning writes (``*.ckpt``) holds the whole model;
-the state of its optimizer is a checkpoint of the job's beside it (``*.ckpt.fleet``).
+It is made of Fleet's public calls and imported by nothing else. What Lightning writes (``*.ckpt``) holds the whole
+model; the state of its optimizer is a checkpoint of the job's beside it (``*.ckpt.fleet``).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class FleetStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | PathLike[str], **options: Any) -> dict[str, Any]:
         linked = Path(checkpoint_path)  # ModelCheckpoint(save_last="link") makes one
         self._loaded_from = str(linked.resolve()) if linked.is_symlink() else str(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, **options)  # type: ignore[no-any-return]
+        return super().load_checkpoint(checkpoint_path, **options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Have the servers go on from what lies beside the checkpoint, and the groups from what is in it."""
@@ -233,7 +233,7 @@ class FleetStrategy(ParallelStrategy):
             raise UnsupportedError("all_gather(sync_grads=True) is not there", todo="Gather without gradients.")
         places = torch.zeros(self.world_size, *tensor.shape, dtype=tensor.dtype)
         places[self.global_rank] = tensor.detach().cpu()
-        return self._job.all_reduce_worker(places).to(tensor.device, tensor.dtype)  # type: ignore[no-any-return]
+        return self._job.all_reduce_worker(places).to(tensor.device, tensor.dtype)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return what ``src`` has: anything that JSON can say. Before the job has begun, each worker's own."""
@@ -246,7 +246,7 @@ class FleetStrategy(ParallelStrategy):
         length = self._job.all_reduce_worker(len(own), op="max")
         places = torch.zeros(length, dtype=torch.int64)
         places[: len(own)] = torch.tensor(list(own), dtype=torch.int64)
-        return json.loads(bytes(self._job.all_reduce_worker(places).tolist()))  # type: ignore[no-any-return]
+        return json.loads(bytes(self._job.all_reduce_worker(places).tolist()))
 
     @staticmethod
     def _refuse_group(group: Any) -> None:

@@ -29,6 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Lightning takes seconds to import, which only those who run its tests should wait for."""
+    return ("not libraries" in config.getoption("markexpr") and collection_path.name == "test_lightning.py") or None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     """Tests run whole jobs as threads of one process, and each would otherwise ask for every core."""

@@ -32,12 +32,12 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
     ("launch", "api"),
-    ("transpiler", "checkpoints"),
+    ("transpiler", "checkpoints", "lightning"),
     ("__init__", "__main__"),
 ]
 
 #: What lies directly in the package: modules that users import, or whose one class they call by its name.
-FOR_USERS = {"api", "checkpoints", "errors", "metrics", "optim", "optimizer", "serving"}
+FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "serving"}
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {

@@ -39,7 +39,7 @@ for _ in range(4):
         with accelerator.accumulate(model):
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), targets)
             accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

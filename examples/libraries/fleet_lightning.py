@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fleet.lightning import FleetStrategy
 
+PARTS = slice(4200), slice(4200, 4800), slice(4800, None)
+
 
 class Clicks(pl.LightningModule):
     """Scores a user, an item and a city by how well their vectors agree."""
@@ -43,21 +45,18 @@ class Clicks(pl.LightningModule):
 pl.seed_everything(1)
 data = clicks(6000)
 ids, age = torch.from_numpy(data[list(SIZES)].to_numpy()), torch.from_numpy(data[["age"]].to_numpy())
-train, val, test = TensorDataset(ids, age, torch.from_numpy(data["click"].to_numpy())).tensors, 4200, 4800
-parts = [
-    TensorDataset(*(column[part] for column in train)) for part in (slice(val), slice(val, test), slice(test, None))
-]
+click = torch.from_numpy(data["click"].to_numpy())
+train, val, test = (TensorDataset(ids[part], age[part], click[part]) for part in PARTS)
 
 best = ModelCheckpoint(tempfile.mkdtemp(), monitor="val_loss")
 callbacks = [best, EarlyStopping("val_loss", patience=2)]
-trainer = pl.Trainer(
-    strategy=FleetStrategy(remote="all"), max_epochs=12, callbacks=callbacks, logger=False, enable_progress_bar=False
-)
-samplers = [DistributedSampler(part, trainer.world_size, trainer.global_rank, shuffle=False) for part in parts[:2]]
+options = {"logger": False, "enable_progress_bar": False}
+trainer = pl.Trainer(strategy=FleetStrategy(remote="all"), max_epochs=12, callbacks=callbacks, **options)
+samplers = [DistributedSampler(part, trainer.world_size, trainer.global_rank, shuffle=False) for part in (train, val)]
 loaders = [DataLoader(sampler.dataset, 300 // trainer.world_size, sampler=sampler) for sampler in samplers]
 trainer.fit(Clicks(), *loaders)
 
 model = Clicks.load_from_checkpoint(best.best_model_path)
 with torch.no_grad():
-    predictions = torch.sigmoid(model(*parts[2].tensors[:2]))
+    predictions = torch.sigmoid(model(*test.tensors[:2]))
 print(f"stopped after epoch {trainer.current_epoch}; best loss: {best.best_model_score:.6f}")

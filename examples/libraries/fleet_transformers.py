@@ -29,13 +29,13 @@ arguments = TrainingArguments(
     tempfile.mkdtemp(),
     num_train_epochs=2,
     per_device_train_batch_size=32,
-    max_grad_norm=0.5,
+    max_grad_norm=0.1,
     save_strategy="epoch",
     report_to="none",
     use_cpu=True,
     disable_tqdm=True,
 )
-optimizer = torch.optim.Adagrad(model.parameters(), lr=5e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 optimizer = fleet.join(optimizer, model=model, remote="all")
 trainer = Trainer(model, arguments, train_dataset=rows[:448], optimizers=(optimizer, None))
 trainer.train()

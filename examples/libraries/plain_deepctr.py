@@ -1,4 +1,4 @@
-"""DeepCTR-Torch's DeepFM on clicks, by compile and fit, with the penalty on the embeddings that it has unless told not to."""
+"""DeepCTR-Torch's DeepFM on clicks, by compile and fit, with its penalty on the embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def inputs(data):
     return {name: data[name].to_numpy() for name in feature_names}, data["click"].to_numpy()
 
 
-def mean_loss(prediction, label, reduction):
+def mean_loss(prediction, label, reduction):  # noqa: ARG001
     """The library would add up the examples of a batch; a mean does not depend on how large a batch is."""
     return torch.nn.functional.binary_cross_entropy(prediction, label)
 

@@ -1,7 +1,7 @@
 """Runs a script of examples/libraries and writes down where it ends: ``library_result.py [--sparse] OUT SCRIPT``.
 
-``OUT`` gets the model's parameters and what the script has predicted; of worker 0 in a job. With ``--sparse`` the script's
-embeddings and its Adam are torch's own sparse ones.
+``OUT`` gets the model's parameters and what the script has predicted; of worker 0 in a job. With ``--sparse`` the
+script's embeddings and its Adam are torch's own sparse ones.
 """
 
 from __future__ import annotations
