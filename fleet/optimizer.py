@@ -147,7 +147,7 @@ class OptimizerState(defaultdict[Any, Any]):
 def _elsewhere(what: str) -> UnsupportedError:
     return UnsupportedError(
         what,
-        todo="Save the whole job with fleet.save_persistables(dirname), which has it; to begin without, begin a new job.",
+        todo="Save the whole job with fleet.save_persistables(dirname), which has it; to have none, begin a new job.",
     )
 
 

@@ -131,7 +131,6 @@ loss = lambda model, batch: model(batch)
     "docs/observing.md": [JOB],
     "docs/security.md": ["import fleet"],
     "docs/serving.md": [f"{JOB}\nbatch = x", "batch = x", ""],
-    "docs/synchronous.md": [f"{JOB}\nloss.backward()"],
 }
 
 

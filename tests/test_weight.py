@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_close, run_job
+from test_geo import Watched
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import fleet.nn
 from fleet import Fleet
 from fleet.errors import NotInitializedError, StateError, UnsupportedError
 from fleet.nn.handle import handle_of
+from fleet.ps.worker import runtime
 
 ROWS, DIM = 12, 3
 IDS = torch.tensor([[1, 4], [4, 7], [1, 1]])
@@ -765,3 +767,48 @@ def test_a_copy_can_be_pickled_and_trained_in_a_job_of_its_own(bag: bool) -> Non
         other.stop_worker()
 
     run_job(body, 1, 1)
+
+
+def test_workers_average_the_gradients_of_a_formula() -> None:
+    def penalty(net: Net, worker: int) -> torch.Tensor:
+        return net.loss() + (worker + 1) * net.emb.weight.square().sum()
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        net = Net(sparse=True)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(net.parameters(), lr=0.05), model=net)
+        fleet_.init_worker()
+        for _ in range(2):
+            optimizer.minimize(penalty(net, worker))
+        return net.values()
+
+    net = Net()
+    plain = torch.optim.SGD(net.parameters(), lr=0.05)
+    for _ in range(2):
+        plain.zero_grad()
+        (sum(penalty(net, worker) for worker in range(2)) / 2).backward()  # type: ignore[union-attr]
+        plain.step()
+    for got in run_job(body, 2, 2):
+        assert_close(got, net.values())
+
+
+@pytest.mark.parametrize("mode", ["sync", "geo"])
+def test_all_rows_come_in_requests_of_a_limited_size(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "WHOLE_BYTES", 5 * 8 * DIM)
+    network = Watched("pull")
+
+    def body(fleet_: Fleet, worker: int) -> None:
+        strategy = None if mode == "sync" else fleet.StrategyFactory.create_geo_strategy(2)
+        table = fleet.nn.Embedding(ROWS, DIM, padding_idx=2)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(table.parameters(), lr=0.1), strategy, model=table)
+        fleet_.init_worker()
+        optimizer.minimize(table(IDS).sum())
+        before = len(network.seen)
+        values = table.weight.detach().clone()
+        rows = [len(tensor.array) for frame, _ in network.seen[before:] for tensor in frame.tensors]
+        assert max(rows) <= 10
+        assert sum(rows) == (ROWS if mode == "sync" else ROWS - 3), "in GEO the worker holds what it has trained"
+        assert torch.equal(values, table(ALL))
+        table.weight.sum()
+        assert len(network.seen) > before
+
+    run_job(body, 1, 1, network=network)

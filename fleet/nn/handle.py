@@ -282,6 +282,11 @@ class TableHandle:
 
         No ids: a backward came to this table, and touched no row.
         """
+        if not isinstance(self.weight, TableWeight):
+            raise UnsupportedError(
+                f"the weight of the table {self.name!r} was swapped for another tensor in a running job",
+                todo="Change its values in place: weight.copy_(…) under torch.no_grad(), or load_state_dict.",
+            )
         with torch._C.DisableTorchFunctionSubclass():
             grad = self.weight.grad
             if grad is None:

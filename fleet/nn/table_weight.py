@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of the compiler
@@ -32,10 +32,12 @@ _OF_LEAF = {
     *("grad_dtype=", "_backward_hooks", "_backward_hooks=", "_post_accumulate_grad_hooks", "is_same_size"),
     *("_post_accumulate_grad_hooks=", "detach_", "is_distributed", "volatile", "new_empty", "new_zeros", "new_ones"),
     *("new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like", "full_like"),
-    *("rand_like", "randn_like", "randint_like", "result_type", "can_cast", "untyped_storage", "data_ptr"),
+    *("rand_like", "randn_like", "randint_like", "result_type", "can_cast"),
     *("stride", "storage_offset", "is_contiguous", "is_set_to"),
     *("backward", "_clear_non_serializable_cached_data", "requires_grad_for_backward", "is_tensor"),
 }
+#: Done to itself, they are how scripts find the node that accumulates its gradient.
+_OF_ITSELF = {"view_as", "expand_as"}
 #: What makes another parameter of it, or the same if it is so already.
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"}
 _LIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
@@ -71,6 +73,8 @@ class TableWeight(torch.nn.Parameter):
         name = name_of(func)
         if name in _OF_LEAF:
             return _of_leaf(func, name, args, kwargs)
+        if name in _OF_ITSELF and len(args) == 2 and args[0] is args[1]:
+            return _of_leaf(func, name, args, kwargs)
         if func is torch.autograd.grad:
             return _grad(func, *args, **kwargs)
         if name in ("grad", "_grad"):
@@ -82,7 +86,9 @@ class TableWeight(torch.nn.Parameter):
 
     # Two that torch does not hand to ``__torch_function__``.
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
+    def set_(self, *source: Any, **_: Any) -> Any:
+        if source and source[0] is self:
+            return self
         raise _refused(table_of(self), "set_() would give it another memory")
 
     def as_subclass(self, kind: Any) -> Any:
@@ -230,6 +236,16 @@ def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> Non
     table.whole().assign(values.detach())
 
 
+def _memory(func: Callable[..., Any], weight: torch.Tensor) -> Any:
+    """That of the values: some save it as it is."""
+    table = table_of(weight)
+    if not table.is_running:
+        return _of_leaf(func, "", (weight,), {})
+    whole = table.whole()
+    whole.expose()
+    return func(whole.tensor)
+
+
 def _converted(func: Callable[..., Any], weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(weight, TableWeight):  # x.to(weight)
         with torch._C.DisableTorchFunctionSubclass():
@@ -251,7 +267,12 @@ def _seeing_rows(weight: torch.Tensor, hook: Callable[..., Any]) -> Callable[...
     table = table_of(weight)
 
     def seeing(gradient: torch.Tensor) -> Any:
-        return hook(RowGradient.of(gradient, table) if gradient.layout is torch.sparse_coo else gradient)
+        if gradient.layout is not torch.sparse_coo:
+            return hook(gradient)
+        other = hook(RowGradient.of(gradient, table))
+        # Autograd goes on with the layout that it began with.
+        is_dense = isinstance(other, torch.Tensor) and other.layout is torch.strided
+        return other.to_sparse(1) if is_dense else other
 
     return seeing
 
@@ -279,5 +300,6 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "data=": _assign,
     "detach": _shown,
     "register_hook": _register_hook,
+    **dict.fromkeys(("untyped_storage", "data_ptr"), _memory),
     **dict.fromkeys(_CONVERSIONS, _converted),
 }

@@ -35,7 +35,7 @@ class WholeValues:
     def shares_memory(self, result: Any) -> bool:
         """Whether what torch made of the values may be a way to change them."""
         if isinstance(result, torch.Tensor):
-            if result.layout is not torch.strided:
+            if result.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(result):
                 return False
             return result.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
         if isinstance(result, list | tuple):

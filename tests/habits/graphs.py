@@ -341,9 +341,16 @@ def _(s: Script) -> Any:
     torch.jit.script(s.model.eval())
 
 
-@refused("`torch.export.export(model, (ids,))`", "save_inference_model")
+@as_in_torch("`torch.export.export(model, (ids,))`, `torch.export.save`: a program with the values of then")
 def _(s: Script) -> Any:
-    torch.export.export(s.model.eval(), (IDS,))
+    program = torch.export.export(s.model.eval(), (IDS,))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    found = [program.module()(IDS + 1)]
+    s.model.train()
+    s.step(2)
+    file.seek(0)
+    return [*found, torch.export.load(file).module()(IDS + 1)]
 
 
 @as_in_torch("`torch.fx.symbolic_trace(model)`, and training through it")
