@@ -5,7 +5,7 @@ They follow ``torch.nn``; what is different is that rows come into being when th
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,21 +41,25 @@ def asking(module: Any, ids: torch.Tensor) -> Asking | None:
 
 def _rows(module: Any, ids: torch.Tensor) -> Found | None:
     asked = asking(module, ids)
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        _refuse_hollow(module, "traced or exported")
     if asked is None:
         return None
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
-        raise _fixed(module, "traced or exported")
     check_options(module, asked.handle.name)
     if torch._C._are_functorch_transforms_active():
         return None  # they follow what torch's own functions do with all the values
     return look_up([asked])[0]
 
 
-def _fixed(module: Any, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"a model with the table {handle_in(module.weight).name!r} cannot be {what}: its rows are on the servers",
-        todo="fleet.save_inference_model(dirname, model, example_inputs) writes a program that has them.",
-    )
+def _refuse_hollow(module: Any, what: str) -> None:
+    """Refuse to make a program of a weight that holds nothing, or of what the compiler has put in its place."""
+    if 0 in module.weight.stride():
+        raise UnsupportedError(
+            f"a model with tables cannot be {what} while it trains in a job: their rows are on the servers",
+            where=f"{type(module).__name__}({module.extra_repr()})",
+            todo="fleet.save_inference_model(dirname, model, example_inputs) writes a program that has them; or take a "
+            "copy.deepcopy(model), which holds the values.",
+        )
 
 
 def _sizes(module: Any) -> str:
@@ -68,8 +72,9 @@ class _Remote(torch.nn.Module):
     """What all embeddings have in common whose ``weight`` may stand for a table. Where it is an ordinary parameter (a
     copy of the model has one, and so has ``functional_call``), they do what torch's do with it."""
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise _fixed(self, "scripted")
+    def __prepare_scriptable__(self) -> Any:
+        _refuse_hollow(self, "scripted")
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the model to another device: the weight does, of which there is nothing to be moved."""

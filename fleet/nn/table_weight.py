@@ -32,7 +32,7 @@ _OF_LEAF = {
     *("grad_dtype=", "_backward_hooks", "_backward_hooks=", "_post_accumulate_grad_hooks", "is_same_size"),
     *("_post_accumulate_grad_hooks=", "detach_", "is_distributed", "volatile", "new_empty", "new_zeros", "new_ones"),
     *("new_full", "new_tensor", "new_empty_strided", "zeros_like", "ones_like", "empty_like", "full_like"),
-    *("rand_like", "randn_like", "randint_like", "result_type", "can_cast"),
+    *("rand_like", "randn_like", "randint_like", "result_type", "can_cast", "untyped_storage", "data_ptr"),
     *("stride", "storage_offset", "is_contiguous", "is_set_to"),
     *("backward", "_clear_non_serializable_cached_data", "requires_grad_for_backward", "is_tensor"),
 }
@@ -236,16 +236,6 @@ def _assign(_func: Callable[..., Any], weight: torch.Tensor, values: Any) -> Non
     table.whole().assign(values.detach())
 
 
-def _memory(func: Callable[..., Any], weight: torch.Tensor) -> Any:
-    """That of the values: some save it as it is."""
-    table = table_of(weight)
-    if not table.is_running:
-        return _of_leaf(func, "", (weight,), {})
-    whole = table.whole()
-    whole.expose()
-    return func(whole.tensor)
-
-
 def _converted(func: Callable[..., Any], weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(weight, TableWeight):  # x.to(weight)
         with torch._C.DisableTorchFunctionSubclass():
@@ -300,6 +290,5 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "data=": _assign,
     "detach": _shown,
     "register_hook": _register_hook,
-    **dict.fromkeys(("untyped_storage", "data_ptr"), _memory),
     **dict.fromkeys(_CONVERSIONS, _converted),
 }
