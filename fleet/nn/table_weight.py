@@ -142,9 +142,19 @@ def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
 class _Values(torch.autograd.Function):
     """All values of a table, with a gradient for its weight."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         return values.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing: it is there because ``torch.func`` asks for it."""
+
+    @staticmethod
+    def jvp(ctx: Any, of_weight: Any, of_values: Any) -> Any:  # noqa: ARG004
+        return of_weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
@@ -185,7 +195,8 @@ def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
 
     result = func(*changed(args, value), **changed(kwargs, value))
     for weight, whole, shown in given:
-        if shown.shape != whole.tensor.shape or not whole.shares_memory(shown):
+        is_written = any(weight is other for other in written)
+        if is_written and (shown.shape != whole.tensor.shape or not whole.shares_memory(shown)):
             raise _refused(table_of(weight), f"{name}() would give it another shape or memory")
     result = changed(result, back)
     for _, whole, _ in given:

@@ -92,4 +92,4 @@ def outside_transforms() -> AbstractContextManager[Any]:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    return temporarily_clear_interpreter_stack()  # type: ignore[no-untyped-call, no-any-return]
+    return temporarily_clear_interpreter_stack()

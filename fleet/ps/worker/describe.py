@@ -77,7 +77,7 @@ class Description:
                 specs.append(group_spec)
         moved = [places[id(group)] for group in fresh.groups]
         known = {id(thing) for thing in (*self.params, *self.handles)}
-        names = {spec.name for spec in (*self.spec.params, *self.spec.tables)}
+        names = {*(spec.name for spec in self.spec.params), *(spec.name for spec in self.spec.tables)}
         params = [
             (replace(spec, name=_free(spec.name, names), group=moved[spec.group]), param)
             for spec, param in zip(fresh.spec.params, fresh.params, strict=True)
@@ -94,14 +94,11 @@ class Description:
             tuple(specs),
             self.spec.settings,
         )
-        for described, handle in zip(spec.tables, (*self.handles, *(handle for _, handle in tables)), strict=True):
-            handle.name = described.name  # whatever its module's place in the model is by now
+        handles = (*self.handles, *(handle for _, handle in tables))
+        for table, handle in zip(spec.tables, handles, strict=True):
+            handle.name = table.name  # whatever its module's place in the model is by now
         return Description(
-            spec,
-            (*self.params, *(param for _, param in params)),
-            (*self.handles, *(handle for _, handle in tables)),
-            tuple(groups),
-            self.optimizers,
+            spec, (*self.params, *(param for _, param in params)), handles, tuple(groups), self.optimizers
         )
 
     def options(self) -> tuple[str, ...]:
