@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch.autograd.profiler import record_function
@@ -91,8 +91,17 @@ def _run_hooks(
 #: The key under which a state says that it is not in it: where it is, and after how many of this worker's steps.
 ELSEWHERE = "fleet"
 
-#: After how many steps of this worker the servers have the optimizers' state; None where it is in this process.
-KeptAt = Callable[[], "int | None"]
+
+class Kept(NamedTuple):
+    """Tells that the servers have optimizers' state: after how many steps of this worker, and whether they have all of
+    it. In GEO they lack that of dense parameters."""
+
+    step: int
+    is_all: bool
+
+
+#: What the servers have of the optimizers' state; None where all of it is in this process.
+KeptAt = Callable[[], "Kept | None"]
 
 
 def has_stepped(states: Iterable[Mapping[str, Any]]) -> bool:
@@ -118,7 +127,7 @@ class OptimizerState(defaultdict[Any, Any]):
 
     def __bool__(self) -> bool:
         # Torch's checkpoints take a step of an optimizer without state, to have some.
-        return self._kept_at() is not None or len(self) > 0
+        return self._is_elsewhere or len(self) > 0
 
     def __missing__(self, param: Any) -> Any:
         self._refuse("state was looked up in")
@@ -139,15 +148,20 @@ class OptimizerState(defaultdict[Any, Any]):
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        kept = self._kept_at()
+        return kept is not None and kept.is_all
+
     def _refuse(self, what: str) -> None:
-        if self._kept_at() is not None:
+        if self._is_elsewhere:
             raise _elsewhere(f"{what} an optimizer's state, which is on the servers")
 
 
 def _elsewhere(what: str) -> UnsupportedError:
     return UnsupportedError(
         what,
-        todo="Save the whole job with fleet.save_persistables(dirname), which has it; without it, begin a new job.",
+        todo="Save the whole job with fleet.save_persistables(dirname), which has it; to have none, begin a new job.",
     )
 
 
@@ -180,8 +194,10 @@ class StateDicts:
                 raise _elsewhere(f"{type(optimizer).__name__} was given another state, and its own is on the servers")
 
     def _mark(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        at = self._kept_at()
-        return state if at is None else {**state, "state": {}, ELSEWHERE: {"state": "on the servers", "step": at}}
+        kept = self._kept_at()
+        if kept is None:
+            return state
+        return {**state, "state": {}, ELSEWHERE: {"state": "on the servers", "step": kept.step}}
 
     def _begin(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         self.check(optimizer, state)
@@ -198,7 +214,8 @@ class StateDicts:
 
     def check(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Refuse a state that is not the one there is, or is not there."""
-        at, told = self._kept_at(), state.get(ELSEWHERE)
+        kept, told = self._kept_at(), state.get(ELSEWHERE)
+        at = None if kept is None else kept.step
         step = 0 if told is None else told["step"]
         if at is None and not step:
             return

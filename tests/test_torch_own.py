@@ -467,7 +467,7 @@ def test_what_torchs_modules_refuse(torchs: Any) -> None:
             built, given = each.module_error_input.constructor_input, each.module_error_input.forward_input
 
             def run(info: Any = info, each: Any = each, built: Any = built, given: Any = given) -> None:
-                with pytest.raises(each.error_type) as raised, job() as fleet:
+                with pytest.raises(each.error_type) as raised, job() as fleet:  # noqa: PT012
                     module = info.module_cls(*built.args, sparse=True, **built.kwargs)
                     fleet.distributed_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), model=module)
                     fleet.init_worker()

@@ -42,7 +42,25 @@ def asking(module: Any, ids: torch.Tensor) -> Asking | None:
 
 def _rows(module: Any, ids: torch.Tensor) -> Found | None:
     asked = asking(module, ids)
-    return None if asked is None else look_up([asked])[0]
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        _refuse_hollow(module, "traced or exported")
+    if asked is None:
+        return None
+    check_options(module, asked.handle.name)
+    if torch._C._are_functorch_transforms_active():
+        return None  # they follow what torch's own functions do with all the values
+    return look_up([asked])[0]
+
+
+def _refuse_hollow(module: Any, what: str) -> None:
+    """Refuse to make a program of a weight that holds nothing, or of what the compiler has put in its place."""
+    if 0 in module.weight.stride():
+        raise UnsupportedError(
+            f"a model with tables cannot be {what} while it trains in a job: their rows are on the servers",
+            where=f"{type(module).__name__}({module.extra_repr()})",
+            todo="fleet.save_inference_model(dirname, model, example_inputs) writes a program that has them; or take a "
+            "copy.deepcopy(model), which holds the values.",
+        )
 
 
 def _sizes(module: Any) -> str:
@@ -54,6 +72,10 @@ def _sizes(module: Any) -> str:
 class _Remote(torch.nn.Module):
     """Holds what all embeddings have in common whose ``weight`` may stand for a table. Where it is an ordinary
     parameter (a copy of the model has one, and so has ``functional_call``), they do what torch's do with it."""
+
+    def __prepare_scriptable__(self) -> Any:
+        _refuse_hollow(self, "scripted")
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Follow the model to another device: the weight does, of which there is nothing to be moved."""
@@ -230,17 +252,20 @@ def check_remote(module: torch.nn.Module, name: str) -> None:
             expected="torch.nn.Embedding or torch.nn.EmbeddingBag themselves",
             todo=f"Use those or fleet.nn.Embedding, or {_STAYS}.",
         )
-    source: Any = module
-    refused = {
-        "max_norm": source.max_norm is not None,
-        "scale_grad_by_freq": source.scale_grad_by_freq,
-        "mode='max'": getattr(source, "mode", None) == "max",
-    }
-    for option, on in refused.items():
-        if on:
-            raise UnsupportedError(
-                f"{option} of {name!r} cannot be honoured by a remote table", todo=f"Unset it, or {_STAYS}."
-            )
+    check_options(module, name)
+
+
+def check_options(module: Any, name: str) -> None:
+    """Refuse what a remote table could not do, whenever it was asked for."""
+    if getattr(module, "max_norm", None) is not None:
+        option = "max_norm"
+    elif getattr(module, "scale_grad_by_freq", False):
+        option = "scale_grad_by_freq"
+    elif getattr(module, "mode", None) == "max":
+        option = "mode='max'"
+    else:
+        return
+    raise UnsupportedError(f"{option} of {name!r} cannot be honoured by a remote table", todo=f"Unset it, or {_STAYS}.")
 
 
 def make_remote(module: torch.nn.Module) -> None:

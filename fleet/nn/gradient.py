@@ -103,6 +103,8 @@ class RowGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _NATIVE:
                 return func(*args, **kwargs)
+            if torch.is_grad_enabled() and not is_in_place(name) and name not in _ITSELF and _has_graph(args):
+                return _on_dense(func, name, args, kwargs)  # a gradient of it is wanted: rows have none
             if name.startswith(_LISTS):
                 return _each(func, name, args, kwargs)
             return _answer(func, name, args, kwargs)
@@ -125,11 +127,11 @@ class RowMarks:
         self._marks = marks
         self._of_zero = of_zero
 
-    def all(self) -> torch.Tensor:
-        return self._counted().all()
+    def all(self, *of: Any, **more: Any) -> torch.Tensor:
+        return self.to_dense().all(*of, **more) if of or more else self._counted().all()
 
-    def any(self) -> torch.Tensor:
-        return self._counted().any()
+    def any(self, *of: Any, **more: Any) -> torch.Tensor:
+        return self.to_dense().any(*of, **more) if of or more else self._counted().any()
 
     def logical_not(self) -> RowMarks:
         return RowMarks(self._gradient, ~self._marks, ~self._of_zero)
@@ -234,8 +236,7 @@ def _each(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: di
     """Do to every tensor of a list what a function for lists does to all of them."""
     tensors, *rest = args
     if not any(isinstance(each, RowGradient) for each in tensors):
-        dense = lambda value: _dense(value, name) if isinstance(value, RowGradient) else value  # noqa: E731
-        return func(tensors, *changed(tuple(rest), dense), **changed(kwargs, dense))
+        return func(tensors, *changed(tuple(rest), _as_dense(name)), **changed(kwargs, _as_dense(name)))
     results = []
     for place, tensor in enumerate(tensors):
         own = tuple(each[place] if isinstance(each, list | tuple) else each for each in rest)
@@ -292,7 +293,12 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
 
 def _on_dense(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made: list[torch.Tensor] = []
-    if any(isinstance(each, RowGradient) for each in _listed(kwargs.get("out"))):
+    out = kwargs.get("out")
+    if isinstance(out, RowGradient):
+        return _in_place(
+            torch.Tensor.copy_, name, out, (func(*changed(args, _as_dense(name)), **{**kwargs, "out": None}),), {}
+        )
+    if any(isinstance(each, RowGradient) for each in _listed(out)):
         raise UnsupportedError(
             f"{name}() was to write into the gradient of a table", todo="Assign the result: weight.grad = …."
         )
@@ -341,8 +347,7 @@ def _in_place(
 ) -> RowGradient:
     """Do it to the dense gradient; it keeps the rows that it has then."""
     dense = _dense(gradient, f"{name}()")
-    others = lambda value: _dense(value, f"{name}()") if isinstance(value, RowGradient) else value  # noqa: E731
-    func(dense, *changed(rest, others), **changed(kwargs, others))
+    func(dense, *changed(rest, _as_dense(name)), **changed(kwargs, _as_dense(name)))
     held = (dense != 0).any(1)
     held[gradient._indices()[0]] = True
     ids = held.nonzero().view(1, -1)
@@ -354,6 +359,17 @@ def _counted(gradient: RowGradient) -> torch.Tensor:
     """Return all numbers of the gradient, and one zero for those that are not there."""
     values = coalesce(gradient)._values()
     return torch.cat([values.flatten(), values.new_zeros(1)]) if _has_zeros(gradient) else values
+
+
+def _as_dense(name: str) -> Callable[[Any], Any]:
+    return lambda value: _dense(value, f"{name}()") if isinstance(value, RowGradient) else value
+
+
+def _has_graph(value: Any) -> bool:
+    """Whether a gradient of a table among these is itself to be differentiated."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_graph, value))
+    return isinstance(value, RowGradient) and value.requires_grad
 
 
 def _plain_name(name: str) -> str:

@@ -23,7 +23,7 @@ from fleet.errors import (
 )
 from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
-from fleet.nn.whole_values import WholeValues
+from fleet.nn.whole_values import WholeValues, outside_transforms
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
@@ -175,7 +175,8 @@ class TableHandle:
         if self._whole is None:
             source = self.running()
             self.check_whole("its weight was used as a whole")
-            self._whole = WholeValues(self._fetch(source))
+            with outside_transforms():
+                self._whole = WholeValues(self._fetch(source))
         return self._whole
 
     def _fetch(self, source: RowSource) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,8 @@ _OF_LEAF = {
     *("stride", "storage_offset", "is_contiguous", "is_set_to"),
     *("backward", "_clear_non_serializable_cached_data", "requires_grad_for_backward", "is_tensor"),
 }
+#: Done to itself, they are how scripts find the node that accumulates its gradient.
+_OF_ITSELF = {"view_as", "expand_as"}
 #: What makes another parameter of it, or the same if it is so already.
 _CONVERSIONS = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"}
 _LIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
@@ -71,6 +73,8 @@ class TableWeight(torch.nn.Parameter):
         name = name_of(func)
         if name in _OF_LEAF:
             return _of_leaf(func, name, args, kwargs)
+        if name in _OF_ITSELF and len(args) == 2 and args[0] is args[1]:
+            return _of_leaf(func, name, args, kwargs)
         if func is torch.autograd.grad:
             return _grad(func, *args, **kwargs)
         if name in ("grad", "_grad"):
@@ -82,7 +86,9 @@ class TableWeight(torch.nn.Parameter):
 
     # Two that torch does not hand to ``__torch_function__``.
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
+    def set_(self, *source: Any, **_: Any) -> Any:
+        if source and source[0] is self:
+            return self
         raise _refused(table_of(self), "set_() would give it another memory")
 
     def as_subclass(self, kind: Any) -> Any:
@@ -137,9 +143,19 @@ def gradient_of(weight: torch.Tensor) -> torch.Tensor | None:
 class _Values(torch.autograd.Function):
     """Holds all values of a table, with a gradient for its weight."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
         return values.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing: it is there because ``torch.func`` asks for it."""
+
+    @staticmethod
+    def jvp(ctx: Any, of_weight: Any, of_values: Any) -> Any:  # noqa: ARG004
+        return of_weight
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ARG004
@@ -180,7 +196,8 @@ def _of_values(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
 
     result = func(*changed(args, value), **changed(kwargs, value))
     for weight, whole, shown in given:
-        if shown.shape != whole.tensor.shape or not whole.shares_memory(shown):
+        is_written = any(weight is other for other in written)
+        if is_written and (shown.shape != whole.tensor.shape or not whole.shares_memory(shown)):
             raise _refused(table_of(weight), f"{name}() would give it another shape or memory")
     result = changed(result, back)
     for _, whole, _ in given:
@@ -252,7 +269,12 @@ def _seeing_rows(weight: torch.Tensor, hook: Callable[..., Any]) -> Callable[...
     table = table_of(weight)
 
     def seeing(gradient: torch.Tensor) -> Any:
-        return hook(RowGradient.of(gradient, table) if gradient.layout is torch.sparse_coo else gradient)
+        if gradient.layout is not torch.sparse_coo:
+            return hook(gradient)
+        other = hook(RowGradient.of(gradient, table))
+        # Autograd goes on with the layout that it began with.
+        is_dense = isinstance(other, torch.Tensor) and other.layout is torch.strided
+        return other.to_sparse(1) if is_dense else other
 
     return seeing
 

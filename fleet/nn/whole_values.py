@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class WholeValues:
     def shares_memory(self, result: Any) -> bool:
         """Say whether what torch made of the values may be a way to change them."""
         if isinstance(result, torch.Tensor):
-            if result.layout is not torch.strided:
+            if result.layout is not torch.strided or _is_wrapped(result):
                 return False
             return result.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
         if isinstance(result, list | tuple):
@@ -81,3 +82,17 @@ class WholeValues:
     def _count_holders(self) -> int:
         memory = self.tensor.untyped_storage()
         return int(torch._C._storage_Use_Count(memory._cdata))
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it stands for another one in a transformation of ``torch.func``."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Surround what makes tensors of its own, which a transformation of ``torch.func`` would take for its."""
+    if not torch._C._are_functorch_transforms_active():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()

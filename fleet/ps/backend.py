@@ -22,7 +22,7 @@ from fleet.checkpoint.series import latest, root_at
 from fleet.checkpoint.state import Bytes, encoded
 from fleet.errors import FleetError, NotInitializedError, StateError
 from fleet.nn.handle import handle_of
-from fleet.optimizer import DistributedOptimizer
+from fleet.optimizer import DistributedOptimizer, Kept
 from fleet.ps.consistency import policy_of
 from fleet.ps.resume_query import resume
 from fleet.ps.server.checkpoint_reader import Restore, restore_from
@@ -103,20 +103,17 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             optimizers, lambda: self._running_worker("step()"), lambda: self.running, self._state_kept_at
         )
 
-    def _state_kept_at(self) -> int | None:
-        """Return after how many of this worker's steps the servers have the optimizers' state; None where all of it is
-        here."""
+    def _state_kept_at(self) -> Kept | None:
+        """Return what the servers have of the optimizers' state; None where all of it is here."""
         assert self._parts is not None
         optimizers, _, strategy = self._parts
-        if policy_of(strategy, strategy.update_frequency).trains_on_workers:
-            weights = (
-                param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
-            )
-            if all(handle_of(param) is None for param in weights):  # that of rows is in no optimizer
-                return None
+        is_all = not policy_of(strategy, strategy.update_frequency).trains_on_workers
+        weights = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+        if not is_all and all(handle_of(param) is None for param in weights):  # that of rows is in no optimizer
+            return None
         if self._worker is not None:
-            return self._worker.progress.taken
-        return 0 if self._resumed is None else self._resumed.step
+            return Kept(self._worker.progress.taken, is_all)
+        return Kept(0 if self._resumed is None else self._resumed.step, is_all)
 
     # ---------------------------------------------------------------- going on
 

@@ -335,13 +335,18 @@ def _(s: Script) -> None:
         lambda g: g.__setitem__(slice(0, 5), 0),
         times,
         lambda g: g.masked_fill_((ALL % 2 == 0)[:, None], 0.0),
-        lambda g: g[4:8].mul_(0.0),
-        lambda g: g.data[2].zero_(),
+        lambda g: g.data.__setitem__(2, 0.0),
         lambda g: g.mul_((ALL % 2 == 0).float()[:, None]),
     ):
         s.backward()
         change(s.weight.grad)
         s.optimizer.step()
+
+
+@refused("a part of a gradient written into: `weight.grad[4:8].mul_(0)`", "inference tensor")
+def _(s: Script) -> None:
+    s.backward()
+    s.weight.grad[4:8].mul_(0.0)
 
 
 @as_in_torch("gradients kept and put back: `saved = [p.grad.clone() …]`, `p.grad = g`, `p.grad.copy_(g)`")

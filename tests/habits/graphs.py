@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from typing import Any
 
@@ -344,6 +345,21 @@ def _(s: Script) -> Any:
 @refused("`torch.export.export(model, (ids,))`", "save_inference_model")
 def _(s: Script) -> Any:
     torch.export.export(s.model.eval(), (IDS,))
+
+
+@as_in_torch("`torch.export.export(copy.deepcopy(model), (ids,))`, saved and loaded")
+def _(s: Script) -> Any:
+    program = torch.export.export(copy.deepcopy(s.model).eval(), (IDS,))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    s.step(2)
+    file.seek(0)
+    return torch.export.load(file).module()(IDS + 1)
+
+
+@as_in_torch("`torch.jit.trace(copy.deepcopy(model), ids)`")
+def _(s: Script) -> Any:
+    return torch.jit.trace(copy.deepcopy(s.model).eval(), (IDS,))(IDS + 1)
 
 
 @as_in_torch("`torch.fx.symbolic_trace(model)`, and training through it")

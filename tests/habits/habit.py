@@ -21,6 +21,7 @@ from inside import flush, take_fresh
 
 from fleet import Fleet
 from fleet.errors import FleetError
+from fleet.nn.gradient import RowMarks
 from fleet.strategy.parameter_server import StrategyFactory
 
 ROWS, DIM, FIELDS = 20, 4, 3
@@ -248,6 +249,8 @@ def plain(value: Any) -> Any:
         value = value.detach()
         value = value if value.layout is torch.strided else value.to_dense()
         return value.clone().as_subclass(torch.Tensor)
+    if isinstance(value, RowMarks):
+        return value.to_dense()
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -342,13 +345,15 @@ def difference(ours: Any, theirs: Any, where: str = "") -> str | None:
     if isinstance(ours, float) and isinstance(theirs, float):
         close = abs(ours - theirs) <= TOLERANCE * (1 + abs(theirs)) or (ours != ours and theirs != theirs)
         return None if close else f"{where}: {ours}, not {theirs}"
+    if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
+        return f"{where}: {ours!r}, not {theirs!r}"
     return None if ours == theirs else f"{where}: {ours!r}, not {theirs!r}"
 
 
 def judge(habit: Habit, theirs: Outcome, ours: Outcome) -> tuple[str, str]:
     """What a script got, and why that is so."""
     if ours.error is not None:
-        if theirs.error is not None and isinstance(ours.error, type(theirs.error)):
+        if habit.gets != REFUSED and theirs.error is not None and isinstance(ours.error, type(theirs.error)):
             return AS_IN_TORCH, f"both: {ours.error!r}"
         # An error of torch's counts as a refusal where the row says so.
         return REFUSED, f"{type(ours.error).__name__}: {ours.error}"

@@ -320,7 +320,7 @@ class Tied(Net):
         self.scores.weight = self.table.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) + self.scores(self.table(ids[:, 0])).square().mean(1)
+        return super().forward(ids) + 0.01 * self.scores(self.table(ids[:, 0])).square().mean(1)
 
 
 @as_in_torch("a tied `nn.Linear`: `head.weight = table.weight`, `sparse=False`", make=lambda sparse: Tied(False))
@@ -609,6 +609,15 @@ def _(s: Script) -> None:
 
     parametrize.register_parametrization(s.model.table, "weight", Half())
     s.step(2)
+
+
+@refused("`parametrize.remove_parametrizations` of a table", "another memory")
+def _(s: Script) -> None:
+    class Half(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 0.5
+
+    parametrize.register_parametrization(s.model.table, "weight", Half())
     parametrize.remove_parametrizations(s.model.table, "weight")
 
 

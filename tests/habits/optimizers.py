@@ -346,7 +346,7 @@ def _(s: Script) -> None:
 
 
 @differs(
-    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and without the state, which is on the servers",
+    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and no state: it is on the servers",
     optimizers=momentum,
 )
 def _(s: Script) -> Any:

@@ -26,7 +26,6 @@ def _(s: Script) -> Any:
         found += [list(p.shape), list(p.size()), p.size(0), p.numel(), len(p), p.dim(), p.dtype, str(p.device)]
         found += [p.nelement(), p.element_size(), p.nbytes, p.is_leaf, p.requires_grad, p.is_sparse, p.layout]
         found += [p.is_floating_point(), isinstance(p, torch.nn.Parameter), isinstance(p, torch.Tensor), p.is_cpu]
-        found += [p.is_contiguous(), p.stride()]
     return found
 
 
@@ -615,7 +614,7 @@ def _(s: Script) -> None:
         s.weight.set_(torch.full((ROWS, DIM), 0.1))
 
 
-@refused("`table.weight.resize_(…)`", "table.weight")
+@as_in_torch("`table.weight.resize_(…)`: an error", raises=RuntimeError)
 def _(s: Script) -> None:
     with torch.no_grad():
         s.weight.resize_(ROWS + 1, DIM)
@@ -627,8 +626,8 @@ def _(s: Script) -> Any:
     return s.weight.is_shared()
 
 
-@differs("a table's memory: `weight.data_ptr()`, `weight.untyped_storage()`")
+@differs("a table's memory: `stride()`, `is_contiguous()`, `data_ptr()`, `untyped_storage()`")
 def _(s: Script) -> Any:
-    size = s.weight.untyped_storage().nbytes()
-    assert not s.remote or size == s.weight.element_size(), "there is none but one NaN"
-    return size
+    found = [s.weight.stride(), s.weight.is_contiguous(), s.weight.untyped_storage().nbytes()]
+    assert not s.remote or found == [(0, 0), False, s.weight.element_size()], "there is none but one NaN"
+    return found
