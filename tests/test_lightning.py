@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import run_job
 
 from fleet import Fleet
 from fleet.errors import CheckpointError, NotInitializedError, StateError, UnsupportedError
@@ -156,6 +157,30 @@ def test_going_on_without_the_state_of_the_optimizer_is_refused(tmp_path: Path) 
     fit(tmp_path, None, Module(), max_epochs=1).save_checkpoint(tmp_path / "plain.ckpt")
     with job() as fleet_, pytest.raises(CheckpointError, match=r"plain\.ckpt\.fleet"):
         fit(tmp_path, fleet_, Module(), ckpt_path=str(tmp_path / "plain.ckpt"))
+
+
+def test_two_workers_go_on_together(tmp_path: Path) -> None:
+    def run(epochs: int, folder: Path, ckpt_path: str | None = None) -> list[Any]:
+        modules = [Module("Adam"), Module("Adam")]  # from the generator that all threads share
+
+        def body(fleet_: Fleet, worker: int) -> Any:
+            callbacks = [ModelCheckpoint(folder if worker == 0 else None), EarlyStopping("val", patience=9)]
+            used = fit(folder, fleet_, modules[worker], ckpt_path, callbacks=callbacks, max_epochs=epochs)
+            places = used.strategy.all_gather(torch.tensor([worker, 7]))
+            assert (used.world_size, used.global_rank, places.tolist()) == (2, worker, [[0, 7], [1, 7]])
+            assert used.strategy.reduce(torch.tensor(float(worker))) == 0.5
+            assert used.strategy.broadcast({"from": worker}, src=1) == {"from": 1}
+            assert used.global_step == epochs * EXAMPLES // BATCH // 2
+            return modules[worker].state_dict(), used.checkpoint_callback.best_model_path
+
+        return run_job(body, 2, 2)
+
+    whole = run(4, tmp_path / "whole")
+    [(_, half), (_, told)] = run(2, tmp_path / "half")
+    assert half == told, "worker 1 knows where worker 0 has saved"
+    resumed = run(4, tmp_path / "resumed", half)
+    for (state, _), (expected, _) in zip(resumed, whole, strict=True):
+        assert_same_end(state, expected, 0.0)
 
 
 class TwoOptimizers(Module):
