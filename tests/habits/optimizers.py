@@ -352,7 +352,7 @@ def _(s: Script) -> None:
 
 
 @differs(
-    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and without the state, which is on the servers",
+    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and without the state",
     optimizers=momentum,
 )
 def _(s: Script) -> Any:
