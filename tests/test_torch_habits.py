@@ -36,7 +36,9 @@ def check(habit: Habit, ours: Outcome, theirs: Outcome) -> None:
         assert re.search(habit.says, str(ours.error)), ours.error
 
 
-@pytest.mark.parametrize("habit", HABITS, ids=str)
+@pytest.mark.parametrize(
+    "habit", [pytest.param(each, marks=[pytest.mark.slow] if each.slow else [], id=each.does) for each in HABITS]
+)
 def test_a_script_gets_what_the_page_says(habit: Habit) -> None:
     check(habit, in_a_job(habit), in_torch(habit))
 

@@ -479,9 +479,12 @@ def _(s: Script) -> Any:
 
 @as_in_torch("hooks of backwards with `minimize`")
 def _(s: Script) -> None:
+    def halve(p: Any) -> None:
+        p.grad.mul_(0.5)
+
     for p in s.params:
         p.register_hook(lambda g: g * 0.5)
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5) and None)
+        p.register_post_accumulate_grad_hook(halve)
     for _ in range(2):
         if s.remote:
             s.optimizer.minimize(s.loss())

@@ -91,7 +91,7 @@ def _(s: Script) -> Any:
     return found
 
 
-@as_in_torch("`torch.autograd.detect_anomaly()`, `set_detect_anomaly`", everywhere=False)
+@as_in_torch("`torch.autograd.detect_anomaly()`, `set_detect_anomaly`")
 def _(s: Script) -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         s.step(2)
@@ -135,7 +135,7 @@ def _(s: Script) -> Any:
     ]
 
 
-@as_in_torch("`torch.autograd.forward_ad`: dual numbers through a model", everywhere=False)
+@as_in_torch("`torch.autograd.forward_ad`: dual numbers through a model")
 def _(s: Script) -> Any:
     import torch.autograd.forward_ad as fwAD
 
@@ -145,7 +145,7 @@ def _(s: Script) -> Any:
         return fwAD.unpack_dual(s.model.hidden(dual)).tangent
 
 
-@as_in_torch("backwards of several threads", everywhere=False)
+@as_in_torch("backwards of several threads")
 def _(s: Script) -> None:
     import threading
 
@@ -310,7 +310,7 @@ def _(s: Script) -> Any:
 # ---------------------------------------------------------------- compiled, traced, exported
 
 
-@as_in_torch("`torch.compile(model)`, `model.compile()`, and training through it")
+@as_in_torch("`torch.compile(model)`, `model.compile()`, and training through it", slow=True)
 def _(s: Script) -> None:
     compiled = torch.compile(s.model, backend="eager")
     for _ in range(2):
@@ -322,7 +322,7 @@ def _(s: Script) -> None:
     s.step(2)
 
 
-@as_in_torch("`torch.compile` of a function that steps", everywhere=False)
+@as_in_torch("`torch.compile` of a function that steps", slow=True)
 def _(s: Script) -> None:
     @torch.compile(backend="eager")
     def step() -> None:
@@ -409,7 +409,7 @@ def _(s: Script) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-@as_in_torch("the random state: `torch.manual_seed` and what it gives around look-ups and steps", everywhere=False)
+@as_in_torch("the random state: `torch.manual_seed` and what it gives around look-ups and steps")
 def _(s: Script) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(4)

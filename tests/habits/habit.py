@@ -82,6 +82,7 @@ class Habit:
     edits: bool = False
     not_in: tuple[str, ...] = ()  #: modes in which there is more to it
     environ: Mapping[str, str] = field(default_factory=dict)
+    slow: bool = False  #: takes seconds
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:

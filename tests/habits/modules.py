@@ -140,7 +140,7 @@ def _(s: Script) -> Any:
     return [name for name, _ in s.model.named_parameters()]
 
 
-@as_in_torch("a dense submodule replaced, with `add_param_group` for the new one", everywhere=False)
+@as_in_torch("a dense submodule replaced, with `add_param_group` for the new one")
 def _(s: Script) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)

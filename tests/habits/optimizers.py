@@ -29,6 +29,12 @@ def momentum(model: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
+def dense_only(model: Any) -> list[torch.optim.Optimizer]:
+    """The table is left out: on its rows momentum is lazy."""
+    model.table.weight.requires_grad_(False)
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+
 def grouped(model: Any) -> list[torch.optim.Optimizer]:
     dense = [p for name, p in model.named_parameters() if not name.startswith("table.")]
     groups = [{"params": dense, "weight_decay": 0.01, "name": "dense"}, {"params": [model.table.weight], "lr": 0.05}]
@@ -72,7 +78,7 @@ def _(s: Script) -> None:
     s.own[0].step()
 
 
-@as_in_torch("a second, plain optimizer on the same parameters, now and then", everywhere=False)
+@as_in_torch("a second, plain optimizer on the same parameters, now and then")
 def _(s: Script) -> None:
     other = torch.optim.SGD(s.params, lr=0.05)
     s.backward()
@@ -346,7 +352,7 @@ def _(s: Script) -> None:
 
 
 @differs(
-    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and no state: it is on the servers",
+    "`optimizer.state_dict()`: torch's layout, with whole `param_groups` and without the state",
     optimizers=momentum,
 )
 def _(s: Script) -> Any:
@@ -358,7 +364,7 @@ def _(s: Script) -> Any:
     return told["state"]
 
 
-@as_in_torch("`optimizer.load_state_dict` of what it gave at the same step", optimizers=lambda m: dense_momentum(m))
+@as_in_torch("`optimizer.load_state_dict` of what it gave at the same step", optimizers=dense_only)
 def _(s: Script) -> Any:
     state = s.optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.05
@@ -476,7 +482,7 @@ def _(s: Script) -> Any:
 
 @as_in_torch(
     "`ReduceLROnPlateau`, `OneCycleLR` and `CyclicLR` that turn momentum",
-    optimizers=lambda model: dense_momentum(model),
+    optimizers=dense_only,
     sparse=True,
 )
 def _(s: Script) -> Any:
@@ -494,12 +500,6 @@ def _(s: Script) -> Any:
                 schedule.step()
             found.append([s.optimizer.param_groups[0]["lr"], s.optimizer.param_groups[0]["momentum"]])
     return found
-
-
-def dense_momentum(model: Any) -> list[torch.optim.Optimizer]:
-    """The table is left out: on its rows momentum is lazy."""
-    model.table.weight.requires_grad_(False)
-    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
 
 
 @as_in_torch("a schedule on the wrapped optimizer instead, or made before wrapping", before=None)
@@ -568,7 +568,7 @@ def _(s: Script) -> Any:
 
 @differs(
     "`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)`: groups, without the state",
-    optimizers=lambda m: dense_momentum(m),
+    optimizers=dense_only,
 )
 def _(s: Script) -> Any:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -377,7 +377,7 @@ def _(s: Script) -> None:
 def _(s: Script) -> None:
     with torch.no_grad():
         torch._foreach_mul_(s.params, 0.5)
-        s.step()
+    s.step()
     new = [torch.linspace(-1, 1, p.numel()).view(p.shape) for p in s.params]
     with torch.no_grad():
         torch._foreach_copy_(s.params, new)
