@@ -74,6 +74,7 @@ CHOICES: dict[str, tuple[Any, list[str]]] = {
     "sparse": ("sparse", ["marked.weight"]),
     "all": ("all", ["user.weight", "bag.weight", "marked.weight"]),
     "a function": (lambda name, module: module.sparse or name in ("user", "again"), ["user.weight", "marked.weight"]),
+    "one of two with one weight": (lambda name, _module: name in ("user", "marked"), ["user.weight", "marked.weight"]),
     "frozen as well": (lambda name, _module: name in ("frozen", "marked"), ["marked.weight", "frozen.weight"]),
     "no more than have to": (lambda _name, module: module.sparse, ["marked.weight"]),
 }
@@ -207,11 +208,6 @@ def test_what_the_optimizer_cannot_do_to_rows_leaves_the_model_as_it_was() -> No
 def test_what_has_sparse_gradients_cannot_stay() -> None:
     with pytest.raises(UnsupportedError, match="'marked' has sparse gradients and is to stay"):
         wrap(alone(), Library(), lambda _name, _module: False)
-
-
-def test_two_modules_with_one_weight_go_together_or_not_at_all() -> None:
-    with pytest.raises(UnsupportedError, match="'again' uses the weight of the embedding 'user'"):
-        wrap(alone(), Library(), lambda name, _module: name in ("user", "marked"))
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

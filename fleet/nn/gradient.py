@@ -9,6 +9,7 @@ the dense gradient, where the table is small enough for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -314,7 +315,7 @@ def _on_dense(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs
     memory = {each.untyped_storage().data_ptr() for each in made}
     if not is_in_place(name) and any(each.untyped_storage().data_ptr() in memory for each in _tensors(result)):
         # A part of the gradient: what is written into it would not reach the gradient, and torch refuses to.
-        with torch.inference_mode():
+        with nullcontext() if any(each.requires_grad for each in made) else torch.inference_mode():
             return changed(result, lambda each: each.clone() if isinstance(each, torch.Tensor) else each)
     return result
 
@@ -366,7 +367,7 @@ def _as_dense(name: str) -> Callable[[Any], Any]:
 
 
 def _has_graph(value: Any) -> bool:
-    """Whether a gradient of a table among these is itself to be differentiated."""
+    """Say whether a gradient of a table among these is itself to be differentiated."""
     if isinstance(value, list | tuple):
         return any(map(_has_graph, value))
     return isinstance(value, RowGradient) and value.requires_grad
@@ -381,7 +382,7 @@ def _has_dimensions(value: Any) -> bool:
 
 
 def _is_of_matrix(name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is a norm that a list of the numbers does not have."""
+    """Say whether it is a norm that a list of the numbers does not have."""
     order = rest[0] if rest else kwargs.get("ord", kwargs.get("p"))
     return order is not None and (name == "linalg_norm" or order == "nuc")
 

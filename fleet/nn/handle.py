@@ -213,7 +213,7 @@ class TableHandle:
         return None if self._whole is None else self._whole.take_edit()
 
     def forget_values(self) -> None:
-        """The rows on the servers have changed. What a script still holds of the values is fetched anew."""
+        """Forget them, as the rows on the servers have changed. What a script still holds of them is fetched anew."""
         if self._whole is None:
             return
         if not self._whole.renew(lambda: self._fetch(self.running())):

@@ -85,7 +85,7 @@ class WholeValues:
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether it stands for another one in a transformation of ``torch.func``."""
+    """Say whether it stands for another one in a transformation of ``torch.func``."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 

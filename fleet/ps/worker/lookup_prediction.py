@@ -234,7 +234,7 @@ class LookupPrediction:
 
 
 def _blind() -> LookupPrediction:
-    """What a model has in its place that stands in no job."""
+    """Stand in its place in a model that is in no job."""
     return LookupPrediction(torch.nn.Module(), Turns(), _fetch_nothing, lambda _: None)
 
 
