@@ -25,7 +25,9 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "lightning":
         raise
-    raise UnsupportedError("fleet.lightning needs Lightning", todo="pip install 'torch-fleet[lightning]'") from None
+    # Python's own kind, as scripts catch it that can do without.
+    needs = "fleet.lightning needs Lightning: pip install 'torch-fleet[lightning]'"
+    raise ModuleNotFoundError(needs, name=error.name) from None
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
