@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy
 
 from fleet.api import Fleet, default
 from fleet.errors import CheckpointError, NotInitializedError, StateError, UnsupportedError
+
+try:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch.strategies import ParallelStrategy
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":
+        raise
+    # Python's own kind, as scripts catch it that can do without.
+    needs = "fleet.lightning needs Lightning: pip install 'torch-fleet[lightning]'"
+    raise ModuleNotFoundError(needs, name=error.name) from None
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO

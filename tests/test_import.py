@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 import fleet
 from fleet.base.pointers import NAMES, OF_A_PROGRAM, OF_A_TRAINER
@@ -177,3 +178,10 @@ def test_a_call_as_fluid_has_it_says_how_it_is_called(
     with pytest.raises(ArgumentTypeError, match="takes a directory first") as caught:
         getattr(owners()[door], call)(*given, **named)
     assert todo in str(caught.value.todo)
+
+
+def test_a_strategy_for_lightning_says_what_it_needs() -> None:
+    code = "import sys; sys.modules['lightning'] = None; import fleet.lightning"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S).stderr
+    assert said.count("Error: ") == 1
+    assert "ModuleNotFoundError: fleet.lightning needs Lightning: pip install 'torch-fleet[lightning]'" in said

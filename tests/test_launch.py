@@ -17,6 +17,7 @@ import pytest
 from harness import until
 from patience import PROCESSES_S
 
+from fleet.base import ports
 from fleet.base.cluster import Endpoint, Role
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.launch import cli, host_network
@@ -175,6 +176,15 @@ def test_variables_without_effect_are_told_of_once_a_job(launch: Launch) -> None
     assert code == 0
     for name in variables:
         assert [line.split()[0] for line in err.splitlines() if name in line] == ["[fleetrun]"], err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's full disk")
+def test_a_log_that_its_disk_has_no_room_for_is_named(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker.0.log").symlink_to("/dev/full")
+    code, out, err = finish(launch("print('trained')", *ONE_AND_TWO))
+    assert (code, out.count("trained")) == (0, 3)
+    assert "[fleetrun] logs/worker.0.log ends here: [Errno 28]" in err
 
 
 def test_streams_prefixes_and_logs(launch: Launch, tmp_path: Path) -> None:
@@ -663,6 +673,17 @@ def test_refused(
     assert message in err
     assert err.startswith("fleetrun: ")
     assert out == ""
+
+
+def test_who_holds_a_port_is_told_in_one_line() -> None:
+    code = "import socket\ns = socket.create_server(('127.0.0.1', 0))\nprint(s.getsockname()[1], flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        told = ports.holder_of(int(holder.stdout.readline()))
+        holder.stdin.write(b"\n")
+    assert f"held by process {holder.pid} (" in told
+    assert "\n" not in told
 
 
 def test_a_busy_port_and_who_holds_it() -> None:

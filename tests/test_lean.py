@@ -65,3 +65,29 @@ def test_the_compiler_comes_with_what_is_compiled() -> None:
     """It takes longer than torch to import. Once it is there it looks into no function that it is to leave alone."""
     told = subprocess.run([sys.executable, "-c", _PUT_OFF], capture_output=True, text=True, timeout=PATIENCE_S)
     assert told.stdout.splitlines() == ["False False", "1.0 True", "False"], told.stderr
+
+
+_BEGUN = """
+import sys, functools, torch
+from fleet.numeric import compiler
+class Elsewhere(dict):
+    def __setitem__(self, name, function):
+        super().__setitem__(name, function)
+        import torch._dynamo  # as another thread may at this moment
+class Late:
+    def __init__(self): self.__dict__ = Elsewhere()
+late = Late()
+left_alone = compiler.uncompiled(lambda: 1)
+again = functools.wraps(left_alone)(lambda: 2)
+compiler._import.call_plainly(late)
+compiler.uncompiled(lambda: 3)
+print([name for each in (left_alone, again, late) for name in vars(each) if name.startswith("__dynamo")])
+compiler.put_off_compiler()
+print(torch.optim.Optimizer.zero_grad.__wrapped__.__dict__.get("__dynamo_disable"))
+"""
+
+
+def test_nothing_is_left_behind_by_whatever_order_the_compiler_comes_in() -> None:
+    """A wrapper has no copy of what was remembered, and a function that comes while the import begins has none left."""
+    told = subprocess.run([sys.executable, "-c", _BEGUN], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert told.stdout.splitlines() == ["[]", "None"], told.stderr

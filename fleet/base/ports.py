@@ -37,8 +37,9 @@ def holder_of(port: int) -> str:
         try:
             for descriptor in (process / "fd").iterdir():
                 if _target(descriptor) in inodes:
-                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                    return f"held by process {process.name} ({command[:120]})"
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    in_one_line = " ".join(command.split())  # which a script after -c is not
+                    return f"held by process {process.name} ({in_one_line[:120]})"
         except OSError:
             continue
     return "held by another process"

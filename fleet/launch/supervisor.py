@@ -346,8 +346,9 @@ class _Pump:
                 select.select([], [fd], [])
             except OSError as error:
                 self._mute.add(fd)
-                if fd not in (self._stdout, self._stderr):
-                    self._write(self._stderr, self._own.prefix + f"a log ends here: {error}\n".encode())
+                for log in self._logs:
+                    if not log.closed and log.fileno() == fd:
+                        self._write(self._stderr, self._own.prefix + f"{log.name} ends here: {error}\n".encode())
 
 
 class _Guard:

@@ -32,20 +32,27 @@ class _Import(MetaPathFinder):
 
     def __init__(self) -> None:
         self._called_plainly: list[Callable[..., Any]] = []
+        self._begun = False
 
     def call_plainly(self, function: Callable[..., Any]) -> None:
         """Let a function be called as it is, up to the import."""
-        if _COMPILER in sys.modules or _REMEMBERED in function.__dict__:
+        if self._begun or _COMPILER in sys.modules or _REMEMBERED in function.__dict__:
             return
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        self._called_plainly.append(function)
         function.__dict__[_REMEMBERED] = function
+        self._called_plainly.append(function)
+        if self._begun:  # on another thread, and it may have looked before this function was there
+            self._leave_to_torch()
 
     def find_spec(self, fullname: str, *_: object) -> None:
         if fullname == _COMPILER:
-            while self._called_plainly:
-                del self._called_plainly.pop().__dict__[_REMEMBERED]
+            self._begun = True
+            self._leave_to_torch()
+
+    def _leave_to_torch(self) -> None:
+        for function in self._called_plainly:
+            function.__dict__.pop(_REMEMBERED, None)
 
 
 _import = _Import()
@@ -53,8 +60,9 @@ _import = _Import()
 
 def uncompiled(function: _Function) -> _Function:
     """Have the compiler leave a function alone, and all that it calls."""
-    _import.call_plainly(function)
-    return cast(_Function, _disable_dynamo(function))
+    left_alone = cast(_Function, _disable_dynamo(function))
+    _import.call_plainly(function)  # second, as a wrapper begins with a copy of what is remembered
+    return left_alone
 
 
 def put_off_compiler() -> None:
