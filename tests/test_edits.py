@@ -767,6 +767,28 @@ def test_the_first_worker_s_rows_count_for_all(mode: str, caplog: pytest.LogCapt
     assert "worker 1: the script has changed 't.weight' by itself" in told[0]
 
 
+def test_another_worker_s_rows_that_it_still_holds_stay_until_its_step() -> None:
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = torch.nn.ModuleDict({"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))})
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = fleet.distributed_optimizer(sgd, AHEAD["sync"](), model=model)
+        fleet.init_worker()
+        held = model["t"].weight.data
+        if index:
+            held[1:3] = 5.0
+        penalty = model["t"].weight.square().sum() * 0  # before the look-up, in one graph with it
+        looked_up = model["t"](torch.arange(5))
+        (looked_up.sum() + penalty).backward()
+        before = held.clone()
+        optimizer.step()
+        return [looked_up.detach(), before, held.clone()]
+
+    for index, got in enumerate(run_job(body, 2, 2)):
+        edited = torch.zeros(5, 2)
+        edited[1:3] = 5.0 * index
+        assert_close(got, [torch.zeros(5, 2), edited, torch.full((5, 2), -1.0)])
+
+
 def rows_by_checkpoint(fleet: Fleet, model: torch.nn.Module, where: Path) -> torch.Tensor:
     fleet.save_persistables(where / "saved")
     with torch.no_grad():
