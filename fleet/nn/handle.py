@@ -21,9 +21,10 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from fleet.nn.gradient import by_rows
 from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
-from fleet.nn.whole_values import WholeValues, outside_transforms
+from fleet.nn.whole_values import WholeValues, outside_inference, outside_transforms
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
@@ -175,7 +176,7 @@ class TableHandle:
         if self._whole is None:
             source = self.running()
             self.check_whole("its weight was used as a whole")
-            with outside_transforms():
+            with outside_transforms(), outside_inference():
                 self._whole = WholeValues(self._fetch(source))
         return self._whole
 
@@ -297,6 +298,7 @@ class TableHandle:
             if grad.layout is torch.strided:
                 ids = (grad != 0).any(1).nonzero().flatten()
                 return ids.cpu().numpy(), grad[ids].cpu().numpy()
+            grad = by_rows(grad)
             ids, rows = grad._indices()[0].cpu(), grad._values().cpu()
             once = grad.is_coalesced() or ids.data_ptr() == self._distinct.data_ptr()
         return (ids.numpy(), rows.numpy()) if once else merge([(ids.numpy(), rows.numpy())], 1)
