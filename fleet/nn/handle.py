@@ -119,6 +119,8 @@ class TableHandle:
         self.source: RowSource | None = None
         self.name = _UNNAMED
         self._whole: WholeValues | None = None
+        #: the servers have, or will have, other values: an interrupted step may have been applied
+        self._is_outdated = False
         self._has_told = False
         #: of the last look-up that was to be trained
         self._distinct = torch.empty(0, dtype=torch.int64)
@@ -173,6 +175,8 @@ class TableHandle:
 
     def whole(self) -> WholeValues:
         """Return the values of all rows, as they are until the next step."""
+        if self._is_outdated:
+            self.forget_values()
         if self._whole is None:
             source = self.running()
             self.check_whole("its weight was used as a whole")
@@ -213,11 +217,19 @@ class TableHandle:
         """Return ids and new values of the rows that the script has changed through ``weight``, once."""
         return None if self._whole is None else self._whole.take_edit()
 
+    def outdate_values(self) -> None:
+        """Note that the rows on the servers are about to change."""
+        self._is_outdated = self._whole is not None
+
     def forget_values(self) -> None:
         """Forget them, as the rows on the servers have changed. What a script still holds of them is fetched anew."""
-        if self._whole is None:
-            return
-        if not self._whole.renew(lambda: self._fetch(self.running())):
+        if self._whole is not None:
+            self._is_outdated = True  # as long as this is interrupted
+            self._renew_or_drop(self._whole)
+        self._is_outdated = False
+
+    def _renew_or_drop(self, whole: WholeValues) -> None:
+        if not whole.renew(lambda: self._fetch(self.running())):
             self._whole = None
         elif not self._has_told:
             self._has_told = True
