@@ -28,7 +28,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import connection
-from fleet.ps.worker.trained_model import MANY
+from fleet.ps.worker.trained_model import MANY, TrainedModel
 from fleet.strategy.parameter_server import StrategyFactory
 
 STEPS = 4
@@ -765,6 +765,54 @@ def test_the_first_worker_s_rows_count_for_all(mode: str, caplog: pytest.LogCapt
     told = [record.getMessage() for record in caplog.records if "by itself" in record.getMessage()]
     assert len(told) == 1
     assert "worker 1: the script has changed 't.weight' by itself" in told[0]
+
+
+def test_another_worker_s_rows_that_it_still_holds_stay_until_its_step() -> None:
+    def body(fleet: Fleet, index: int) -> list[torch.Tensor]:
+        model = torch.nn.ModuleDict({"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))})
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = fleet.distributed_optimizer(sgd, AHEAD["sync"](), model=model)
+        fleet.init_worker()
+        held = model["t"].weight.data
+        if index:
+            held[1:3] = 5.0
+        penalty = model["t"].weight.square().sum() * 0  # before the look-up, in one graph with it
+        looked_up = model["t"](torch.arange(5))
+        (looked_up.sum() + penalty).backward()
+        before = held.clone()
+        optimizer.step()
+        return [looked_up.detach(), before, held.clone()]
+
+    for index, got in enumerate(run_job(body, 2, 2)):
+        edited = torch.zeros(5, 2)
+        edited[1:3] = 5.0 * index
+        assert_close(got, [torch.zeros(5, 2), edited, torch.full((5, 2), -1.0)])
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_step_that_is_interrupted_leaves_no_old_rows_to_edit(is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(fleet: Fleet, _: int) -> list[torch.Tensor]:
+        model = torch.nn.ModuleDict({"t": torch.nn.Embedding(5, 2, sparse=True, _weight=torch.zeros(5, 2))})
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = fleet.distributed_optimizer(sgd, model=model)
+        fleet.init_worker()
+        held = model["t"].weight.data
+        if not is_held:
+            del held
+        model["t"](torch.arange(5)).sum().backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(TrainedModel, "forget_whole_tables", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        model["t"].weight.data.mul_(2)
+        with torch.no_grad():
+            return [model["t"](torch.arange(5)).clone()]
+
+    def interrupted(_: TrainedModel) -> None:
+        raise KeyboardInterrupt
+
+    for got in run_job(body, 1, 2):
+        assert_close(got, [torch.full((5, 2), -2.0)])
 
 
 def rows_by_checkpoint(fleet: Fleet, model: torch.nn.Module, where: Path) -> torch.Tensor:

@@ -85,6 +85,9 @@ class RowGradient(torch.Tensor):
     @staticmethod
     def of(gradient: torch.Tensor, table: Table) -> RowGradient:
         """Make this sparse tensor one, in place."""
+        rows = by_rows(gradient)
+        if rows is not gradient:
+            gradient.data = rows
         gradient.__class__ = RowGradient
         gradient._table = table  # type: ignore[attr-defined]
         return gradient  # type: ignore[return-value]
@@ -212,6 +215,18 @@ def coalesce(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_coalesced():
         gradient.data = gradient.coalesce()
     return gradient
+
+
+def by_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient as one of whole rows, if a script has made one of single numbers: ``to_sparse()``."""
+    if gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1:
+        return gradient
+    single = gradient.to_sparse().coalesce()
+    (rows, columns), numbers = single.indices(), single.values()
+    ids, place = rows.unique(return_inverse=True)
+    values = numbers.new_zeros(len(ids), gradient.shape[1])
+    values[place, columns] = numbers
+    return torch.sparse_coo_tensor(ids[None], values, gradient.shape, check_invariants=False, is_coalesced=True)
 
 
 def _has_zeros(gradient: RowGradient) -> bool:

@@ -21,9 +21,10 @@ from fleet.errors import (
     NotInitializedError,
     UnsupportedError,
 )
+from fleet.nn.gradient import by_rows
 from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
-from fleet.nn.whole_values import WholeValues, outside_transforms
+from fleet.nn.whole_values import WholeValues, outside_inference, outside_transforms
 from fleet.numeric.compiler import uncompiled
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
@@ -118,6 +119,8 @@ class TableHandle:
         self.source: RowSource | None = None
         self.name = _UNNAMED
         self._whole: WholeValues | None = None
+        #: the servers have, or will have, other values: an interrupted step may have been applied
+        self._is_outdated = False
         self._has_told = False
         #: of the last look-up that was to be trained
         self._distinct = torch.empty(0, dtype=torch.int64)
@@ -172,10 +175,12 @@ class TableHandle:
 
     def whole(self) -> WholeValues:
         """Return the values of all rows, as they are until the next step."""
+        if self._is_outdated:
+            self.forget_values()
         if self._whole is None:
             source = self.running()
             self.check_whole("its weight was used as a whole")
-            with outside_transforms():
+            with outside_transforms(), outside_inference():
                 self._whole = WholeValues(self._fetch(source))
         return self._whole
 
@@ -212,11 +217,19 @@ class TableHandle:
         """Return ids and new values of the rows that the script has changed through ``weight``, once."""
         return None if self._whole is None else self._whole.take_edit()
 
+    def outdate_values(self) -> None:
+        """Note that the rows on the servers are about to change."""
+        self._is_outdated = self._whole is not None
+
     def forget_values(self) -> None:
         """Forget them, as the rows on the servers have changed. What a script still holds of them is fetched anew."""
-        if self._whole is None:
-            return
-        if not self._whole.renew(lambda: self._fetch(self.running())):
+        if self._whole is not None:
+            self._is_outdated = True  # as long as this is interrupted
+            self._renew_or_drop(self._whole)
+        self._is_outdated = False
+
+    def _renew_or_drop(self, whole: WholeValues) -> None:
+        if not whole.renew(lambda: self._fetch(self.running())):
             self._whole = None
         elif not self._has_told:
             self._has_told = True
@@ -297,6 +310,7 @@ class TableHandle:
             if grad.layout is torch.strided:
                 ids = (grad != 0).any(1).nonzero().flatten()
                 return ids.cpu().numpy(), grad[ids].cpu().numpy()
+            grad = by_rows(grad)
             ids, rows = grad._indices()[0].cpu(), grad._values().cpu()
             once = grad.is_coalesced() or ids.data_ptr() == self._distinct.data_ptr()
         return (ids.numpy(), rows.numpy()) if once else merge([(ids.numpy(), rows.numpy())], 1)

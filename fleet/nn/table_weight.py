@@ -112,6 +112,9 @@ class TableWeight(torch.nn.Parameter):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Parameter of the table {table_of(self).name!r}, whose rows are on the servers: {tuple(self.shape)}"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
 
 def hollow(weight: torch.nn.Parameter, rows: int | None, dtype: torch.dtype, device: torch.device) -> None:
     """Turn a parameter into one that holds nothing, in place."""

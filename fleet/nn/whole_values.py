@@ -14,9 +14,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WholeValues:
-    """Holds the values of a table's ``weight``. Anybody who has ``tensor``, or a part of it, may change it. It is
-    compared with a copy of what was fetched, which is made before the first of them has it: most only compute with the
-    values, and cannot change them.
+    """Holds the values of a table's ``weight``.
 
     ``tensor`` may be changed by whoever has it or a part of it. It is compared with a copy of what was fetched, which
     is made before the first of them has it: most only compute with the values, and cannot change them.
@@ -33,7 +31,8 @@ class WholeValues:
     def expose(self) -> None:
         """Note that from now on somebody may change them."""
         if self._fetched is None:
-            self._fetched = self.tensor.clone()
+            with outside_inference():
+                self._fetched = self.tensor.clone()
 
     def shares_memory(self, result: Any) -> bool:
         """Say whether what torch made of the values may be a way to change them."""
@@ -49,7 +48,8 @@ class WholeValues:
         """Let this memory hold them from now on."""
         self.expose()
         self._holders = 0  # whoever gave it has it
-        self.tensor = values
+        with outside_inference():
+            self.tensor = values.clone() if values.is_inference() else values
 
     @torch.no_grad()
     def take_edit(self) -> tuple[Ids, torch.Tensor] | None:
@@ -67,7 +67,6 @@ class WholeValues:
 
     def renew(self, fetch: Callable[[], torch.Tensor]) -> bool:
         """Fetch the servers' values, which are others now, for those who still have these; return False if nobody has.
-        A graph that was made with the old ones ends with torch's error, as it does after a step of torch's.
 
         A graph that was made with the old ones ends with torch's error, as it does after a step of torch's.
         """
@@ -87,6 +86,11 @@ class WholeValues:
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     """Say whether it stands for another one in a transformation of ``torch.func``."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Surround what makes tensors that outlast ``torch.inference_mode()``, which autograd would leave out."""
+    return torch.inference_mode(False)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

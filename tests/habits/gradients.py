@@ -289,6 +289,15 @@ def _(s: Script) -> None:
     s.optimizer.step()
 
 
+@as_in_torch("`p.grad = p.grad.to_dense().to_sparse()`: single numbers instead of rows")
+def _(s: Script) -> Any:
+    s.backward()
+    s.weight.grad = (s.weight.grad * 0.5).to_dense().to_sparse()
+    found = s.weight.grad.to_dense()
+    s.optimizer.step()
+    return found
+
+
 @as_in_torch("a gradient of the wrong shape assigned", raises=RuntimeError)
 def _(s: Script) -> None:
     s.weight.grad = torch.ones(3, DIM)

@@ -611,6 +611,11 @@ def _(s: Script) -> None:
     s.step(2)
 
 
+@refused("`nn.Parameter(table.weight)`, `parametrizations.weight_norm(table)`", "TableWeight")
+def _(s: Script) -> None:
+    nn.Parameter(s.weight)
+
+
 @refused("`parametrize.remove_parametrizations` of a table", "another memory")
 def _(s: Script) -> None:
     class Half(nn.Module):

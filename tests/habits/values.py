@@ -111,9 +111,29 @@ def _(s: Script) -> Any:
 def _(s: Script) -> Any:
     printed = [repr(s.weight), repr(s.model)]
     if s.remote:
+        assert f"{s.weight}" == str(s.weight) == printed[0]
         assert "'table.weight', whose rows are on the servers: (20, 4)" in printed[0]
         assert "_RemoteEmbedding(20, 4, sparse=True)" in printed[1]
     return printed
+
+
+@as_in_torch("values read in `inference_mode`, and used in a formula that is trained afterwards", everywhere=True)
+def _(s: Script) -> Any:
+    with torch.inference_mode():
+        norms = [s.weight.norm(), (s.weight @ s.weight.T).sum()]
+    s.optimizer.zero_grad()
+    (s.loss() + 0.1 * s.weight.square().sum()).backward()
+    s.optimizer.step()
+    return norms
+
+
+@as_in_torch("values edited in `inference_mode`", everywhere=True, edits=True)
+def _(s: Script) -> None:
+    with torch.inference_mode():
+        for p in s.params:
+            p.mul_(0.5)
+        s.weight[:2] = 0.25
+    s.step()
 
 
 @as_in_torch("a weight as a key: `id`, `hash`, `in`, `is`, a dict or set of parameters, `weakref`")

@@ -83,9 +83,8 @@ class Edits:
             if self._geo is not None:
                 self._geo.edit(index, ids, rows.numpy())
             else:
-                handle = self._trained.description.handles[index]
-                self._tell([handle.name])
-                handle.forget_values()
+                # As an edit of dense values, it stays in the weight until the next step brings the servers' values.
+                self._tell([self._trained.description.handles[index].name])
             del self._unsent_rows[0]
         return False
 

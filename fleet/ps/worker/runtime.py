@@ -238,6 +238,7 @@ class WorkerRuntime:
         with self.turns:
             try:
                 self._prepare_step()
+                self.trained.outdate_whole_tables()
                 with self.trained.writer.standing_still():
                     self._training.step()
                 self.trained.forget_whole_tables()
@@ -251,6 +252,7 @@ class WorkerRuntime:
             assert self._geo is not None
             try:
                 self._prepare_step()
+                self.trained.outdate_whole_tables()
                 self._geo.step(update)
                 self.trained.forget_whole_tables()
             except FleetError:

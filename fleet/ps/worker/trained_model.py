@@ -54,6 +54,11 @@ class TrainedModel:
         for handle in self.description.handles[first_table:]:
             handle.attach(source)
 
+    def outdate_whole_tables(self) -> None:
+        """Note that what was fetched of whole tables holds no longer, whatever interrupts the step that comes."""
+        for handle in self.description.handles:
+            handle.outdate_values()
+
     def forget_whole_tables(self) -> None:
         """Forget what was fetched of whole tables: the servers have other values now."""
         for handle in self.description.handles:
