@@ -28,7 +28,7 @@ import fleet.nn
 from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.ps.server.durability import state_directory
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -44,11 +44,11 @@ import json, sys, time
 began = time.perf_counter()
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 imported = time.perf_counter()
-ServerRuntime(Endpoint.parse(sys.argv[2]), LoopbackNetwork(), Knobs(durable_dir=sys.argv[1]), SystemClock())
+ServerRuntime(Endpoint.parse(sys.argv[2]), LoopbackNetwork(), ProcessSettings(durable_dir=sys.argv[1]), SystemClock())
 print(json.dumps([imported - began, time.perf_counter() - imported]))
 """
 
@@ -78,9 +78,9 @@ def killed(rows: int, folder: Path, journal_bytes: int) -> Path:
     """What a server with so many rows leaves behind when it is killed."""
     state_directory.JOURNAL_BYTES = journal_bytes
     network, copy = LoopbackNetwork(), folder / "left"
-    knobs = Knobs(durable_dir=str(folder / "kept"), durable_sync="os")
+    settings = ProcessSettings(durable_dir=str(folder / "kept"), durable_sync="os")
     clock = SystemClock()
-    server = ServerRuntime(Endpoint.parse(ENDPOINT), network, knobs, clock)
+    server = ServerRuntime(Endpoint.parse(ENDPOINT), network, settings, clock)
     serving = threading.Thread(target=server.run)
     serving.start()
     worker = Fleet(environ={}, network=network)

@@ -25,7 +25,7 @@ from ctr import KINDS
 from measuring import end_like_an_exit, print_table, progress, run_job, write_json
 
 from fleet.base.clock import SystemClock
-from fleet.base.settings import Knobs, ObservingKnobs
+from fleet.base.settings import ObservingSettings, ProcessSettings
 from fleet.telemetry.prometheus import Page
 from fleet.telemetry.record import Record
 from fleet.telemetry.tensorboard import Scalars
@@ -64,7 +64,7 @@ def parts(folder: Path) -> list[tuple[str, str, float]]:
 
     record, scalars = Record(folder, "worker 0"), Scalars(str(folder), "worker 0")
     with contextlib.closing(record), contextlib.closing(scalars):
-        page = Page("worker 0", "worker", read, Knobs(observing=ObservingKnobs(metrics_port=0)))
+        page = Page("worker 0", "worker", read, ProcessSettings(observing=ObservingSettings(metrics_port=0)))
 
         def look() -> bytes:
             with urllib.request.urlopen(page.url) as answer:

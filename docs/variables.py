@@ -10,7 +10,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fleet.base import launcher_variables
-from fleet.base.settings import IDLE, CommunicatorKnobs, Knobs, ObservingKnobs, SecurityKnobs, Setting, rows
+from fleet.base.settings import (
+    IDLE,
+    CommunicatorSettings,
+    ObservingSettings,
+    ProcessSettings,
+    SecuritySettings,
+    Setting,
+    rows,
+)
 
 PAGE = Path(__file__).parent / "environment.md"
 TABLE = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -50,9 +58,9 @@ TABLES = {
     "torchrun": of_launchers(launcher_variables.TORCHRUN, "set by"),
     "mpi": of_launchers(launcher_variables.MPI, "set by"),
     "slurm": of_launchers(launcher_variables.SLURM, "set by"),
-    "job": of_settings(Knobs, CommunicatorKnobs),
-    "figures": of_settings(ObservingKnobs),
-    "security": of_settings(SecurityKnobs),
+    "job": of_settings(ProcessSettings, CommunicatorSettings),
+    "figures": of_settings(ObservingSettings),
+    "security": of_settings(SecuritySettings),
     "idle": _table(("variable", "why"), ((_named(row), row.meaning) for row in IDLE)),
 }
 

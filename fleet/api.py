@@ -16,7 +16,7 @@ from fleet.base import checks
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Assignment
 from fleet.base.pointers import directory_first, missing
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.base.unknown_variables import remark
 from fleet.errors import ArgumentTypeError, ConfigurationError, NotInitializedError, StateError
 from fleet.metrics import Metrics
@@ -78,7 +78,7 @@ class Fleet:
         checks.switch_or_none("is_collective", is_collective)
         if self._chosen is not None and self._chosen.running:
             raise StateError("fleet.init() was called while a job is running", todo="Call fleet.stop_worker() first.")
-        knobs = Knobs.read(self._environ)
+        settings = ProcessSettings.read(self._environ)
         remark(self._environ)
         if role_maker is None:
             assignment = resolve(is_collective, self._environ)
@@ -97,7 +97,7 @@ class Fleet:
             self._chosen.let_go()
         self._assignment = assignment
         self._chosen = None
-        self._knobs = knobs
+        self._settings = settings
         _log.info(
             "%s of %d workers and %d servers (%s)",
             assignment,
@@ -653,10 +653,10 @@ class Fleet:
         if assignment.collective:
             from fleet.collective.backend import CollectiveBackend
 
-            return CollectiveBackend(assignment, self._knobs, SystemClock())
+            return CollectiveBackend(assignment, self._settings, SystemClock())
         from fleet.ps.backend import ParameterServerBackend
 
-        return ParameterServerBackend(assignment, self._knobs, SystemClock(), self._network)
+        return ParameterServerBackend(assignment, self._settings, SystemClock(), self._network)
 
 
 def _check_remote(remote: object, model: object) -> None:

@@ -20,7 +20,7 @@ from inside import durability_of, task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Directory
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.durability.durability import NOTED, Durability
@@ -101,11 +101,11 @@ class Host:
 
     def _start(self) -> None:
         endpoint = Endpoint.parse(self.job.endpoints[self.index])
-        knobs = Knobs.read(self.job.environ)
+        settings = ProcessSettings.read(self.job.environ)
         self.durable = StateDirectory(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
-        self.service = Service(endpoint, knobs, Hurrying(self.job.through), restore=restore, directory=self.durable)
+        self.service = Service(endpoint, settings, Hurrying(self.job.through), restore=restore, directory=self.durable)
         self._watch_snapshots(self.service)
         self._listener = self.job.network.listen(endpoint, self._handler(self.service))
 

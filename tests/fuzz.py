@@ -35,7 +35,7 @@ from inside import task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Binding, Endpoint
-from fleet.base.settings import Knobs, SecurityKnobs
+from fleet.base.settings import ProcessSettings, SecuritySettings
 from fleet.errors import FleetError, ProtocolError
 from fleet.kernels import RULES
 from fleet.numeric.tensors import WireTensor
@@ -167,8 +167,8 @@ class Target:
         self.over = False
         self.step = 1  #: the next one of the member that behaves
         self.answers: deque[bytes] = deque(maxlen=8)  #: the last ones
-        knobs = Knobs(security=SecurityKnobs(max_message_bytes=MOST_MESSAGE_BYTES))
-        self._service = Service(ENDPOINT, knobs, SystemClock())
+        settings = ProcessSettings(security=SecuritySettings(max_message_bytes=MOST_MESSAGE_BYTES))
+        self._service = Service(ENDPOINT, settings, SystemClock())
         for worker in (0, 1):
             self._must(worker, 0, *requests(job, 1)["hello"])
         self._must(0, 0, *requests(job, 1)["upload"])

@@ -17,7 +17,7 @@ from harness import Job, until
 from fleet import Fleet
 from fleet.base import exposure
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError, UnsupportedError
 from fleet.ps.backend import real_network
 from fleet.ps.wire import fleet_pb2 as pb
@@ -57,7 +57,7 @@ def listen() -> Iterator[Callable[..., Listener]]:
     with ExitStack() as stack:
 
         def start(endpoint: Endpoint, environ: Environ) -> Listener:
-            listener = real_network(Knobs.read(environ)).listen(endpoint, echo)
+            listener = real_network(ProcessSettings.read(environ)).listen(endpoint, echo)
             stack.callback(listener.close)
             return listener
 
@@ -66,7 +66,7 @@ def listen() -> Iterator[Callable[..., Listener]]:
 
 def asked(endpoint: Endpoint, environ: Environ) -> int:
     """What a worker is answered: the step it asked for."""
-    channel = real_network(Knobs.read(environ)).connect(endpoint)
+    channel = real_network(ProcessSettings.read(environ)).connect(endpoint)
     try:
         reply = raise_if_error(channel.start(Frame(pb.Request(step=7, pull=pb.Pull())), 10.0).result())
         return int(reply.message.version)
@@ -88,13 +88,13 @@ def asked(endpoint: Endpoint, environ: Environ) -> int:
     ],
 )
 def test_where_a_server_listens(text: str, at: str) -> None:
-    assert str(Knobs.read({"FLEET_BIND_ADDRESS": text}).binding.of(Endpoint("ps0", 6174))) == at
+    assert str(ProcessSettings.read({"FLEET_BIND_ADDRESS": text}).binding.of(Endpoint("ps0", 6174))) == at
 
 
 @pytest.mark.parametrize("text", ["a b", "10.0.0.1:0", "10.0.0.1:x", "1:2:3", ":7"])
 def test_what_is_no_place_to_listen(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"FLEET_BIND_ADDRESS is not usable; expected an address of this"):
-        Knobs.read({"FLEET_BIND_ADDRESS": text})
+        ProcessSettings.read({"FLEET_BIND_ADDRESS": text})
 
 
 @pytest.mark.parametrize("direct", ["", "off"])
@@ -169,7 +169,7 @@ def test_a_whole_job_over_ipv6(tmp_path: Path) -> None:
         fleet.load_persistables(tmp_path / "ckpt")
         return weight[0].item()
 
-    network = real_network(Knobs.read({}))
+    network = real_network(ProcessSettings.read({}))
     assert Spelt(body, workers=2, servers=2, network=network).run() == [-1.0, -1.0]
 
 
@@ -214,7 +214,7 @@ def test_a_health_port_that_cannot_be_had(listen: Callable[..., Listener]) -> No
         listen(Endpoint("127.0.0.1", first), {"FLEET_HEALTH_PORT": str(second)})
     for port in ("0", "x", "65536", "-1"):
         with pytest.raises(ConfigurationError, match="FLEET_HEALTH_PORT is not usable; expected a port from 1"):
-            Knobs.read({"FLEET_HEALTH_PORT": port})
+            ProcessSettings.read({"FLEET_HEALTH_PORT": port})
 
 
 def test_health_without_its_package(listen: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch) -> None:

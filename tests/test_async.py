@@ -16,7 +16,7 @@ from inside import take_fresh
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import CommunicatorKnobs
+from fleet.base.settings import CommunicatorSettings
 from fleet.errors import FleetError, ProtocolError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
@@ -190,7 +190,7 @@ class Sent:
     def __init__(self, *, gives_way: bool = True) -> None:
         self.steps: list[int] = []
         self.communicator = Communicator(
-            CommunicatorKnobs(send_wait_times=0),
+            CommunicatorSettings(send_wait_times=0),
             GradientMerge(None, 0, True),  # type: ignore[arg-type]  # never merges here
             lambda gradients, _: self.steps.append(gradients.steps) or [],  # type: ignore[func-returns-value]
             list,

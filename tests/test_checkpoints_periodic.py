@@ -17,7 +17,7 @@ from test_deltas import STRATEGIES, join, same, train
 
 import fleet
 from fleet import Checkpoints, Fleet
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint import writer
 from fleet.checkpoint.manifest import Checkpoint
 from fleet.checkpoints import Schedule
@@ -261,7 +261,7 @@ def test_training_goes_on_over_real_connections(tmp_path: Path, free_endpoints: 
                 checkpoints.after_step()
             checkpoints.save()
 
-    Job(body, 2, 2, network=real_network(Knobs.read({})), endpoints=free_endpoints(2)).run()
+    Job(body, 2, 2, network=real_network(ProcessSettings.read({})), endpoints=free_endpoints(2)).run()
     latest = Checkpoints.latest(tmp_path)
     assert latest == str(tmp_path / "step-00000040")
     assert names(tmp_path) == sorted(Path(each.where).name for each in Checkpoint.open(latest).lineage())

@@ -19,7 +19,7 @@ from patience import PATIENCE_S
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import (
     DeadlineError,
     DuplicateWorkerError,
@@ -38,9 +38,9 @@ from fleet.ps.wire.transport import BrokenCall, Call, Listener, Network, Respond
 from fleet.ps.wire.wire_errors import error_reply
 from fleet.ps.worker.connection import Connection, PendingRequest
 
-KNOBS = Knobs(heartbeat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
+SETTINGS = ProcessSettings(heartbeat_s=0.02, rpc_deadline_s=0.3, startup_deadline_s=0.5, rpc_retry_times=3)
 #: For tests in which nobody falls silent, though the machine may be slow.
-PATIENT = replace(KNOBS, rpc_deadline_s=PATIENCE_S, startup_deadline_s=PATIENCE_S)
+PATIENT = replace(SETTINGS, rpc_deadline_s=PATIENCE_S, startup_deadline_s=PATIENCE_S)
 WORKER = 3
 
 
@@ -101,16 +101,16 @@ class Line:
         if self.listener is not None:
             self.listener.close()
 
-    def client(self, knobs: Knobs = KNOBS) -> Connection:
-        client = Connection(self.endpoint, self.network, knobs, SystemClock(), WORKER, 77)
+    def client(self, settings: ProcessSettings = SETTINGS) -> Connection:
+        client = Connection(self.endpoint, self.network, settings, SystemClock(), WORKER, 77)
         self.clients.append(client)
         return client
 
-    def joined(self, knobs: Knobs = PATIENT) -> Connection:
+    def joined(self, settings: ProcessSettings = PATIENT) -> Connection:
         """A client that has said hello and has a pulse."""
         if self.listener is None:
             self.up()
-        client = self.client(knobs)
+        client = self.client(settings)
         client.hello(hello(client), wait=True)
         client.start_heartbeat()
         return client
@@ -220,8 +220,8 @@ def test_no_hello_waits_beyond_the_deadline(caplog: pytest.LogCaptureFixture) ->
         def connect(self, endpoint: Endpoint) -> Any:
             return Channel()
 
-    knobs = replace(KNOBS, startup_deadline_s=10.0)
-    client = Connection(Endpoint("server", 1), Nowhere(), knobs, clock, WORKER, 77)
+    settings = replace(SETTINGS, startup_deadline_s=10.0)
+    client = Connection(Endpoint("server", 1), Nowhere(), settings, clock, WORKER, 77)
     with pytest.raises(DeadlineError, match=r"none in 10\.0 s"):
         client.hello(hello(client), wait=True)
     told = [message for message in caplog.messages if "waiting for the server at server:1" in message]
@@ -248,17 +248,19 @@ def test_a_server_that_is_killed_while_the_place_of_a_dead_process_is_asked_for(
         def connect(self, endpoint: Endpoint) -> Any:
             return Channel()
 
-    client = Connection(Endpoint("server", 1), Restarting(), Knobs(heartbeat_s=1.0), clock, WORKER, 77)
+    client = Connection(Endpoint("server", 1), Restarting(), ProcessSettings(heartbeat_s=1.0), clock, WORKER, 77)
     assert client.hello(hello(client), wait=True).message.version == 8
-    taken_for_good = Connection(Endpoint("server", 1), Restarting(), Knobs(heartbeat_s=0.1), clock, WORKER, 78)
+    taken_for_good = Connection(
+        Endpoint("server", 1), Restarting(), ProcessSettings(heartbeat_s=0.1), clock, WORKER, 78
+    )
     clock.time = 5.5
     with pytest.raises(DuplicateWorkerError):
         taken_for_good.hello(hello(client), wait=True)
 
 
 def test_nobody_is_waited_for_where_the_strategy_says_so(line: Line) -> None:
-    knobs = Knobs(startup_deadline_s=10 * PATIENCE_S)
-    client = line.client(knobs)
+    settings = ProcessSettings(startup_deadline_s=10 * PATIENCE_S)
+    client = line.client(settings)
     future = line.pool.submit(client.hello, hello(client), wait=False)
     with pytest.raises(DeadlineError, match="did not come up"):
         future.result(PATIENCE_S)
@@ -388,7 +390,7 @@ def test_a_reply_that_is_garbage(line: Line) -> None:
 
 
 def test_a_silent_server_is_given_up_on(any_line: Line, caplog: pytest.LogCaptureFixture) -> None:
-    client = any_line.joined(KNOBS)
+    client = any_line.joined(SETTINGS)
     future = any_line.parked(client)
     any_line.network.add(Fault(Action.SILENCE, times=None))
     with pytest.raises(DeadlineError) as caught:
@@ -409,7 +411,7 @@ def test_a_silent_server_is_given_up_on(any_line: Line, caplog: pytest.LogCaptur
 
 
 def test_a_server_that_dies_is_given_up_on(any_line: Line) -> None:
-    client = any_line.joined(KNOBS)
+    client = any_line.joined(SETTINGS)
     future = any_line.parked(client)
     any_line.down()
     with pytest.raises(DeadlineError, match=f"{any_line.endpoint} is silent"):
@@ -417,7 +419,7 @@ def test_a_server_that_dies_is_given_up_on(any_line: Line) -> None:
 
 
 def test_a_server_that_is_cut_off_is_given_up_on(any_line: Line) -> None:
-    client = any_line.joined(KNOBS)
+    client = any_line.joined(SETTINGS)
     any_line.network.add(Fault(Action.CUT, kind="push"))
     with pytest.raises(DeadlineError, match=f"{any_line.endpoint} is silent"):
         any_line.waiting(push(client, 7)).result(PATIENCE_S)
@@ -426,7 +428,7 @@ def test_a_server_that_is_cut_off_is_given_up_on(any_line: Line) -> None:
 def test_a_parked_call_outlives_the_deadline(any_line: Line) -> None:
     """The server is heard; how long a round takes is nobody's failure."""
     deadline_s = 0.8
-    client = any_line.joined(replace(KNOBS, rpc_deadline_s=deadline_s))
+    client = any_line.joined(replace(SETTINGS, rpc_deadline_s=deadline_s))
     parked_at = time.monotonic()
     future = any_line.parked(client)
     beats = any_line.server.count("beat")

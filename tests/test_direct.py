@@ -21,7 +21,7 @@ from harness import until
 from patience import PATIENCE_S
 
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.backend import real_network
@@ -570,8 +570,8 @@ def test_what_is_done_after_an_answer_comes_after_it(stack: contextlib.ExitStack
 
 
 def test_off() -> None:
-    assert isinstance(real_network(Knobs.read({"FLEET_DIRECT_PORT": "off"})), GrpcNetwork)
-    assert isinstance(real_network(Knobs.read({})), DirectNetwork)
+    assert isinstance(real_network(ProcessSettings.read({"FLEET_DIRECT_PORT": "off"})), GrpcNetwork)
+    assert isinstance(real_network(ProcessSettings.read({})), DirectNetwork)
 
 
 def test_a_port_of_choice(stack: contextlib.ExitStack) -> None:
@@ -579,7 +579,7 @@ def test_a_port_of_choice(stack: contextlib.ExitStack) -> None:
         port = probe.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"port {port} is in use.*process {os.getpid()}"):
             DirectListener(ENDPOINT, port, echo)
-    network = real_network(Knobs.read({"FLEET_DIRECT_PORT": str(port)}))
+    network = real_network(ProcessSettings.read({"FLEET_DIRECT_PORT": str(port)}))
     endpoint = Endpoint("127.0.0.1", _free_port())
     stack.callback(network.listen(endpoint, echo).close)
     plain = GrpcNetwork(2).connect(endpoint)
@@ -597,4 +597,4 @@ def _free_port() -> int:
 @pytest.mark.parametrize("text", ["on", "-1", "65536", "6174,6175"])
 def test_a_port_that_is_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match="FLEET_DIRECT_PORT"):
-        Knobs.read({"FLEET_DIRECT_PORT": text})
+        ProcessSettings.read({"FLEET_DIRECT_PORT": text})

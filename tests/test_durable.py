@@ -27,7 +27,7 @@ import fleet.nn
 from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Directory
 from fleet.errors import CheckpointError, ConfigurationError, DeadlineError, ServerLostError
 from fleet.ps.server import checkpoint_reader
@@ -1014,7 +1014,7 @@ def test_the_journal_is_on_the_disk_within_the_interval(
 
     synced: list[int] = []
     kept, clock = StateDirectory(str(tmp_path), Endpoint.parse("server0:1"), sync), Clock()
-    service = Service(Endpoint.parse("server0:1"), Knobs.read(ENVIRON), clock, directory=kept)
+    service = Service(Endpoint.parse("server0:1"), ProcessSettings.read(ENVIRON), clock, directory=kept)
     monkeypatch.setattr("fleet.ps.server.durability.state_directory.os.fsync", synced.append)
     found = []
     for seconds in (0.0, 0.9, 0.2, 0.5, 0.6):
@@ -1354,7 +1354,7 @@ def started_again(directory: Path, endpoint: str) -> Service:
     """A server that starts again with what was kept there."""
     durable = StateDirectory(str(directory), Endpoint.parse(endpoint), "os")
     try:
-        service = Service(Endpoint.parse(endpoint), Knobs.read(PATIENT), SystemClock(), directory=durable)
+        service = Service(Endpoint.parse(endpoint), ProcessSettings.read(PATIENT), SystemClock(), directory=durable)
     except ConfigurationError:
         durable.close()
         raise

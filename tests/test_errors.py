@@ -336,12 +336,12 @@ def test_an_index_beyond_the_workers_and_another_number_of_workers() -> None:
 def test_a_stranger_that_comes_first_leaves_no_trace() -> None:
     """With no script of its own a server learns of the job from the first hello, which had better be one."""
     from fleet.base.clock import SystemClock
-    from fleet.base.settings import Knobs
+    from fleet.base.settings import ProcessSettings
     from fleet.ps.server.runtime import ServerRuntime
 
     network, endpoint = LoopbackNetwork(), Endpoint.parse("bare:1")
-    knobs = Knobs.read(PATIENT)
-    thread = threading.Thread(target=ServerRuntime(endpoint, network, knobs, SystemClock()).run)
+    settings = ProcessSettings.read(PATIENT)
+    thread = threading.Thread(target=ServerRuntime(endpoint, network, settings, SystemClock()).run)
     thread.start()
     hello = {"endpoints": [str(endpoint)], "options": ["{}"]}
     spec = JobSpec((), (), (GroupSpec("SGD", 0, ()),), PlanSettings(server_num=1, worker_num=2))

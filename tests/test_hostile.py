@@ -32,7 +32,7 @@ from patience import PATIENCE_S
 from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs, SecurityKnobs
+from fleet.base.settings import ProcessSettings, SecuritySettings
 from fleet.checkpoint.manifest import Checkpoint, Manifest
 from fleet.errors import CheckpointError, ConfigurationError, FleetError, IdentityError, ProtocolError
 from fleet.numeric import buffers
@@ -279,8 +279,8 @@ def evil() -> dict[str, tuple[dict[str, Any], list[np.ndarray], str]]:
 
 def member_and_other(limit_mb: int = 64, mode: str = "sync") -> tuple[Callable[..., list[Frame]], Service]:
     """A server of a job in its midst, and how its workers ask it: what they are answered at once."""
-    knobs = Knobs(security=SecurityKnobs(max_message_bytes=limit_mb * MEBI))
-    service = Service(fuzz.ENDPOINT, knobs, SystemClock())
+    settings = ProcessSettings(security=SecuritySettings(max_message_bytes=limit_mb * MEBI))
+    service = Service(fuzz.ENDPOINT, settings, SystemClock())
 
     def ask(worker: int, kind: dict[str, Any], tensors: list[WireTensor] | None = None) -> list[Frame]:
         replies: list[Frame] = []
@@ -356,8 +356,8 @@ def test_an_answer_that_cannot_be_made_concerns_who_asked(monkeypatch: pytest.Mo
 )
 @pytest.mark.parametrize("limit_mb", [64, 1 << 30])
 def test_a_hello_that_no_server_could_serve_leaves_no_trace(change: dict[str, Any], words: str, limit_mb: int) -> None:
-    knobs = Knobs(security=SecurityKnobs(max_message_bytes=limit_mb * MEBI))
-    service = Service(fuzz.ENDPOINT, knobs, SystemClock())
+    settings = ProcessSettings(security=SecuritySettings(max_message_bytes=limit_mb * MEBI))
+    service = Service(fuzz.ENDPOINT, settings, SystemClock())
     raw = json.loads(SPEC.to_json())
     (owner, index), (field, value) = change.items()
     raw[owner][index][field] = value
@@ -639,7 +639,7 @@ def test_any_preamble(data: bytes) -> None:
 @pytest.mark.parametrize("direct", ["off", ""])
 def test_messages_have_a_limit_both_ways(direct: str, endpoint: Endpoint, stack: contextlib.ExitStack) -> None:
     def network(limit_mb: int) -> Any:
-        return real_network(Knobs.read({"FLEET_MAX_MESSAGE_MB": str(limit_mb), "FLEET_DIRECT_PORT": direct}))
+        return real_network(ProcessSettings.read({"FLEET_MAX_MESSAGE_MB": str(limit_mb), "FLEET_DIRECT_PORT": direct}))
 
     stack.callback(network(3).listen(endpoint, _echo).close)
     sent = torch.ones(MEBI // 2)

@@ -18,7 +18,7 @@ from test_hostile import MEBI, taking_at_most
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.base.clock import SystemClock
-from fleet.base.settings import Knobs, SecurityKnobs
+from fleet.base.settings import ProcessSettings, SecuritySettings
 from fleet.errors import FleetError, PlanMismatchError, ProtocolError
 from fleet.numeric.ids import noise
 from fleet.numeric.tensors import WireTensor
@@ -293,7 +293,9 @@ def test_further_parameters_join_what_is_left_of_the_others() -> None:
 
 def member(wire_dtype: str, limit_mb: int = 64) -> tuple[Callable[..., list[Frame]], Service]:
     spec = replace(fuzz.SPECS["sync"], settings=replace(fuzz.SPECS["sync"].settings, wire_dtype=wire_dtype))
-    service = Service(fuzz.ENDPOINT, Knobs(security=SecurityKnobs(max_message_bytes=limit_mb * MEBI)), SystemClock())
+    service = Service(
+        fuzz.ENDPOINT, ProcessSettings(security=SecuritySettings(max_message_bytes=limit_mb * MEBI)), SystemClock()
+    )
 
     def ask(worker: int, kind: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> list[Frame]:
         replies: list[Frame] = []

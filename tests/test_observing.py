@@ -28,7 +28,7 @@ from small_job import STRATEGIES, join, train
 
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs, ObservingKnobs, SecurityKnobs
+from fleet.base.settings import ObservingSettings, ProcessSettings, SecuritySettings
 from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -497,7 +497,7 @@ def served(free_endpoints: Callable[[int], list[str]]) -> Iterator[str]:
     """A job over gRPC, with a token, that goes on as long as the test looks at it."""
     from fleet.ps.backend import real_network
 
-    knobs = replace(Knobs(heartbeat_s=0.05), security=SecurityKnobs(token="sesame"))
+    settings = replace(ProcessSettings(heartbeat_s=0.05), security=SecuritySettings(token="sesame"))
     (endpoint,) = free_endpoints(1)
     enough = threading.Event()
 
@@ -508,7 +508,7 @@ def served(free_endpoints: Callable[[int], list[str]]) -> Iterator[str]:
             time.sleep(0.005)
 
     job = Job(
-        body, network=real_network(knobs), endpoints=[endpoint], environ={**BEATING, "FLEET_AUTH_TOKEN": "sesame"}
+        body, network=real_network(settings), endpoints=[endpoint], environ={**BEATING, "FLEET_AUTH_TOKEN": "sesame"}
     )
     threads = job.start()
     yield endpoint
@@ -650,7 +650,9 @@ def test_a_record_that_cannot_be_written_ends_no_job(tmp_path: Path, caplog: pyt
     def read() -> dict[str, float]:
         raise next(told)
 
-    observer = Observer("worker 0", "worker", read, Knobs(observing=ObservingKnobs(record_dir=str(tmp_path))))
+    observer = Observer(
+        "worker 0", "worker", read, ProcessSettings(observing=ObservingSettings(record_dir=str(tmp_path)))
+    )
     observer.close()
     assert "no longer recorded: the disk is full" in caplog.text
 
@@ -658,7 +660,12 @@ def test_a_record_that_cannot_be_written_ends_no_job(tmp_path: Path, caplog: pyt
 def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="FLEET_RECORD_DIR"):
-        Observer("worker 0", "worker", dict, Knobs(observing=ObservingKnobs(record_dir=str(tmp_path / "file" / "in"))))
+        Observer(
+            "worker 0",
+            "worker",
+            dict,
+            ProcessSettings(observing=ObservingSettings(record_dir=str(tmp_path / "file" / "in"))),
+        )
 
 
 # The live view of fleetrun
@@ -797,14 +804,14 @@ def test_the_dashboard_asks_for_names_that_there_are() -> None:
     assert sorted(asked - names - {"fleet_worker_reported"}) == []
 
 
-def observing(**knobs: Any) -> Knobs:
-    return Knobs(observing=ObservingKnobs(**knobs))
+def observing(**settings: Any) -> ProcessSettings:
+    return ProcessSettings(observing=ObservingSettings(**settings))
 
 
 def test_a_page_shows_itself_to_the_public_only_if_told_to() -> None:
     with pytest.raises(ConfigurationError, match=r"FLEET_METRICS_HOST=0\.0\.0\.0"):
         Observer("worker 0", "worker", dict, observing(metrics_port=0, metrics_host="0.0.0.0"))
-    insecure = replace(observing(metrics_port=0, metrics_host="0.0.0.0"), security=SecurityKnobs(insecure=True))
+    insecure = replace(observing(metrics_port=0, metrics_host="0.0.0.0"), security=SecuritySettings(insecure=True))
     Observer("worker 0", "worker", dict, insecure).close()
 
 
@@ -817,18 +824,18 @@ def test_a_page_at_a_port_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "knobs", "extra"),
+    ("module", "settings", "extra"),
     [
         ("prometheus_client", {"metrics_port": 0}, "prometheus"),
         ("torch.utils.tensorboard", {"tensorboard_dir": "runs"}, "tensorboard"),
     ],
 )
 def test_what_is_not_installed_is_named(
-    module: str, knobs: dict[str, Any], extra: str, monkeypatch: pytest.MonkeyPatch
+    module: str, settings: dict[str, Any], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnsupportedError, match=re.escape(f"torch-fleet[{extra}]")):
-        Observer("worker 0", "worker", dict, observing(**knobs))
+        Observer("worker 0", "worker", dict, observing(**settings))
 
 
 # TensorBoard

@@ -16,7 +16,7 @@ from inside import shard_of
 import fleet
 from fleet import Fleet
 from fleet.base.clock import SystemClock
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import FleetError, JobAbortedError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.deferring_lock import DeferringLock
@@ -35,7 +35,7 @@ class Server:
     """A server in the midst of a job of two workers. ``left``: what it has not done yet of what it was asked."""
 
     def __init__(self, mode: str = "sync") -> None:
-        self.service = Service(fuzz.ENDPOINT, Knobs(), SystemClock())
+        self.service = Service(fuzz.ENDPOINT, ProcessSettings(), SystemClock())
         self.mode = mode
         self.left: list[Callable[[], None]] = []
         for worker in (0, 1):

@@ -18,7 +18,7 @@ from scripts import train
 
 from fleet.base.cluster import Endpoint
 from fleet.base.ports import is_taken
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import DeadlineError, JobAbortedError
 from fleet.ps.backend import real_network
 
@@ -100,7 +100,7 @@ class Here:
         self._job = Job(
             lambda made, _: train.train(made, variant, self.said.append),
             workers,
-            network=real_network(Knobs.read(environ)),
+            network=real_network(ProcessSettings.read(environ)),
             endpoints=endpoints,
             environ={**PATIENT, **environ},
         )

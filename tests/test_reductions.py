@@ -23,7 +23,7 @@ from inside import parked, reductions_of
 from fleet import Fleet, StrategyFactory
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -908,7 +908,7 @@ class Line:
     def __init__(self, workers: int = 2) -> None:
         weight = torch.nn.Parameter(torch.zeros(2))
         self.description = describe([torch.optim.SGD([weight], lr=1.0)], None, Strategy(), 1, workers)
-        self.service = Service(Endpoint("s", 1), Knobs(), SystemClock())
+        self.service = Service(Endpoint("s", 1), ProcessSettings(), SystemClock())
         self.replies: list[tuple[int, Frame]] = []
 
     def say(self, worker: int, tensors: list[WireTensor] | None = None, **kind: Any) -> None:

@@ -28,7 +28,7 @@ from patience import PROCESSES_S
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
 from fleet.base.exposure import is_private, public_addresses
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError, UnsupportedError
 from fleet.ps.backend import real_network
 from fleet.ps.wire import fleet_pb2 as pb
@@ -90,7 +90,7 @@ def listen(endpoint: Endpoint) -> Iterator[Callable[..., None]]:
     made = []
 
     def start(environ: Environ) -> None:
-        made.append(real_network(Knobs.read(environ)).listen(endpoint, _echo))
+        made.append(real_network(ProcessSettings.read(environ)).listen(endpoint, _echo))
 
     yield start
     for listener in made:
@@ -103,7 +103,7 @@ def _echo(frame: Frame, respond: Respond) -> None:
 
 def asked(endpoint: Endpoint, environ: Environ) -> int:
     """What a worker is answered: the step it asked for, unless it is turned away."""
-    channel = real_network(Knobs.read(environ)).connect(endpoint)
+    channel = real_network(ProcessSettings.read(environ)).connect(endpoint)
     try:
         reply = raise_if_error(channel.start(Frame(pb.Request(step=7, pull=pb.Pull())), 10.0).result())
         return int(reply.message.version)
@@ -339,13 +339,13 @@ def test_tokens_that_cannot_be_used(tmp_path: Path) -> None:
         ({"FLEET_AUTH_TOKEN": SECRET * 50}, "the token is too long"),
     ):
         with pytest.raises(ConfigurationError, match=words) as caught:
-            Knobs.read(environ)
+            ProcessSettings.read(environ)
         assert SECRET not in str(caught.value)
 
 
 def test_no_text_shows_the_token() -> None:
-    knobs = Knobs.read({"FLEET_AUTH_TOKEN": SECRET})
-    shown = [knobs, knobs.security, security_module.Security.of(knobs.security)]
+    settings = ProcessSettings.read({"FLEET_AUTH_TOKEN": SECRET})
+    shown = [settings, settings.security, security_module.Security.of(settings.security)]
     assert [SECRET in text for each in shown for text in (repr(each), str(each))] == [False] * 6
 
 
@@ -392,13 +392,13 @@ def test_direct_connections_are_not_taken_over_tcp_beside_tls(
     files: Files, endpoint: Endpoint, listen: Callable[[Environ], None]
 ) -> None:
     listen(files.issued("127.0.0.1"))
-    network = real_network(Knobs.read({**files.trusting(), "FLEET_DIRECT_PORT": "off"}))
+    network = real_network(ProcessSettings.read({**files.trusting(), "FLEET_DIRECT_PORT": "off"}))
     channel = network.connect(endpoint)
     told = channel.start(Frame(pb.Request(direct=pb.Direct())), 10.0).result().message.direct
     channel.close()
     assert told.port == 0
     with pytest.raises(ConfigurationError, match=r"FLEET_DIRECT_PORT.*not be encrypted"):
-        Knobs.read({**files.issued("127.0.0.1"), "FLEET_DIRECT_PORT": "6175"})
+        ProcessSettings.read({**files.issued("127.0.0.1"), "FLEET_DIRECT_PORT": "6175"})
 
 
 def test_a_server_under_another_name(files: Files, endpoint: Endpoint, listen: Callable[[Environ], None]) -> None:
@@ -495,9 +495,9 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path, endpoint: Endpo
         ({**server, "FLEET_TLS_SERVER_NAME": "x"}, "FLEET_TLS_SERVER_NAME is set and FLEET_TLS_CA is not"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            real_network(Knobs.read(environ)).listen(endpoint, _echo)
+            real_network(ProcessSettings.read(environ)).listen(endpoint, _echo)
     with pytest.raises(ConfigurationError, match="cannot tell its servers from strangers without FLEET_TLS_CA"):
-        real_network(Knobs.read(server)).connect(endpoint)
+        real_network(ProcessSettings.read(server)).connect(endpoint)
 
 
 def test_a_key_with_a_password_asks_nobody_for_it(files: Files, tmp_path: Path, endpoint: Endpoint) -> None:
@@ -510,7 +510,7 @@ def test_a_key_with_a_password_asks_nobody_for_it(files: Files, tmp_path: Path, 
         key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.BestAvailableEncryption(b"secret"))
     )
     with pytest.raises(ConfigurationError, match="the key without a password"):
-        real_network(Knobs.read({**server, "FLEET_TLS_KEY": str(locked)})).listen(endpoint, _echo)
+        real_network(ProcessSettings.read({**server, "FLEET_TLS_KEY": str(locked)})).listen(endpoint, _echo)
 
 
 # ---------------------------------------------------------------------------------------------- where to listen
@@ -543,7 +543,7 @@ def test_a_server_without_anything_listens_to_no_public_address(files: Files) ->
         public = Endpoint(host, 0)
         for environ in ({}, {"FLEET_DIRECT_PORT": "off"}, files.issued("127.0.0.1")):
             with pytest.raises(ConfigurationError, match=r"would let anybody in.*FLEET_AUTH_TOKEN.*FLEET_INSECURE=1"):
-                real_network(Knobs.read(environ)).listen(public, _echo)
+                real_network(ProcessSettings.read(environ)).listen(public, _echo)
 
 
 def test_what_allows_a_public_address(files: Files) -> None:
@@ -553,7 +553,7 @@ def test_what_allows_a_public_address(files: Files) -> None:
         {**files.issued("127.0.0.1"), **files.trusting()},
         {"FLEET_INSECURE": "1"},
     ):
-        real_network(Knobs.read(environ)).listen(Endpoint("0.0.0.0", 0), _echo).close()
+        real_network(ProcessSettings.read(environ)).listen(Endpoint("0.0.0.0", 0), _echo).close()
 
 
 def test_names_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +577,7 @@ def test_a_token_in_the_clear_is_warned_of(caplog: pytest.LogCaptureFixture, fil
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            real_network(Knobs.read(environ)).connect(Endpoint(host, 9)).close()
+            real_network(ProcessSettings.read(environ)).connect(Endpoint(host, 9)).close()
         assert ("travels in the clear to 192.0.2.1:9" in caplog.text) == warned
         assert SECRET not in caplog.text
 

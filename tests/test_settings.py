@@ -9,10 +9,10 @@ from fleet import Fleet
 from fleet.base import launcher_variables
 from fleet.base.settings import (
     SETTINGS,
-    CommunicatorKnobs,
-    Knobs,
-    ObservingKnobs,
-    SecurityKnobs,
+    CommunicatorSettings,
+    ObservingSettings,
+    ProcessSettings,
+    SecuritySettings,
     rows,
     under_present_names,
 )
@@ -21,9 +21,9 @@ from fleet.errors import ConfigurationError
 
 
 def test_defaults() -> None:
-    assert Knobs.read({}) == Knobs()
-    assert Knobs().rpc_deadline_s == 180.0
-    assert Knobs().rpc_retry_times == 3
+    assert ProcessSettings.read({}) == ProcessSettings()
+    assert ProcessSettings().rpc_deadline_s == 180.0
+    assert ProcessSettings().rpc_retry_times == 3
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def test_defaults() -> None:
     ],
 )
 def test_each_setting(name: str, text: str, field: str, value: object) -> None:
-    knobs = Knobs.read({name: text})
-    assert getattr(knobs, field) == value
-    assert type(getattr(knobs, field)) is type(value)
+    settings = ProcessSettings.read({name: text})
+    assert getattr(settings, field) == value
+    assert type(getattr(settings, field)) is type(value)
 
 
 @pytest.mark.parametrize(
     "name", ["FLAGS_rpc_deadline", "FLAGS_rpc_retry_times", "FLEET_HEARTBEAT_S", "FLEET_CHECK_FINITE"]
 )
 def test_blank_is_unset(name: str) -> None:
-    assert Knobs.read({name: " "}) == Knobs()
+    assert ProcessSettings.read({name: " "}) == ProcessSettings()
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,24 @@ def test_blank_is_unset(name: str) -> None:
 )
 def test_unusable(name: str, text: str, expected: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Knobs.read({name: text})
+        ProcessSettings.read({name: text})
     assert name in str(caught.value)
     assert caught.value.expected == expected
     assert caught.value.got == repr(text)
 
 
 def test_heartbeats_fit_in_the_deadline() -> None:
-    assert Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.5"}).heartbeat_s == 0.5
+    assert ProcessSettings.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.5"}).heartbeat_s == 0.5
     with pytest.raises(ConfigurationError, match=r"FLEET_HEARTBEAT_S.*FLAGS_rpc_deadline"):
-        Knobs.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.6"})
-    assert Knobs.read({"FLAGS_rpc_deadline": "1000"}).heartbeat_s == 0.25
+        ProcessSettings.read({"FLAGS_rpc_deadline": "1000", "FLEET_HEARTBEAT_S": "0.6"})
+    assert ProcessSettings.read({"FLAGS_rpc_deadline": "1000"}).heartbeat_s == 0.25
 
 
 def test_how_surely_servers_keep_things() -> None:
-    assert Knobs.read({"FLEET_DURABLE_DIR": " x ", "FLEET_DURABLE_SYNC": "Always"}).durable_sync == "always"
-    assert Knobs.read({"FLEET_DURABLE_DIR": ""}) == Knobs()
+    assert ProcessSettings.read({"FLEET_DURABLE_DIR": " x ", "FLEET_DURABLE_SYNC": "Always"}).durable_sync == "always"
+    assert ProcessSettings.read({"FLEET_DURABLE_DIR": ""}) == ProcessSettings()
     with pytest.raises(ConfigurationError, match=r"FLEET_DURABLE_SYNC.*always or interval or os; got 'often'"):
-        Knobs.read({"FLEET_DURABLE_SYNC": "often"})
+        ProcessSettings.read({"FLEET_DURABLE_SYNC": "often"})
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,18 @@ def test_the_rows_of_a_role_maker_are_what_it_reads(
 )
 def test_a_setting_under_the_name_it_had(older: str, newer: str, text: str, other: str) -> None:
     assert SETTINGS[older] is SETTINGS[newer]
-    read = Knobs.read({older: text})
-    assert read == Knobs.read({newer: text}) == Knobs.read({older: f" {text} ", newer: text}) != Knobs()
+    read = ProcessSettings.read({older: text})
+    assert (
+        read
+        == ProcessSettings.read({newer: text})
+        == ProcessSettings.read({older: f" {text} ", newer: text})
+        != ProcessSettings()
+    )
     assert remarks({older: text}) == []
     with pytest.raises(ConfigurationError, match=f"{older} is not usable"):
-        Knobs.read({older: "a b"})
+        ProcessSettings.read({older: "a b"})
     with pytest.raises(ConfigurationError, match=f"{older} and {newer} .*; got '{text}' and '{other}'. Unset {older}"):
-        Knobs.read({older: text, newer: other})
+        ProcessSettings.read({older: text, newer: other})
 
 
 def test_what_a_launcher_hands_on_has_the_names_of_now() -> None:
@@ -187,11 +192,11 @@ def test_a_misspelt_older_name_means_the_newer() -> None:
 
 def test_every_setting_has_a_row() -> None:
     """But for what is no setting of its own, each field is one; its default is what the row says."""
-    for table in (Knobs, CommunicatorKnobs, SecurityKnobs, ObservingKnobs):
+    for table in (ProcessSettings, CommunicatorSettings, SecuritySettings, ObservingSettings):
         without = {each.name for each in fields(table) if "setting" not in each.metadata}
         assert without <= {"communicator", "security", "observing", "environ"}
         assert all(row.meaning and row.readers and row.default for row in rows(table))
-    assert "sesame" not in repr(Knobs.read({"FLEET_AUTH_TOKEN": "sesame"}))
+    assert "sesame" not in repr(ProcessSettings.read({"FLEET_AUTH_TOKEN": "sesame"}))
 
 
 @pytest.mark.parametrize("name", ["FLAGS_rpc_send_thread_num", "FLAGS_rpc_prefetch_thread_num"])

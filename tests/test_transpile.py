@@ -815,7 +815,7 @@ DOORS = {"fleet.transpiler": fleet.transpiler.fleet, "fleet.collective": fleet.c
 def default_fleet(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     """The one behind ``import fleet``, as it is before ``init``, and put back afterwards."""
     default: Fleet = fleet._default  # type: ignore[attr-defined]
-    for name, value in {"_assignment": None, "_chosen": None, "_environ": {}, "_knobs": None}.items():
+    for name, value in {"_assignment": None, "_chosen": None, "_environ": {}, "_settings": None}.items():
         monkeypatch.setattr(default, name, value, raising=False)
     return default
 

@@ -11,7 +11,7 @@ import torch
 from fleet.base import exit_guard
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.base.turns import Turns
 from fleet.errors import NotInitializedError, StateError
 
@@ -38,9 +38,9 @@ class Lifecycle(Generic[W, S]):
     """Keeps the order of a job's calls; backends derive from it. ``W`` is a backend's running worker, ``S`` its
     strategy."""
 
-    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
+    def __init__(self, assignment: Assignment, settings: ProcessSettings, clock: Clock) -> None:
         self._assignment = assignment
-        self._knobs = knobs
+        self._settings = settings
         self._clock = clock
         self._parts: tuple[Sequence[torch.optim.Optimizer], torch.nn.Module | None, S] | None = None
         self._worker: W | None = None

@@ -110,7 +110,7 @@ def _given(table: type, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class CommunicatorKnobs:
+class CommunicatorSettings:
     """Holds how workers of the relaxed modes merge, send and fetch; a strategy may say each of these itself."""
 
     max_merge_var_num: int = setting(
@@ -145,12 +145,12 @@ class CommunicatorKnobs:
     )
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> CommunicatorKnobs:
+    def read(cls, environ: Mapping[str, str]) -> CommunicatorSettings:
         return cls(**_given(cls, environ))
 
 
 @dataclass(frozen=True)
-class SecurityKnobs:
+class SecuritySettings:
     """Holds what decides who is let in. Paths are as they were given; ``token`` appears in no text made of this."""
 
     token: str = setting(
@@ -191,7 +191,7 @@ class SecurityKnobs:
         return [f"FLEET_{name}" for name, value in given.items() if value]
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> SecurityKnobs:
+    def read(cls, environ: Mapping[str, str]) -> SecuritySettings:
         given = _given(cls, environ)
         cert, key = given.get("cert", ""), given.get("key", "")
         if bool(cert) != bool(key):
@@ -212,7 +212,7 @@ class SecurityKnobs:
 
 
 @dataclass(frozen=True)
-class ObservingKnobs:
+class ObservingSettings:
     """Holds where a process shows its figures, beside what ``fleet top`` asks for; nowhere unless told to."""
 
     record_dir: str = setting(
@@ -235,7 +235,7 @@ class ObservingKnobs:
     )
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> ObservingKnobs:
+    def read(cls, environ: Mapping[str, str]) -> ObservingSettings:
         given = _given(cls, environ)
         if "metrics_host" in given and not environ.get("FLEET_METRICS_PORT", "").strip():
             raise ConfigurationError(
@@ -247,7 +247,7 @@ class ObservingKnobs:
 
 
 @dataclass(frozen=True)
-class Knobs:
+class ProcessSettings:
     """Holds deadlines and sizes that come from the environment; every duration is in seconds."""
 
     rpc_deadline_s: float = setting(
@@ -323,13 +323,13 @@ class Knobs:
         "[tells for all of them](observing.md#what-processes-say-by-themselves)",
         default_in_words="none; under `fleetrun` its name",
     )
-    communicator: CommunicatorKnobs = CommunicatorKnobs()
-    security: SecurityKnobs = SecurityKnobs()
-    observing: ObservingKnobs = ObservingKnobs()
+    communicator: CommunicatorSettings = CommunicatorSettings()
+    security: SecuritySettings = SecuritySettings()
+    observing: ObservingSettings = ObservingSettings()
     #: the environment that all of it was read from, which may hold a token
     environ: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
-    def joined(self, settings: Mapping[str, str]) -> Knobs:
+    def joined(self, settings: Mapping[str, str]) -> ProcessSettings:
         """Return these settings with those of a strategy, by the names of their variables, which have to be unset or
         say the same."""
         if not settings:
@@ -346,7 +346,7 @@ class Knobs:
         return self.read({**self.environ, **settings})
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Knobs:
+    def read(cls, environ: Mapping[str, str]) -> ProcessSettings:
         for idle in IDLE:
             idle.values(environ)
         given = _given(cls, environ)
@@ -361,7 +361,7 @@ class Knobs:
                 got=f"{heartbeat_s:g} s",
                 todo="Raise FLAGS_rpc_deadline or lower FLEET_HEARTBEAT_S.",
             )
-        security = SecurityKnobs.read(environ)
+        security = SecuritySettings.read(environ)
         if given.get("direct_port") and (security.cert or security.ca):
             raise ConfigurationError(
                 "FLEET_DIRECT_PORT chooses a port of direct connections, which would not be encrypted, beside TLS",
@@ -371,9 +371,9 @@ class Knobs:
             )
         return cls(
             **given,
-            communicator=CommunicatorKnobs.read(environ),
+            communicator=CommunicatorSettings.read(environ),
             security=security,
-            observing=ObservingKnobs.read(environ),
+            observing=ObservingSettings.read(environ),
             environ=dict(environ),
         )
 
@@ -394,7 +394,7 @@ IDLE = (
 #: Every setting by its name; one that has an older name is there under both.
 SETTINGS: Mapping[str, Setting] = {
     name: row
-    for table in (Knobs, CommunicatorKnobs, ObservingKnobs, SecurityKnobs)
+    for table in (ProcessSettings, CommunicatorSettings, ObservingSettings, SecuritySettings)
     for row in rows(table)
     for name in (row.name, row.formerly)
     if name

@@ -12,7 +12,7 @@ import torch
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.lifecycle import Lifecycle
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.series import root_at
 from fleet.checkpoint.state import Bytes
 from fleet.collective import checkpoint, forward, model_export, object_states
@@ -33,9 +33,9 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     """Runs a collective job's part in this process. Where CUDA is, it chooses this worker's device by its local
     rank."""
 
-    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
-        super().__init__(assignment, knobs, clock)
-        _refuse_protection(knobs)
+    def __init__(self, assignment: Assignment, settings: ProcessSettings, clock: Clock) -> None:
+        super().__init__(assignment, settings, clock)
+        _refuse_protection(settings)
         self._statistics = StatisticsGroup()
         self._device = _choose_device(assignment)
         #: in which the workers meet from ``resume_from`` on, and what they go on from
@@ -99,7 +99,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def resume_from(self, given: object, *, strict: bool) -> int:
         self._refuse_late_resuming()
         root = root_at(given)
-        group = Group(self._assignment, self._knobs, self._clock)
+        group = Group(self._assignment, self._settings, self._clock)
         group.open()
         try:
             self._beginning = resume(group, root, strict=strict)
@@ -121,7 +121,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def init_worker(self) -> None:
         parts = self._parts_to_start()
         group, self._group = self._group, None
-        worker = CollectiveWorker(self._assignment, *parts, self._statistics, self._knobs, self._clock, group)
+        worker = CollectiveWorker(self._assignment, *parts, self._statistics, self._settings, self._clock, group)
         worker.start()
         try:
             if self._beginning is not None and self._beginning.url:
@@ -213,8 +213,8 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
         return self._running_worker("resume_step()").steps
 
 
-def _refuse_protection(knobs: Knobs) -> None:
-    names = ", ".join(knobs.security.acting)
+def _refuse_protection(settings: ProcessSettings) -> None:
+    names = ", ".join(settings.security.acting)
     if names:
         raise UnsupportedError(
             f"{names} cannot be honoured by a collective job: torch.distributed knows neither tokens nor TLS",

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.ports import holder_of, is_taken
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.collective.store_monitor import ENDED, StoreMonitor
 from fleet.errors import DeadlineError, PlanMismatchError, PortInUseError, StateError
 
@@ -48,11 +48,11 @@ class Group:
     """``start`` connects; then ``everyone`` is the group of all workers, and ``control`` the one for CPU tensors.
     ``exchanging`` is around every wait for a collective."""
 
-    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock) -> None:
+    def __init__(self, assignment: Assignment, settings: ProcessSettings, clock: Clock) -> None:
         self.rank = assignment.index
         self.size = assignment.worker_num
         self._assignment = assignment
-        self._knobs = knobs
+        self._settings = settings
         self._clock = clock
         self.exchanging: AbstractContextManager[None] = nullcontext()
         self._adopted = False
@@ -69,7 +69,7 @@ class Group:
         if self._store is not None:
             return
         self._adopted = dist.is_initialized()
-        deadline_s = self._knobs.startup_deadline_s
+        deadline_s = self._settings.startup_deadline_s
         if self._adopted:
             self._check_adopted()
             store: Store = PrefixStore(f"fleet/{next(_jobs)}", _get_default_store())
@@ -77,18 +77,18 @@ class Group:
         else:
             store, host, hosts_store = self._open_store(deadline_s)
         self._store = store
-        self.monitor = StoreMonitor(store, self.rank, self.size, host, hosts_store, self._knobs, self._clock)
+        self.monitor = StoreMonitor(store, self.rank, self.size, host, hosts_store, self._settings, self._clock)
 
     def gather_texts(self, what: str, told: str) -> list[str]:
         """Return what every worker says here, in their order; all of them come within the start-up deadline."""
-        self._post_and_wait(what, told, self._knobs.startup_deadline_s)
+        self._post_and_wait(what, told, self._settings.startup_deadline_s)
         keys = [f"{what}/{rank}" for rank in range(self.size)]
         return [self.monitor.ask(lambda store, key=key: store.get(key).decode()) for key in keys]  # type: ignore[misc]
 
     def start(self, about: Mapping[str, object]) -> None:
         """Connect to all other workers, if they are about to do the same as this one."""
         self.open()
-        deadline_s, store = self._knobs.startup_deadline_s, self._store
+        deadline_s, store = self._settings.startup_deadline_s, self._store
         assert store is not None
         try:
             if dist.is_initialized() and not self._adopted:

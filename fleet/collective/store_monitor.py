@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 
 from fleet.base.clock import Clock
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.collective.liveness import Liveness, stopped
 from fleet.errors import DeadlineError, FleetError, JobAbortedError, StateError
 from fleet.telemetry.cause import claim
@@ -46,20 +46,20 @@ class StoreMonitor:
     """``host`` says in words who keeps the store, ``hosts_store`` whether it ends with this process."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, host: str, hosts_store: bool, knobs: Knobs, clock: Clock
+        self, store: Store, rank: int, size: int, host: str, hosts_store: bool, settings: ProcessSettings, clock: Clock
     ) -> None:
         self.rank = rank
         self.size = size
-        self.deadline_s = knobs.rpc_deadline_s
+        self.deadline_s = settings.rpc_deadline_s
         self.clock = clock
         #: How many times all workers have met in the process group.
         self.rounds = 0
         self._store = store
         self._host = host
         self._hosts_store = hosts_store
-        self._heartbeat_s = knobs.heartbeat_s
-        self._record_dir = knobs.observing.record_dir
-        self._job = knobs.job_id
+        self._heartbeat_s = settings.heartbeat_s
+        self._record_dir = settings.observing.record_dir
+        self._job = settings.job_id
         self._requests: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._failure: FleetError | None = None
         self._answered_at = clock.now()

@@ -14,7 +14,7 @@ import torch
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.base.turns import Turns
 from fleet.collective.batch_norm import StatisticsGroup
 from fleet.collective.dgc import DeepCompression
@@ -42,7 +42,7 @@ class CollectiveWorker:
         model: torch.nn.Module | None,
         strategy: DistributedStrategy,
         statistics: StatisticsGroup,
-        knobs: Knobs,
+        settings: ProcessSettings,
         clock: Clock,
         group: Group | None = None,
     ) -> None:
@@ -59,14 +59,14 @@ class CollectiveWorker:
         #: what the checkpoint that was loaded last has of the states of workers' own objects
         self.brought: dict[str, Any] = {"of": [], "workers": 0}
         self.stopped = False
-        self.group = group or Group(assignment, knobs, clock)
+        self.group = group or Group(assignment, settings, clock)
         self.group.exchanging = self.figures.push
         self._strategy = strategy
         self._pace = Pace.of(strategy)
         self._statistics = statistics
         self._known: set[int] = set()
-        self._job_id = knobs.job_id
-        self._check_finite = strategy.check_finite or knobs.check_finite
+        self._job_id = settings.job_id
+        self._check_finite = strategy.check_finite or settings.check_finite
         self._last_round: Round | None = None
         self._unaveraged = False
         self._rounds_seen = 0
@@ -76,7 +76,7 @@ class CollectiveWorker:
         self._exchange: Exchange | None = None
         self._compression: DeepCompression | None = None
         self._reducer: Reducer | None = None
-        self._knobs = knobs
+        self._settings = settings
         self._observer: Observer | None = None
 
     # ---------------------------------------------------------------- the beginning
@@ -86,7 +86,7 @@ class CollectiveWorker:
         self.members = members(self.optimizers, self.model)
         self.group.start({**self._outline(), "strategy": repr(self._strategy), "FLEET_JOB_ID": self._job_id})
         try:
-            self._observer = Observer(str(self.assignment), "worker", self.read_figures, self._knobs)
+            self._observer = Observer(str(self.assignment), "worker", self.read_figures, self._settings)
             self.reductions = StoreReductions(self.group.monitor, self.turns)
             if self._pace.sends_gradients:
                 self._exchange = self._make_exchange()

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs, under_present_names
+from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
 from fleet.launch import checkpoint_options, env_report, host_network, supervisor
@@ -378,7 +378,7 @@ def _metrics_port(options: argparse.Namespace) -> int | None:
     """Return the first port at which figures are shown to Prometheus, if they are."""
     port: int | None = options.metrics_port
     if port is None:
-        port = Knobs.read(PROCESS_ENVIRONMENT).observing.metrics_port
+        port = ProcessSettings.read(PROCESS_ENVIRONMENT).observing.metrics_port
     if port is not None and not 0 <= port <= 65000:
         raise ConfigurationError("--metrics_port is not usable", expected="0 to 65000", got=port)
     return port

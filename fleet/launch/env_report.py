@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.bootstrap.mpi_world import launcher_of
 from fleet.bootstrap.rendezvous import own_addresses
 from fleet.errors import FleetError
@@ -115,7 +115,7 @@ def _job(environ: Mapping[str, str]) -> dict[str, str]:
     except FleetError as error:
         told["role"] = f"none: {error}"
     try:
-        Knobs.read(environ)
+        ProcessSettings.read(environ)
         told["settings"] = "sound"
     except FleetError as error:
         told["settings"] = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.base.unknown_variables import remark
 from fleet.ps.backend import real_network
 from fleet.ps.server.checkpoint_reader import restore_from
@@ -14,9 +14,9 @@ from fleet.ps.server.runtime import ServerRuntime
 
 def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:
     """Serve until the job is over, and return the exit code."""
-    knobs = Knobs.read(PROCESS_ENVIRONMENT)
+    settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
     be_lean()
     restore = None if model_dir is None else restore_from(model_dir)
-    ServerRuntime(endpoint, real_network(knobs), knobs, SystemClock(), restore=restore).run()
+    ServerRuntime(endpoint, real_network(settings), settings, SystemClock(), restore=restore).run()
     return 0

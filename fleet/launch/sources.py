@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from fleet.base.clock import wall_time
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.errors import ConfigurationError, DeadlineError, FleetError
 from fleet.telemetry.cause import Cause, claimed
 from fleet.telemetry.record import EVENT, is_over, newest, read_records, training_of, view_of
@@ -58,7 +58,7 @@ class Running:
         from fleet.ps.backend import real_network  # loads torch and grpc
 
         # Everything that is said here is small: no direct connections.
-        network = real_network(replace(Knobs.read(PROCESS_ENVIRONMENT), direct_port=None))
+        network = real_network(replace(ProcessSettings.read(PROCESS_ENVIRONMENT), direct_port=None))
         self._channels = {endpoint: network.connect(endpoint) for endpoint in dict.fromkeys(endpoints)}
         self._answered = False
 

@@ -15,7 +15,7 @@ import torch
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.lifecycle import Lifecycle
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.checkpoint.series import latest, root_at
@@ -41,28 +41,30 @@ from fleet.strategy.parameter_server import Strategy, as_strategy
 _log = logging.getLogger("fleet")
 
 
-def real_network(knobs: Knobs) -> Network:
+def real_network(settings: ProcessSettings) -> Network:
     """Return gRPC and what stands beside it, imported when it is first needed."""
     from fleet.ps.wire.direct import DirectNetwork
     from fleet.ps.wire.grpc_server import GrpcNetwork
     from fleet.ps.wire.security import Security
 
-    security = Security.of(knobs.security)
-    network: Network = GrpcNetwork(knobs.rpc_get_thread_num, security, knobs.binding)
-    if knobs.direct_port is not None:
-        network = DirectNetwork(network, knobs.direct_port, security, knobs.binding)
-    if knobs.health_port is not None:
+    security = Security.of(settings.security)
+    network: Network = GrpcNetwork(settings.rpc_get_thread_num, security, settings.binding)
+    if settings.direct_port is not None:
+        network = DirectNetwork(network, settings.direct_port, security, settings.binding)
+    if settings.health_port is not None:
         from fleet.ps.wire.health import HealthNetwork
 
-        network = HealthNetwork(network, knobs.health_port, knobs.binding)
+        network = HealthNetwork(network, settings.health_port, settings.binding)
     return network
 
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
-    def __init__(self, assignment: Assignment, knobs: Knobs, clock: Clock, network: Network | None) -> None:
-        super().__init__(assignment, knobs, clock)
+    def __init__(
+        self, assignment: Assignment, settings: ProcessSettings, clock: Clock, network: Network | None
+    ) -> None:
+        super().__init__(assignment, settings, clock)
         self._given_network = LoopbackNetwork() if network is None and assignment.embedded else network
-        self._network = self._given_network or real_network(knobs)
+        self._network = self._given_network or real_network(settings)
         self._restore: Restore | None = None
         self._server_prepared = False
         #: listens from ``resume_from`` on, until it runs
@@ -79,14 +81,14 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     ) -> DistributedOptimizer:
         self._refuse_second_optimizer()
         strategy = as_strategy(given)
-        knobs = self._knobs.joined(dict(strategy.settings))
-        if self._listening is not None and knobs is not self._knobs:
+        settings = self._settings.joined(dict(strategy.settings))
+        if self._listening is not None and settings is not self._settings:
             raise StateError(
                 "the strategy has settings for a server that listens already",
                 where=str(self._assignment),
                 todo="Call distributed_optimizer before resume_from.",
             )
-        network = self._network if knobs is self._knobs else self._given_network or real_network(knobs)
+        network = self._network if settings is self._settings else self._given_network or real_network(settings)
         self._parts = (optimizers, model, strategy)
         self._remote_choice = RemoteChoice(remote)
         try:
@@ -94,7 +96,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         except BaseException:
             self._parts = None
             raise
-        self._knobs, self._network = knobs, network
+        self._settings, self._network = settings, network
         if self._assignment.is_server:
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
@@ -139,7 +141,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         if a.is_server:
             self._listening = self._make_server(a.servers[a.index], resumes=root)
         try:
-            return resume(a, self._network, self._knobs, self._clock, root.url, strict=strict, own=self._listening)
+            return resume(a, self._network, self._settings, self._clock, root.url, strict=strict, own=self._listening)
         except BaseException:
             self.let_go()
             raise
@@ -180,15 +182,15 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
     def _make_server(self, endpoint: Endpoint, resumes: Place | None = None) -> ServerRuntime:
         expected = (self._assignment.worker_num, self._assignment.servers)
         # One that lives and dies with its only worker has nobody to keep anything for, and the port is the worker's.
-        knobs = self._knobs
+        settings = self._settings
         if self._assignment.embedded:
-            if knobs.durable_dir:
+            if settings.durable_dir:
                 _log.warning("FLEET_DURABLE_DIR has no effect on a process that runs alone: its server ends with it")
-            knobs = replace(
-                knobs, durable_dir="", observing=replace(knobs.observing, metrics_port=None), launcher="itself"
+            settings = replace(
+                settings, durable_dir="", observing=replace(settings.observing, metrics_port=None), launcher="itself"
             )
         return ServerRuntime(
-            endpoint, self._network, knobs, self._clock, expected=expected, restore=self._restore, resumes=resumes
+            endpoint, self._network, settings, self._clock, expected=expected, restore=self._restore, resumes=resumes
         )
 
     # ---------------------------------------------------------------- workers
@@ -198,7 +200,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
         _, model, strategy = self._parts_to_start()
         a = self._assignment
-        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._knobs, self._clock)
+        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, self._clock)
         try:
             if a.embedded:
                 server = self._make_server(a.servers[0])

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.resume_choice import (
     Choice,
     Resumed,
@@ -68,7 +68,7 @@ class OwnServer(Protocol):
 def resume(
     assignment: Assignment,
     network: Network,
-    knobs: Knobs,
+    settings: ProcessSettings,
     clock: Clock,
     root: str,
     *,
@@ -78,13 +78,13 @@ def resume(
     """Find out where the job goes on from, the same for all of its processes. ``root`` is where its checkpoints are;
     ``own`` is this process's server."""
     questions = _Questions(assignment, network, own)
-    look = pb.Look(root=root, job_id=knobs.job_id, by_server=own is not None)
+    look = pb.Look(root=root, job_id=settings.job_id, by_server=own is not None)
     began = noticed = clock.now()
     try:
         seen: dict[int, Seen] = {}
         earlier: list[Seen] | None = None
         while True:
-            rest_s = began + knobs.startup_deadline_s - clock.now()
+            rest_s = began + settings.startup_deadline_s - clock.now()
             answers, missing = questions.ask(sorted(questions.everyone - seen.keys()), rest_s, look=look)
             seen.update((server, Seen.from_json(answer)) for server, answer in answers.items())
             if own is not None and own.chosen is not None:
@@ -105,8 +105,8 @@ def resume(
                     break
                 seen.clear()
             now = clock.now()
-            if now - began >= knobs.startup_deadline_s:
-                raise _did_not_come(assignment, missing, knobs.startup_deadline_s)
+            if now - began >= settings.startup_deadline_s:
+                raise _did_not_come(assignment, missing, settings.startup_deadline_s)
             if now - noticed >= NOTICE_S:
                 noticed = now
                 _log.warning("resume_from: waiting for %s, %.0f s so far", _named(assignment, missing), now - began)

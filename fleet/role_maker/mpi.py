@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fleet.base import checks
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Assignment, Endpoint, Role
-from fleet.base.settings import PROCESS_ENVIRONMENT, Knobs
+from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.bootstrap.mpi_world import world
 from fleet.bootstrap.rendezvous import Offer, own_addresses, visit
 from fleet.errors import ConfigurationError
@@ -62,7 +62,7 @@ class MPISymmetricRoleMaker(RoleMakerBase):
         ranks: Ranks | None = None,
     ) -> None:
         checks.switch("is_collective", is_collective)
-        deadline_s = Knobs.read(environ).startup_deadline_s
+        deadline_s = ProcessSettings.read(environ).startup_deadline_s
         clock = SystemClock()
         present = world(environ, clock, deadline_s) if ranks is None else ranks
         if not is_collective and (present.size < 2 or present.size % 2):

@@ -35,7 +35,7 @@ class Strategy:
     dc_adaptive: bool = False
     #: async and half_async: whether workers may join beyond those that the job began with.
     elastic: bool = False
-    #: async and half_async: settings of ``CommunicatorKnobs`` that win over those of the environment.
+    #: async and half_async: settings of ``CommunicatorSettings`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
     #: What the environment might say as well, by the names of its variables.
     settings: tuple[tuple[str, str], ...] = ()

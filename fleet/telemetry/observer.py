@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fleet.base.clock import wall_time
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError
 from fleet.telemetry.record import Record
 
@@ -28,19 +28,21 @@ class _Sink(Protocol):
 
 
 class Observer:
-    def __init__(self, process: str, kind: str, read: Callable[[], Mapping[str, Any]], knobs: Knobs) -> None:
+    def __init__(
+        self, process: str, kind: str, read: Callable[[], Mapping[str, Any]], settings: ProcessSettings
+    ) -> None:
         """``read`` returns the figures of ``process`` ("worker 0"), as its ``kind`` has them, from any thread."""
         self._kind = kind
         self._read = read
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._page: _Closable | None = None
-        self._sinks = _sinks(process, knobs)
-        if knobs.observing.metrics_port is not None:
+        self._sinks = _sinks(process, settings)
+        if settings.observing.metrics_port is not None:
             from fleet.telemetry.prometheus import Page  # needs what not everybody has installed
 
             try:
-                self._page = Page(process, kind, read, knobs)
+                self._page = Page(process, kind, read, settings)
             except BaseException:
                 self._close_sinks()
                 raise
@@ -87,9 +89,9 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-def _sinks(process: str, knobs: Knobs) -> list[_Sink]:
+def _sinks(process: str, settings: ProcessSettings) -> list[_Sink]:
     sinks: list[_Sink] = []
-    observing = knobs.observing
+    observing = settings.observing
     if observing.record_dir:
         try:
             sinks.append(Record(observing.record_dir, process))

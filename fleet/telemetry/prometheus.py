@@ -13,7 +13,7 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.exposure import public_addresses
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, PortInUseError, UnsupportedError
 from fleet.telemetry.figures import SERVER, WORKER, Figure, Figures
 
@@ -33,7 +33,9 @@ BESIDE = {
 
 
 class Page:
-    def __init__(self, process: str, kind: str, read: Callable[[], Mapping[str, Any]], knobs: Knobs) -> None:
+    def __init__(
+        self, process: str, kind: str, read: Callable[[], Mapping[str, Any]], settings: ProcessSettings
+    ) -> None:
         try:
             import prometheus_client
         except ImportError:
@@ -41,11 +43,11 @@ class Page:
                 "FLEET_METRICS_PORT is set and prometheus-client is not installed",
                 todo="pip install 'torch-fleet[prometheus]', or unset the variable.",
             ) from None
-        host, port = knobs.observing.metrics_host, knobs.observing.metrics_port
+        host, port = settings.observing.metrics_host, settings.observing.metrics_port
         assert port is not None
         endpoint = Endpoint(host, port)
         public = public_addresses(endpoint)
-        if public and not knobs.security.insecure:
+        if public and not settings.security.insecure:
             raise ConfigurationError(
                 "the page for Prometheus would show itself to anybody",
                 where=f"FLEET_METRICS_HOST={host}",

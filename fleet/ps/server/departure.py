@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from fleet.base.clock import Clock
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import DeadlineError, FleetError, JobAbortedError
 from fleet.ps.consistency.membership import Lost, NeverCame
 from fleet.ps.server.durability.durability import Durability
@@ -26,7 +26,7 @@ class Departure:
     def __init__(
         self,
         where: str,
-        knobs: Knobs,
+        settings: ProcessSettings,
         clock: Clock,
         end: JobEnd,
         members: Members,
@@ -34,7 +34,7 @@ class Departure:
         steps: StepRequests,
     ) -> None:
         self._where = where
-        self._knobs = knobs
+        self._settings = settings
         self._clock = clock
         self._end = end
         self._members = members
@@ -64,7 +64,7 @@ class Departure:
     def tick(self, job: Job | None, now: float, outbox: Outbox) -> None:
         """Give up on workers that are silent, and on a job that cannot start."""
         effects = self._members.tick(now)
-        if self._members.is_empty and now - self._began_at > self._knobs.startup_deadline_s:
+        if self._members.is_empty and now - self._began_at > self._settings.startup_deadline_s:
             self._end.fail(self._nobody_came(), job, outbox)
         for effect in effects:
             assert job is not None, "a member exists only with a job"
@@ -102,13 +102,13 @@ class Departure:
         return JobAbortedError(
             f"worker {effect.worker} fell silent, and the job needs all workers",
             where=self._where,
-            expected=f"a sign of life every {self._knobs.heartbeat_s:g} s",
+            expected=f"a sign of life every {self._settings.heartbeat_s:g} s",
             got=f"none for {effect.silent_s:.1f} s",
             todo="See what that worker says last in its log, and start the job again, from its last checkpoint.",
         )
 
     def _nobody_came(self) -> FleetError:
-        where, within_s = self._where, self._knobs.startup_deadline_s
+        where, within_s = self._where, self._settings.startup_deadline_s
         refusals = self._members.refusals
         if refusals:
             return DeadlineError(
@@ -130,7 +130,7 @@ class Departure:
         return JobAbortedError(
             f"{names} did not say hello",
             where=self._where,
-            expected=f"every worker within {self._knobs.startup_deadline_s:g} s of the first",
+            expected=f"every worker within {self._settings.startup_deadline_s:g} s of the first",
             got="; ".join(effect.refusals) or None,
             todo="Start every worker, and let them reach every server.",
         )

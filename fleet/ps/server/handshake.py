@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import FleetError, IdentityError, ServerBusyError
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
@@ -30,7 +30,7 @@ class Handshake:
     def __init__(
         self,
         endpoint: Endpoint,
-        knobs: Knobs,
+        settings: ProcessSettings,
         end: JobEnd,
         members: Members,
         durability: Durability | None,
@@ -43,7 +43,7 @@ class Handshake:
         makes a job the server's."""
         self._endpoint = endpoint
         self._where = str(endpoint)
-        self._knobs = knobs
+        self._settings = settings
         self._end = end
         self._members = members
         self._durability = durability
@@ -91,7 +91,7 @@ class Handshake:
         durability = self._durability
         before = self._members.succeeds(worker, incarnation)
         is_new = self._members.is_stranger(worker)
-        ours = self._knobs.job_id or ("" if job is None else job.job_id)
+        ours = self._settings.job_id or ("" if job is None else job.job_id)
         restarted = bool(ours) and ours == job_id
         if before is Standing.LIVE and not restarted and durability is not None and durability.goes_on:
             raise IdentityError(
@@ -116,15 +116,15 @@ class Handshake:
     def _job_for(self, job: Job | None, request: Any) -> tuple[Job, Plan]:
         """Return the job that a hello is for, of which it may be the first, and the plan that the worker knows; refuse
         one that does not fit."""
-        hello, most_bytes = request.hello, self._knobs.security.max_message_bytes
+        hello, most_bytes = request.hello, self._settings.security.max_message_bytes
         spec = JobSpec.from_json(hello.spec)
         check_cluster(self._endpoint, self._expected, spec, request.worker, hello)
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
-            deadline_s = self._knobs.rpc_deadline_s
+            deadline_s = self._settings.rpc_deadline_s
             job = new_job(spec.among(begins_with), hello.job_id, self._where, most_bytes, deadline_s)
         # The journal that is done over may be another job's: that is found out when all of it is known.
-        ours = job.job_id if self._is_replaying else self._knobs.job_id or job.job_id
+        ours = job.job_id if self._is_replaying else self._settings.job_id or job.job_id
         known = check_same_job(self._endpoint, ours, job, spec, hello)
         check_share(self._endpoint, known, hello.server, hello.options, most_bytes)
         return job, known

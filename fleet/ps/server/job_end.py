@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from fleet.base.clock import Clock
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import FleetError, JobAbortedError
 from fleet.ps.server.job import Job
 from fleet.ps.server.members import Members
@@ -19,11 +19,11 @@ LINGER_BEATS = 4
 
 
 class JobEnd:
-    def __init__(self, members: Members, clock: Clock, knobs: Knobs, name: str, where: str) -> None:
+    def __init__(self, members: Members, clock: Clock, settings: ProcessSettings, name: str, where: str) -> None:
         """``name`` is this process's name ("server 0"), ``where`` its endpoint."""
         self._members = members
         self._clock = clock
-        self._knobs = knobs
+        self._settings = settings
         self._name = name
         self._where = where
         self._over_at = 0.0
@@ -57,7 +57,7 @@ class JobEnd:
         if self.over:
             return
         if not by_worker:
-            claim(self._knobs.observing.record_dir, self._knobs.job_id, self._name, str(error))
+            claim(self._settings.observing.record_dir, self._settings.job_id, self._name, str(error))
         self.end(error)
         if job is not None:
             waiting = job.abandon()
@@ -90,7 +90,7 @@ class JobEnd:
         """Say whether every worker has heard why its job failed, or that its goodbye has come, or a few heartbeats have
         passed since the end. A server that was killed may have had goodbyes that it did not answer."""
         asking = self._members.gone() if self.failure is None else self._members.awaited()
-        linger_s = LINGER_BEATS * self._knobs.heartbeat_s
+        linger_s = LINGER_BEATS * self._settings.heartbeat_s
         return self._informed.issuperset(asking) or self._clock.now() - self._over_at > linger_s
 
     def inform_again(self) -> None:

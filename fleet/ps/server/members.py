@@ -11,7 +11,7 @@ from typing import Any
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import IdentityError, ServerLostError
 from fleet.plan.specs import PlanSettings
 from fleet.ps.consistency.membership import Lost, MemberRecord, Membership, NeverCame, Standing
@@ -23,9 +23,9 @@ MOST_REFUSALS = 16
 
 
 class Members:
-    def __init__(self, endpoint: Endpoint, knobs: Knobs, clock: Clock) -> None:
+    def __init__(self, endpoint: Endpoint, settings: ProcessSettings, clock: Clock) -> None:
         self._endpoint = endpoint
-        self._knobs = knobs
+        self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
         #: from the first hello on
@@ -176,9 +176,9 @@ class Members:
     def _new_members(self, settings: PlanSettings) -> Membership:
         return Membership(
             settings.worker_num,
-            silence_s=self._knobs.rpc_deadline_s,
-            quiet_s=QUIET_BEATS * self._knobs.heartbeat_s,
-            startup_s=self._knobs.startup_deadline_s,
+            silence_s=self._settings.rpc_deadline_s,
+            quiet_s=QUIET_BEATS * self._settings.heartbeat_s,
+            startup_s=self._settings.startup_deadline_s,
             now=self._clock.now(),
             elastic=settings.elastic,
         )

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 
 from fleet.base.clock import Clock, Wait
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
 from fleet.ps.server.checkpoint_reader import Restore
@@ -38,7 +38,7 @@ class ServerRuntime:
         self,
         endpoint: Endpoint,
         network: Network,
-        knobs: Knobs,
+        settings: ProcessSettings,
         clock: Clock,
         *,
         expected: tuple[int, tuple[Endpoint, ...]] | None = None,
@@ -46,18 +46,18 @@ class ServerRuntime:
         resumes: Place | None = None,
     ) -> None:
         self._endpoint = endpoint
-        self._knobs = knobs
+        self._settings = settings
         self._clock = clock
         endpoints = () if expected is None else expected[1]
         #: ``fleet server`` is not told which one it is
         self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
         directory = None
-        if knobs.durable_dir:
-            directory = StateDirectory(knobs.durable_dir, endpoint, knobs.durable_sync)
+        if settings.durable_dir:
+            directory = StateDirectory(settings.durable_dir, endpoint, settings.durable_sync)
         try:
             self._service = Service(
                 endpoint,
-                knobs,
+                settings,
                 clock,
                 expected=expected,
                 restore=restore,
@@ -93,12 +93,12 @@ class ServerRuntime:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
         self._service.await_the_first()
         explained_at = self._clock.now()
-        waits = Wait(self._clock, self._knobs.startup_deadline_s)
+        waits = Wait(self._clock, self._settings.startup_deadline_s)
         # Started by hand, nobody else says that it is there; and a log that nobody has set up shows warnings only.
-        level = logging.INFO if self._knobs.launcher else logging.WARNING
+        level = logging.INFO if self._settings.launcher else logging.WARNING
         _log.log(level, "%s listens at %s", self._name, self._endpoint)
         try:
-            observer = Observer(self._name, "server", self._service.status, self._knobs)
+            observer = Observer(self._name, "server", self._service.status, self._settings)
             with closing(observer), _signals_end(self._service.stop) as stopped:
                 while not self._service.ended.wait(TICK_S):
                     self._service.tick()

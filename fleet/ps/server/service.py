@@ -15,7 +15,7 @@ from typing import Any
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
 from fleet.errors import FleetError, JobAbortedError, ProtocolError
@@ -49,7 +49,7 @@ class Service:
     def __init__(
         self,
         endpoint: Endpoint,
-        knobs: Knobs,
+        settings: ProcessSettings,
         clock: Clock,
         *,
         expected: Expected | None = None,
@@ -70,27 +70,27 @@ class Service:
         self.job: Job | None = None
         #: replies that became possible while somebody caught up
         self._late: deque[tuple[Respond, Frame]] = deque()
-        self._members = members = Members(endpoint, knobs, clock)
+        self._members = members = Members(endpoint, settings, clock)
         self._statistics = statistics = Statistics(clock)
-        self.end = end = JobEnd(members, clock, knobs, name or f"server {endpoint}", where)
+        self.end = end = JobEnd(members, clock, settings, name or f"server {endpoint}", where)
         self.ended = end.ended
         durability = None
         if directory is not None:
-            durability = Durability(directory, lock, end, members, clock, knobs, where, self._cannot_sync)
+            durability = Durability(directory, lock, end, members, clock, settings, where, self._cannot_sync)
         self.durability = durability
         self._steps = steps = StepRequests(clock, end, statistics, durability)
         replacement = Replacement(lock, end, durability)
         initialization = Initialization(endpoint, lock, end, durability, steps, replacement, self._send, restore)
         self._handshake = handshake = Handshake(
-            endpoint, knobs, end, members, durability, steps, initialization, expected, self._begin
+            endpoint, settings, end, members, durability, steps, initialization, expected, self._begin
         )
         self._barrier = barrier = Barrier(clock, end, members, steps)
-        self._states = states = StateRequests(clock, members, knobs.rpc_deadline_s)
-        self._departure = departure = Departure(where, knobs, clock, end, members, durability, steps)
+        self._states = states = StateRequests(clock, members, settings.rpc_deadline_s)
+        self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
         worker_num = None if expected is None else expected[0]
         self._status = Status(where, lock, clock, end, members, statistics, self._found_job, worker_num)
         self._resumption = Resumption(
-            endpoint, knobs.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
+            endpoint, settings.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
         )
         checkpoints = CheckpointRequests(lock, clock, end, members, durability is not None)
         self._handlers: dict[str, Callable[[Job, Arrival], None]] = {

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from fleet.base.settings import SecurityKnobs
+from fleet.base.settings import SecuritySettings
 from fleet.errors import ProtocolError
 from fleet.numeric import buffers as memory
 from fleet.numeric.tensors import ALIGNMENT, WireTensor, checked_size, padded, view
@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 16 << 20
 _HEADER_PART_BYTES = 64 << 10
 _PADDING = bytes(ALIGNMENT)
 #: Unless somebody says otherwise (FLEET_MAX_MESSAGE_MB).
-MAX_PAYLOAD_BYTES = SecurityKnobs.max_message_bytes
+MAX_PAYLOAD_BYTES = SecuritySettings.max_message_bytes
 MAX_TENSORS = 1 << 16
 
 #: So many buffers at most go into one call of the operating system (IOV_MAX on Linux and macOS).

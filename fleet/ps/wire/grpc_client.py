@@ -96,7 +96,7 @@ def _open(endpoint: Endpoint, security: Security) -> Any:
     tls = security.tls
     if tls is None:
         return grpc.insecure_channel(str(endpoint), options=_OPTIONS)
-    name = tls.knobs.server_name
+    name = tls.settings.server_name
     options = [*_OPTIONS, ("grpc.ssl_target_name_override", name)] if name else _OPTIONS
     credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
     return grpc.secure_channel(str(endpoint), credentials, options=options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fleet.base.cluster import Endpoint
 from fleet.base.exposure import public_addresses, refuse_public
-from fleet.base.settings import SecurityKnobs
+from fleet.base.settings import SecuritySettings
 from fleet.errors import AuthenticationError
 from fleet.ps.wire.tls import Tls
 
@@ -22,13 +22,13 @@ class Security:
     tls: Tls | None = None
     #: let everybody in, wherever that is
     insecure: bool = False
-    max_message_bytes: int = SecurityKnobs.max_message_bytes
+    max_message_bytes: int = SecuritySettings.max_message_bytes
 
     @classmethod
-    def of(cls, knobs: SecurityKnobs) -> Security:
+    def of(cls, settings: SecuritySettings) -> Security:
         # A token from the environment may hold bytes that are no text.
-        token = knobs.token.encode(errors="surrogateescape")
-        return cls(token, Tls.read(knobs), knobs.insecure, knobs.max_message_bytes)
+        token = settings.token.encode(errors="surrogateescape")
+        return cls(token, Tls.read(settings), settings.insecure, settings.max_message_bytes)
 
     def refusal(self, presented: Sequence[bytes], endpoint: Endpoint) -> AuthenticationError | None:
         """Return why the server at ``endpoint`` does not take a request that came with these tokens; None if it

@@ -12,7 +12,7 @@ from pathlib import Path
 from socket import create_connection
 
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import SecurityKnobs
+from fleet.base.settings import SecuritySettings
 from fleet.errors import AuthenticationError, ConfigurationError
 
 #: A handshake to find out why gRPC's failed may take so long.
@@ -23,26 +23,26 @@ PROBE_S = 5.0
 class Tls:
     """Holds a certificate with its key, an authority, or both, as PEM."""
 
-    knobs: SecurityKnobs
+    settings: SecuritySettings
     certificate: bytes | None
     key: bytes | None = field(repr=False)
     authority: bytes | None
 
     @classmethod
-    def read(cls, knobs: SecurityKnobs) -> Tls | None:
+    def read(cls, settings: SecuritySettings) -> Tls | None:
         """Read the files that are named; return None where none is."""
-        if not (knobs.cert or knobs.ca):
+        if not (settings.cert or settings.ca):
             return None
         tls = cls(
-            knobs,
-            _read("FLEET_TLS_CERT", knobs.cert),
-            _read("FLEET_TLS_KEY", knobs.key),
-            _read("FLEET_TLS_CA", knobs.ca),
+            settings,
+            _read("FLEET_TLS_CERT", settings.cert),
+            _read("FLEET_TLS_KEY", settings.key),
+            _read("FLEET_TLS_CA", settings.ca),
         )
         if tls.authority is not None:
-            _trusting(tls.authority, "FLEET_TLS_CA", knobs.ca)
+            _trusting(tls.authority, "FLEET_TLS_CA", settings.ca)
         if tls.certificate is not None:
-            _try_out(knobs, tls.certificate)
+            _try_out(settings, tls.certificate)
         return tls
 
     @property
@@ -54,7 +54,7 @@ class Tls:
         if self.certificate is None:
             raise ConfigurationError(
                 "FLEET_TLS_CA alone makes no server: it has no certificate to show",
-                got=f"FLEET_TLS_CA={self.knobs.ca}",
+                got=f"FLEET_TLS_CA={self.settings.ca}",
                 todo="Set FLEET_TLS_CERT and FLEET_TLS_KEY to those of this server.",
             )
 
@@ -62,17 +62,17 @@ class Tls:
         if self.authority is None:
             raise ConfigurationError(
                 "a worker cannot tell its servers from strangers without FLEET_TLS_CA",
-                got=f"FLEET_TLS_CERT={self.knobs.cert} alone",
+                got=f"FLEET_TLS_CERT={self.settings.cert} alone",
                 todo="Set FLEET_TLS_CA to the authority that signed the servers' certificates.",
             )
 
     def context(self) -> ssl.SSLContext:
         """Return the context with what a worker demands and shows."""
         assert self.authority is not None
-        context = _trusting(self.authority, "FLEET_TLS_CA", self.knobs.ca)
+        context = _trusting(self.authority, "FLEET_TLS_CA", self.settings.ca)
         context.set_alpn_protocols(["h2"])
         if self.certificate is not None:
-            context.load_cert_chain(self.knobs.cert, self.knobs.key, password="")
+            context.load_cert_chain(self.settings.cert, self.settings.key, password="")
         return context
 
 
@@ -82,7 +82,7 @@ def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError
     Only what the other side makes known counts: a connection that just ends may be a server on its way up.
     """
     host = endpoint.host.strip("[]")
-    name = host if tls is None else tls.knobs.server_name or host
+    name = host if tls is None else tls.settings.server_name or host
     context = _curious() if tls is None else tls.context()
     try:
         with create_connection((host, endpoint.port), PROBE_S) as plain:
@@ -95,7 +95,7 @@ def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError
             with line:
                 if tls is None:
                     return _needs_tls(endpoint)
-                return None if _is_greeted(line) else _certificate_refused(endpoint, tls.knobs)
+                return None if _is_greeted(line) else _certificate_refused(endpoint, tls.settings)
     except OSError:
         return None
 
@@ -116,17 +116,18 @@ def _refused(endpoint: Endpoint, tls: Tls | None, error: ssl.SSLError) -> Authen
     alerted = "ALERT" in (error.reason or "")
     if tls is None:
         return _needs_tls(endpoint) if alerted else None
-    knobs = tls.knobs
+    settings = tls.settings
     if isinstance(error, ssl.SSLCertVerificationError):
+        name = settings.server_name or endpoint.host
         return AuthenticationError(
             "the server's certificate is not to be trusted",
             where=str(endpoint),
-            expected=f"one for {knobs.server_name or endpoint.host}, valid now, signed by FLEET_TLS_CA={knobs.ca}",
+            expected=f"one for {name}, valid now, signed by FLEET_TLS_CA={settings.ca}",
             got=error.verify_message,
             todo="Give the server such a certificate, or this worker the authority that signed it.",
         )
     if alerted:
-        return _certificate_refused(endpoint, knobs)
+        return _certificate_refused(endpoint, settings)
     return AuthenticationError(
         "the server does not speak TLS",
         where=str(endpoint),
@@ -135,12 +136,12 @@ def _refused(endpoint: Endpoint, tls: Tls | None, error: ssl.SSLError) -> Authen
     )
 
 
-def _certificate_refused(endpoint: Endpoint, knobs: SecurityKnobs) -> AuthenticationError:
+def _certificate_refused(endpoint: Endpoint, settings: SecuritySettings) -> AuthenticationError:
     return AuthenticationError(
         "the server does not take this worker's certificate",
         where=str(endpoint),
         expected="one signed by the server's FLEET_TLS_CA",
-        got=f"FLEET_TLS_CERT={knobs.cert}" if knobs.cert else "none",
+        got=f"FLEET_TLS_CERT={settings.cert}" if settings.cert else "none",
         todo="Set FLEET_TLS_CERT and FLEET_TLS_KEY to a certificate that the server's authority has signed.",
     )
 
@@ -182,20 +183,20 @@ def _curious() -> ssl.SSLContext:
     return context
 
 
-def _try_out(knobs: SecurityKnobs, certificate: bytes) -> None:
+def _try_out(settings: SecuritySettings, certificate: bytes) -> None:
     """Shake hands in memory with a peer that trusts exactly this certificate: what fails then is the certificate's own
     fault."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        server.load_cert_chain(knobs.cert, knobs.key, password="")
+        server.load_cert_chain(settings.cert, settings.key, password="")
     except (ssl.SSLError, OSError) as error:
         raise ConfigurationError(
             "FLEET_TLS_CERT and FLEET_TLS_KEY are not a certificate and its key",
-            where=f"{knobs.cert}, {knobs.key}",
+            where=f"{settings.cert}, {settings.key}",
             expected="PEM, the key without a password",
             got=_reason(error),
         ) from None
-    client = _trusting(certificate, "FLEET_TLS_CERT", knobs.cert)
+    client = _trusting(certificate, "FLEET_TLS_CERT", settings.cert)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -210,7 +211,7 @@ def _try_out(knobs: SecurityKnobs, certificate: bytes) -> None:
     except ssl.SSLCertVerificationError as error:
         raise ConfigurationError(
             "FLEET_TLS_CERT cannot be used",
-            where=knobs.cert,
+            where=settings.cert,
             expected="a certificate valid now",
             got=error.verify_message,
         ) from None

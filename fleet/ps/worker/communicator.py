@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet.base.settings import CommunicatorKnobs
+from fleet.base.settings import CommunicatorSettings
 from fleet.errors import FleetError
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.gradient_merge import GradientMerge
@@ -42,7 +42,7 @@ class Communicator:
 
     def __init__(
         self,
-        knobs: CommunicatorKnobs,
+        settings: CommunicatorSettings,
         merge: GradientMerge,
         send: Send,
         fetch: Fetch,
@@ -53,7 +53,7 @@ class Communicator:
     ) -> None:
         """``values_bytes`` is the most that the parameters of a server weigh. With ``gives_way`` each step's gradients
         let the next look-up go first, which ``looked_up`` reports."""
-        self._knobs = knobs
+        self._settings = settings
         self._merge = merge
         self._send = send
         self._fetch = fetch
@@ -67,7 +67,7 @@ class Communicator:
         self._gives_way = gives_way
         self._look_up_due = False
         loops = {"send": self._send_until_ended}
-        self._fetches_apart = knobs.independent_recv_thread and values_bytes >= WORTH_BYTES
+        self._fetches_apart = settings.independent_recv_thread and values_bytes >= WORTH_BYTES
         if self._fetches_apart:
             loops["recv"] = self._fetch_until_ended
         self._threads = [
@@ -82,7 +82,7 @@ class Communicator:
     def put(self, gradients: Gradients) -> None:
         """Queue one step's gradients; wait while the queue is full."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._queue) < self._knobs.send_queue_size)
+            self._changed.wait_for(lambda: self._over or len(self._queue) < self._settings.send_queue_size)
             self._raise_failure()
             self._queue.append(gradients)
             self._look_up_due = self._gives_way
@@ -173,8 +173,8 @@ class Communicator:
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._queue)
             batch: list[Gradients] = []
-            waits_left = self._knobs.send_wait_times
-            while not self._over and len(batch) < self._knobs.max_merge_var_num:
+            waits_left = self._settings.send_wait_times
+            while not self._over and len(batch) < self._settings.max_merge_var_num:
                 if self._queue:
                     batch.append(self._queue.popleft())
                     self._sending = True
@@ -188,7 +188,7 @@ class Communicator:
 
     def _give_way(self) -> None:
         with self._changed:
-            full = self._knobs.send_queue_size
+            full = self._settings.send_queue_size
             self._changed.wait_for(lambda: self._over or not self._look_up_due or len(self._queue) >= full, COURTESY_S)
 
     def _merged(self, batch: Sequence[Gradients]) -> Gradients:
@@ -213,4 +213,4 @@ class Communicator:
                 self._changed.notify_all()
 
     def _enough(self, more: int) -> bool:
-        return self._sent_since_fetch + more >= self._knobs.min_send_grad_num_before_recv
+        return self._sent_since_fetch + more >= self._settings.min_send_grad_num_before_recv

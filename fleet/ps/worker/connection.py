@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Endpoint
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import (
     ConfigurationError,
     DeadlineError,
@@ -53,7 +53,7 @@ class Connection:
         self,
         endpoint: Endpoint,
         network: Network,
-        knobs: Knobs,
+        settings: ProcessSettings,
         clock: Clock,
         worker: int,
         incarnation: int,
@@ -66,7 +66,7 @@ class Connection:
         self.sent_bytes = self.received_bytes = 0
         self._figures = figures
         self._channel = network.connect(endpoint)
-        self._knobs = knobs
+        self._settings = settings
         self._clock = clock
         self._worker = worker
         self._incarnation = incarnation
@@ -97,26 +97,26 @@ class Connection:
     def hello(self, frame: Frame, *, wait: bool) -> Frame:
         """Say hello. With ``wait`` it waits for a server that is not up yet, until the start-up deadline."""
         began, taken_at = self._clock.now(), 0.0
-        waits = Wait(self._clock, self._knobs.startup_deadline_s)
+        waits = Wait(self._clock, self._settings.startup_deadline_s)
         while True:
-            rest_s = began + self._knobs.startup_deadline_s - self._clock.now()
+            rest_s = began + self._settings.startup_deadline_s - self._clock.now()
             try:
                 reply = raise_if_error(self._channel.start(frame, max(rest_s, RETRY_PAUSE_S)).result())
             except DuplicateWorkerError:
                 taken_at = taken_at or self._clock.now()
-                if self._clock.now() - taken_at > TAKEN_BEATS * self._knobs.heartbeat_s:
+                if self._clock.now() - taken_at > TAKEN_BEATS * self._settings.heartbeat_s:
                     raise
                 self._clock.sleep(RETRY_PAUSE_S)
             except (TransportError, ServerBusyError) as error:
                 taken_at = 0.0  # a server that starts again has not heard of anybody's death
                 now = self._clock.now()
-                if not wait or now - began >= self._knobs.startup_deadline_s:
+                if not wait or now - began >= self._settings.startup_deadline_s:
                     if isinstance(error, ServerBusyError):
                         raise
                     raise DeadlineError(
                         f"the server at {self.endpoint} did not come up",
                         where=f"worker {self._worker}, hello",
-                        expected=f"an answer within {self._knobs.startup_deadline_s if wait else 0:g} s",
+                        expected=f"an answer within {self._settings.startup_deadline_s if wait else 0:g} s",
                         got=f"none in {now - began:.1f} s ({error})",
                         todo="Start the server, check its address and port, and look at its log.",
                     ) from None
@@ -138,7 +138,7 @@ class Connection:
 
     @property
     def deadline_s(self) -> float:
-        return self._knobs.rpc_deadline_s
+        return self._settings.rpc_deadline_s
 
     def start_heartbeat(self) -> None:
         if self._heartbeat is None:
@@ -156,11 +156,11 @@ class Connection:
     # ---------------------------------------------------------------- heartbeats
 
     def _beat_until_closed(self) -> None:
-        noticed, every_s = self._clock.now(), notice_every_s(self._knobs.rpc_deadline_s)
-        while not self._closing.wait(self._knobs.heartbeat_s):
+        noticed, every_s = self._clock.now(), notice_every_s(self._settings.rpc_deadline_s)
+        while not self._closing.wait(self._settings.heartbeat_s):
             try:
                 beat = Frame(self.request(0, beat=pb.Beat(figures=self._figures())))
-                call = self._channel.start(beat, self._knobs.heartbeat_s * 2, urgent=True)
+                call = self._channel.start(beat, self._settings.heartbeat_s * 2, urgent=True)
                 reply = raise_if_error(call.result())
                 self._heard()
                 self._log_absent_workers(reply.message.about)
@@ -174,13 +174,13 @@ class Connection:
                 raise
             now = self._clock.now()
             silent_s = now - self._last_heard
-            if silent_s > self._knobs.rpc_deadline_s:
+            if silent_s > self._settings.rpc_deadline_s:
                 self.fail(self._silence_error(silent_s))
                 return
             if min(silent_s, now - noticed) > every_s:
                 noticed = now
                 notice = "server %s has been silent for %.1f s; after %g s (FLAGS_rpc_deadline) it is given up on"
-                _log.warning(notice, self.endpoint, silent_s, self._knobs.rpc_deadline_s)
+                _log.warning(notice, self.endpoint, silent_s, self._settings.rpc_deadline_s)
 
     def _log_absent_workers(self, absent: str) -> None:
         """Log from time to time for whom a request of this worker waits, while the job is not complete."""
@@ -189,7 +189,7 @@ class Connection:
         if not waiting:
             self._wait = None
             return
-        self._wait = self._wait or Wait(self._clock, self._knobs.startup_deadline_s)
+        self._wait = self._wait or Wait(self._clock, self._settings.startup_deadline_s)
         if self._wait.is_due():
             _log.warning("worker %d waits for %s, %.0f s so far", self._worker, absent, self._wait.so_far_s)
 
@@ -200,7 +200,7 @@ class Connection:
         return DeadlineError(
             f"the server at {self.endpoint} is silent",
             where=f"worker {self._worker}",
-            expected=f"a sign of life within {self._knobs.rpc_deadline_s:g} s (FLAGS_rpc_deadline)",
+            expected=f"a sign of life within {self._settings.rpc_deadline_s:g} s (FLAGS_rpc_deadline)",
             got=f"none for {silent_s:.1f} s",
             todo="Look at the server's log and at the network between the two.",
         )
@@ -230,7 +230,7 @@ class Connection:
 
     def _checked_size(self, frame: Frame, what: str) -> int:
         """Return the size of a frame. A server would hang up in the middle of a request that is too large for it."""
-        most, nbytes = self._knobs.security.max_message_bytes, frame.nbytes
+        most, nbytes = self._settings.security.max_message_bytes, frame.nbytes
         if nbytes > most:
             raise ConfigurationError(
                 "a request is larger than a message may be",
@@ -278,7 +278,7 @@ class Connection:
 
     @property
     def misses_heartbeats(self) -> bool:
-        return self._clock.now() - self._last_heard > MISSED_BEATS * self._knobs.heartbeat_s
+        return self._clock.now() - self._last_heard > MISSED_BEATS * self._settings.heartbeat_s
 
     @property
     def clock(self) -> Clock:
@@ -286,14 +286,14 @@ class Connection:
 
     @property
     def retry_times(self) -> int:
-        return self._knobs.rpc_retry_times
+        return self._settings.rpc_retry_times
 
     def broken_error(self, what: str, attempts: int, error: TransportError) -> FleetError:
         return DeadlineError(
             f"the server at {self.endpoint} keeps dropping a request",
             where=f"worker {self._worker}, {what}",
             expected="an answer",
-            got=f"{error}, {attempts} times (FLAGS_rpc_retry_times={self._knobs.rpc_retry_times})",
+            got=f"{error}, {attempts} times (FLAGS_rpc_retry_times={self._settings.rpc_retry_times})",
             todo="Look at the server's log.",
         )
 

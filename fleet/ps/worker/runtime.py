@@ -18,7 +18,7 @@ import torch
 
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
@@ -67,14 +67,14 @@ class WorkerRuntime:
         describe: Callable[[], Description],
         strategy: Strategy,
         network: Network,
-        knobs: Knobs,
+        settings: ProcessSettings,
         clock: Clock,
     ) -> None:
         """``describe`` returns what the user's optimizers and model are now."""
         self.assignment = assignment
         self._describe = describe
         self._strategy = strategy
-        self._knobs = knobs
+        self._settings = settings
         self.turns = Turns()
         self.figures = figures = WorkerFigures(clock)
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
@@ -82,24 +82,24 @@ class WorkerRuntime:
         worker, incarnation = assignment.index, secrets.randbits(63)
         self.connections = connections = Connections(
             [
-                Connection(endpoint, network, knobs, clock, worker, incarnation, self.read_figures, place == 0)
+                Connection(endpoint, network, settings, clock, worker, incarnation, self.read_figures, place == 0)
                 for place, endpoint in enumerate(assignment.servers)
             ],
             progress,
-            partial(claim, knobs.observing.record_dir, knobs.job_id, str(assignment)),
+            partial(claim, settings.observing.record_dir, settings.job_id, str(assignment)),
         )
         first_server = connections.by_server[0]
         self.trained = trained = TrainedModel(describe(), assignment.server_num)
         self._values = values = DenseValues(connections, progress, trained, remembers=not policy.trains_on_workers)
         self.rows = rows = RowReader(connections.by_server, progress.version_needed)
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
-        self.own_states = own = OwnStates(first_server, progress, knobs.security.max_message_bytes)
-        check_finite = strategy.check_finite or knobs.check_finite
+        self.own_states = own = OwnStates(first_server, progress, settings.security.max_message_bytes)
+        check_finite = strategy.check_finite or settings.check_finite
         gradients = UserGradients(trained, values, rows, own, progress, worker, check_finite=check_finite)
         self._pusher = pusher = Pusher(
             connections, trained, progress, own, figures, worker, strategy.wire_dtype, self.reload
         )
-        communication = replace(knobs.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
+        communication = replace(settings.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
         self._training = RemoteTraining(
             policy,
             communication,
@@ -128,7 +128,7 @@ class WorkerRuntime:
         self._forked: ForkedReader | None = None
         self.stopped = False
         try:
-            self._observer = Observer(str(assignment), "worker", self.read_figures, knobs)
+            self._observer = Observer(str(assignment), "worker", self.read_figures, settings)
         except BaseException:
             connections.close()
             raise
@@ -145,7 +145,7 @@ class WorkerRuntime:
                 trained.plan,
                 trained.description.options(),
                 self.policy,
-                self._knobs.job_id,
+                self._settings.job_id,
                 wait=self._strategy.wait_port,
             )
             self.progress.resume(answers)
@@ -337,11 +337,11 @@ class WorkerRuntime:
 
     @property
     def most_whole_bytes(self) -> int:
-        return self._knobs.whole_table_bytes
+        return self._settings.whole_table_bytes
 
     def whole(self, handle: TableHandle) -> torch.Tensor:
         """Fetch all rows of a table, in requests of a limited size."""
-        at_once = min(WHOLE_BYTES, self._knobs.security.max_message_bytes // 2)
+        at_once = min(WHOLE_BYTES, self._settings.security.max_message_bytes // 2)
         if self.turns.is_fork:
             return self._forked_reader().whole(handle, self.replica, at_once)
         with self.turns:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fleet.base.settings import CommunicatorKnobs
+from fleet.base.settings import CommunicatorSettings
 from fleet.errors import NonFiniteGradientError, UnsupportedError
 from fleet.numeric.jit import Array
 from fleet.ps.consistency.policy import Policy
@@ -124,7 +124,7 @@ class RemoteTraining:
     def __init__(
         self,
         policy: Policy,
-        communication: CommunicatorKnobs,
+        communication: CommunicatorSettings,
         name: str,
         gradients: UserGradients,
         pusher: Pusher,

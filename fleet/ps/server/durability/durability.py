@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.base.clock import Clock
-from fleet.base.settings import Knobs
+from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, FleetError, ServerLostError
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.gate import Effect
@@ -66,7 +66,7 @@ class Durability:
         end: JobEnd,
         members: Members,
         clock: Clock,
-        knobs: Knobs,
+        settings: ProcessSettings,
         where: str,
         cannot_sync: Callable[[OSError], FleetError],
     ) -> None:
@@ -77,7 +77,7 @@ class Durability:
         self._end = end
         self._members = members
         self._clock = clock
-        self._knobs = knobs
+        self._settings = settings
         self._where = where
         self._cannot_sync = cannot_sync
         #: pushes and gatherings that may not be finished, by what tells them apart
@@ -186,7 +186,7 @@ class Durability:
 
     @property
     def _policy(self) -> str:
-        return f"FLEET_DURABLE_SYNC={self._knobs.durable_sync}"
+        return f"FLEET_DURABLE_SYNC={self._settings.durable_sync}"
 
     # ---------------------------------------------------------------- snapshots
 
@@ -333,8 +333,8 @@ class Durability:
             return
         state = self._directory.snapshot.state
         spec = JobSpec.from_json(state["spec"])
-        most_bytes = self._knobs.security.max_message_bytes
-        job = new_job(spec, state["job_id"], self._where, most_bytes, self._knobs.rpc_deadline_s)
+        most_bytes = self._settings.security.max_message_bytes
+        job = new_job(spec, state["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
         placement = job.plans.current.placement
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
@@ -347,7 +347,7 @@ class Durability:
     def _go_on(self, job: Job) -> None:
         self._members.surmise()
         self._end.inform_again()
-        ours = self._knobs.job_id
+        ours = self._settings.job_id
         if ours not in ("", job.job_id):
             raise ConfigurationError(
                 "the state of another job is kept here",
