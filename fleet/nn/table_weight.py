@@ -103,7 +103,8 @@ class TableWeight(torch.nn.Parameter):
                 memo[id(self)] = torch.nn.Parameter(table.whole().tensor.clone(), self.requires_grad)
             else:
                 memo[id(self)] = table.unattached_twin()
-        return memo[id(self)]  # type: ignore[no-any-return]
+        copied: torch.nn.Parameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain: Any = torch.nn.Parameter(table_of(self).whole().tensor.clone(), self.requires_grad)
