@@ -82,8 +82,9 @@ $(LIBRARIES): $(STAMP)
 	@$(PIP) --editable '.[libraries]' $(SHOWN)
 	@touch $@
 
-test-libraries: $(STAMP) $(LIBRARIES)
-	$(PYTEST) --numprocesses 2 -m libraries tests/test_lightning.py tests/test_libraries.py $(ARGS)
+# Lightning asks mpi4py, which is in the environment for other tests, whether MPI has started it; without any MPI that fails.
+test-libraries: $(STAMP) $(LIBRARIES) $(VENV)/mpi/mpich
+	LD_LIBRARY_PATH=$(abspath $(VENV))/mpi/mpich/lib $(PYTEST) --numprocesses 2 -m libraries tests/test_lightning.py tests/test_libraries.py $(ARGS)
 
 # What builds the site, which nothing else needs.
 SITE := $(VENV)/.installed-for-docs
