@@ -12,7 +12,9 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
+# Most of what is installed is never imported: what is gets compiled then, and that is kept, whatever the shell says of it.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # Of what pip says: a line for each package that it looks for, and what takes long. Errors come as they are.
 SHOWN := | awk '/^(Collecting|Installing collected)|Downloading .*[MG]B\)/ { print substr($$0, 1, 100); fflush() }'
 # A pipe ends as its first command did.
@@ -20,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-mpi test-libraries docs lint format types protos clean
+.PHONY: help venv quickstart test test-mpi libraries test-libraries docs lint format types protos clean
 
 help:
 	@echo "make quickstart   train the example model on this machine"
@@ -56,9 +58,8 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 # Jobs in the tests are many small processes and threads; one core for each keeps them out of each other's way. Three
-# tests at a time, on two cores as well: most of them wait for something part of the time. Bytecode is kept, whatever the
-# shell says of it: without, a hundred processes would each compile the package anew.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --dist worksteal
+# tests at a time, on two cores as well: most of them wait for something part of the time.
+PYTEST = env OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST) --numprocesses 3 $(ARGS)
@@ -75,12 +76,14 @@ $(MPIS): $(STAMP)
 test-mpi: $(STAMP) $(MPIS)
 	$(PYTEST) --numprocesses 2 -m mpi $(ARGS)
 
-# Other people's trainers, which nothing else needs.
+# Other people's trainers, which nothing else needs. The package itself is there, so pip adds what the extra names.
 LIBRARIES := $(VENV)/.installed-for-libraries
 
 $(LIBRARIES): $(STAMP)
-	@$(PIP) --editable '.[libraries]' $(SHOWN)
+	@$(PIP) 'torch-fleet[libraries]' $(SHOWN)
 	@touch $@
+
+libraries: $(LIBRARIES)
 
 # Lightning asks mpi4py, which is in the environment for other tests, whether MPI has started it; without any MPI that fails.
 test-libraries: $(STAMP) $(LIBRARIES) $(VENV)/mpi/mpich
@@ -90,7 +93,7 @@ test-libraries: $(STAMP) $(LIBRARIES) $(VENV)/mpi/mpich
 SITE := $(VENV)/.installed-for-docs
 
 $(SITE): $(STAMP)
-	@$(PIP) --editable '.[docs]' $(SHOWN)
+	@$(PIP) 'torch-fleet[docs]' $(SHOWN)
 	@touch $@
 
 docs: $(SITE)
