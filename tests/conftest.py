@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
 import os
 import re
 import signal
@@ -10,10 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
+from prepared import Prepared
 
 #: Threads and processes that were told to end get this long to do so.
 GRACE_S = 5.0
@@ -33,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Lightning takes seconds to import, which only those who run its tests should wait for."""
     return ("not libraries" in config.getoption("markexpr") and collection_path.name == "test_lightning.py") or None
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector of garbage leave alone what is there for good, a million objects of torch's and the tests."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,6 +104,32 @@ def _counts(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and not is_helper
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.fixture(scope="session")
+def prepared() -> Iterator[Prepared]:
+    """Starts scripts in Python processes that have imported torch and Fleet already."""
+    made = Prepared()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AbstractContextManager[Path]]:
+    """Hands out a folder by its name, the same one in all the processes that the tests are spread over, and to one at a
+    time: what takes long is found there by whoever comes second."""
+    mine = tmp_path_factory.getbasetemp()
+    common = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+
+    @contextlib.contextmanager
+    def hold(name: str) -> Iterator[Path]:
+        folder = common / name
+        folder.mkdir(exist_ok=True)
+        with (common / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+
+    return hold
 
 
 @pytest.fixture

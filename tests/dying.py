@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from harness import PATIENT, Body, Job, until
-from inside import durability_of, task_of
+from inside import abandon, durability_of, end_of, task_of
 
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
@@ -27,6 +27,7 @@ from fleet.ps.server.durability.durability import NOTED, Durability
 from fleet.ps.server.durability.snapshot import Shot
 from fleet.ps.server.durability.state_directory import Kind, StateDirectory
 from fleet.ps.server.job import Job as ServedJob
+from fleet.ps.server.runtime import stores_of
 from fleet.ps.server.service import Service
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
@@ -91,6 +92,8 @@ class Host:
         self.job = job
         self.index = index
         self.kills = self.kills_amid_snapshots = 0
+        #: why servers ended that were started again
+        self.losses: list[BaseException | None] = []
         #: what happens to the directory before the next one starts
         self.misfortune: Callable[[Path], object] = lambda _: None
         #: what the next snapshots die of
@@ -105,7 +108,9 @@ class Host:
         self.durable = StateDirectory(str(self.job.directory), endpoint, "os", self.job.journal_bytes)
         restore = None if self.job.model_dir is None else restore_from(self.job.model_dir)
         self._muted = False
-        self.service = Service(endpoint, settings, Hurrying(self.job.through), restore=restore, directory=self.durable)
+        self.stores = stores_of(endpoint, settings)
+        clock = Hurrying(self.job.through)
+        self.service = Service(endpoint, settings, clock, restore=restore, directory=self.durable, stores=self.stores)
         self._watch_snapshots(self.service)
         self._listener = self.job.network.listen(endpoint, self._handler(self.service))
 
@@ -114,10 +119,14 @@ class Host:
             self.service.ended.wait(0.02)
             with self._one_at_a_time:  # one that was killed as it ended has not
                 if self.service.ended.is_set():
-                    break
+                    if end_of(self.service).suspended_by is None:
+                        break
+                    self.losses.append(self.service.failure)
+                    self._start_over()
                 self.service.tick()
         self._listener.close(2.0)
         self.service.close()
+        self.stores.close()
         failure = self.service.failure
         if failure is not None:
             raise failure
@@ -136,6 +145,7 @@ class Host:
             for journal in self.durable._journals:
                 journal.close()
             os.close(self.durable._lock)
+            abandon(self.stores)
             self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
             self.misfortune(self.durable.directory)
             self._start()
@@ -195,11 +205,15 @@ class Host:
     def stop_and_start(self) -> None:
         """End the server as SIGTERM does, and start it again."""
         with self._one_at_a_time:
-            listener = self._listener
             self.service.stop("a test")
-            self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
-            self.service.close()
-            self._start()
+            self._start_over()
+
+    def _start_over(self) -> None:
+        listener = self._listener
+        self.job.network.forget(Endpoint.parse(self.job.endpoints[self.index]), listener)
+        self.service.close()
+        self.stores.close()
+        self._start()
         listener.close()
 
     def _handler(self, service: Service) -> Handler:

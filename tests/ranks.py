@@ -6,7 +6,6 @@ can carry. An importer of torch takes seconds, so the checks of a module share t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -15,17 +14,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from inside import abort
 from patience import PROCESSES_S
+from prepared import Prepared, Process
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parent.parent
 
 Check = Callable[["Rank"], Any]
+#: Has a ``value``, which the check returned, or an ``error``.
+Told = dict[str, Any]
 
 
 @dataclass
@@ -81,32 +84,29 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def run(script: str, size: int, names: Sequence[str], scratch: Path) -> dict[str, list[Any]]:
-    """What every rank returned, by check; a check that failed on one of them has an ``AssertionError`` there."""
+def _communicate(process: Process) -> tuple[str, str]:
+    try:
+        return process.communicate(PROCESSES_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
+
+
+def run(prepared: Prepared, script: str, size: int, names: Sequence[str], scratch: Path) -> dict[str, list[Told]]:
+    """What came of each check on every rank."""
     endpoints = ",".join(f"127.0.0.1:{port}" for port in free_ports(size))
     strange = ("PADDLE_", "FLAGS_", "FLEET_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    logs = [(scratch / f"out.{rank}", scratch / f"err.{rank}") for rank in range(size)]
-    started = []
-    for rank, (out, err) in enumerate(logs):
-        command = [sys.executable, str(SCRIPTS / script), str(rank), str(size), str(scratch), endpoints, *names]
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            started.append(subprocess.Popen(command, env=environ, stdout=stdout, stderr=stderr))
-    try:
-        for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PROCESSES_S)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    results: dict[str, list[Any]] = {name: [] for name in names}
-    for process, (out, err) in zip(started, logs, strict=True):
-        told = [json.loads(line) for line in out.read_text().splitlines() if line.startswith('{"name"')]
+    arguments = (str(size), str(scratch), endpoints, *names)
+    started = [prepared.start([str(SCRIPTS / script), str(rank), *arguments], environ) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        said = list(pool.map(_communicate, started))
+    results: dict[str, list[Told]] = {name: [] for name in names}
+    for process, (out, err) in zip(started, said, strict=True):
+        told = [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')]
         by_name = {each["name"]: each for each in told}
-        ended = f"the rank ended before it, with {process.returncode}: {err.read_text(errors='replace')[-2000:]}"
+        ended = f"the rank ended before it, with {process.returncode}: {err[-2000:]}"
         for name in names:
-            each = by_name.get(name, {"error": ended})
-            results[name].append(AssertionError(each["error"]) if "error" in each else each["value"])
+            results[name].append(by_name.get(name, {"error": ended}))
     return results

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_job, values
-from ranks import SCRIPTS, run
+from prepared import Prepared
+from ranks import SCRIPTS, Told, run
 
 from fleet import Fleet
 
@@ -34,23 +37,22 @@ def _checks() -> dict[int, list[str]]:
 CHECKS = _checks()
 
 
-@pytest.fixture(scope="module")
-def scratch_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Where the ranks of one size leave their files."""
-    return cache(lambda size: tmp_path_factory.mktemp(f"ranks{size}"))
+#: What the ranks of a size returned, and where they left their files.
+Outcome = Callable[[int], tuple[dict[str, list[Told]], Path]]
 
 
 @pytest.fixture(scope="module")
-def outcome(scratch_of: Callable[[int], Path]) -> Callable[[int, str], list[Any]]:
-    """What the ranks returned; the processes of one size run when the first test asks for them."""
-    known: dict[int, dict[str, list[Any]]] = {}
+def outcome(prepared: Prepared, shared: Callable[[str], AbstractContextManager[Path]]) -> Outcome:
+    """The processes of one size run when the first test asks for them."""
 
-    def of(size: int, name: str) -> list[Any]:
-        if size not in known:
-            scratch = scratch_of(size)
-            _save_on_servers(scratch)
-            known[size] = run(SCRIPT, size, CHECKS[size], scratch)
-        return known[size][name]
+    @cache
+    def of(size: int) -> tuple[dict[str, list[Told]], Path]:
+        with shared(f"ranks{size}") as folder:
+            told = folder / "told.json"
+            if not told.exists():
+                _save_on_servers(folder)
+                told.write_text(json.dumps(run(prepared, SCRIPT, size, CHECKS[size], folder)))
+            return json.loads(told.read_text()), folder
 
     return of
 
@@ -90,17 +92,17 @@ def _sized() -> list[Any]:
 
 
 @pytest.mark.parametrize(("size", "name"), _sized())
-def test_ranks(outcome: Callable[[int, str], list[Any]], size: int, name: str) -> None:
-    failures = [
-        f"rank {rank}: {each}" for rank, each in enumerate(outcome(size, name)) if isinstance(each, BaseException)
-    ]
+def test_ranks(outcome: Outcome, size: int, name: str) -> None:
+    told, _ = outcome(size)
+    failures = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told[name]) if "error" in each]
     assert not failures, "\n".join(failures)
 
 
 def test_servers_start_from_a_checkpoint_of_a_collective_job(
-    outcome: Callable[[int, str], list[Any]], scratch_of: Callable[[int], Path]
+    outcome: Outcome,
 ) -> None:
-    first_weight, _ = outcome(2, "a_job_goes_on_where_it_was_saved")
+    told, scratch = outcome(2)
+    first_weight = told["a_job_goes_on_where_it_was_saved"][0]["value"]
 
     def body(fleet: Fleet, index: int) -> tuple[int, list[float]]:
         model = torch.nn.Sequential(
@@ -113,5 +115,5 @@ def test_servers_start_from_a_checkpoint_of_a_collective_job(
         optimizer.minimize(model(torch.ones(4, 8)).sum())
         return step, weight
 
-    results = run_job(body, workers=2, servers=2, model_dir=str(scratch_of(2) / "by-all"))
+    results = run_job(body, workers=2, servers=2, model_dir=str(scratch / "by-all"))
     assert results == [(3, first_weight)] * 2

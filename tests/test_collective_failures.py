@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,20 +12,21 @@ from pathlib import Path
 
 import pytest
 from patience import PROCESSES_S
+from prepared import Prepared, Process
 
 SCRIPT = Path(__file__).parent / "scripts" / "collective_failures.py"
 WORKERS = 3
 #: Of silence; what the workers are given to start and end comes on top.
 DEADLINE_S = 6.0
 
-Start = Callable[[str, int], list[subprocess.Popen[str]]]
+Start = Callable[[str, int], list[Process]]
 
 
 @pytest.fixture
-def start(free_endpoints: Callable[[int], list[str]]) -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
+def start(prepared: Prepared, free_endpoints: Callable[[int], list[str]]) -> Iterator[Start]:
+    started: list[Process] = []
 
-    def begin(variant: str, who: int) -> list[subprocess.Popen[str]]:
+    def begin(variant: str, who: int) -> list[Process]:
         strange = ("PADDLE_", "FLAGS_", "FLEET_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
         environ |= {
@@ -37,26 +36,17 @@ def start(free_endpoints: Callable[[int], list[str]]) -> Iterator[Start]:
             "OMP_NUM_THREADS": "1",
         }
         for rank in range(WORKERS):
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, str(SCRIPT), variant, str(who)],
-                    env={**environ, "PADDLE_TRAINER_ID": str(rank)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            mine = {**environ, "PADDLE_TRAINER_ID": str(rank)}
+            started.append(prepared.start([str(SCRIPT), variant, str(who)], mine))
         return started
 
     yield begin
     for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
         process.kill()
         process.communicate()
 
 
-def ends(processes: list[subprocess.Popen[str]], without: int | None = None) -> dict[int, tuple[int, str, str]]:
+def ends(processes: list[Process], without: int | None = None) -> dict[int, tuple[int, str, str]]:
     """Exit code, stdout and stderr of each process but one."""
     until = time.monotonic() + PROCESSES_S
     found = {}

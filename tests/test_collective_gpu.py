@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prepared import Prepared
 from ranks import run
 
 pytestmark = pytest.mark.gpu
@@ -15,12 +16,12 @@ CHECKS = ("parity_with_ddp", "half_precision_with_a_grad_scaler", "sending_overl
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_on_devices(size: int, tmp_path: Path) -> None:
+def test_on_devices(prepared: Prepared, size: int, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     if torch.cuda.device_count() < size:
         pytest.skip(f"there are {torch.cuda.device_count()} CUDA devices, and {size} are needed")
     names = [name for name in CHECKS if size > 1 or name != "uneven_data"]
-    told = run(SCRIPT, size, names, tmp_path)
-    failures = [f"{name}: {each}" for name in names for each in told[name] if isinstance(each, Exception)]
+    told = run(prepared, SCRIPT, size, names, tmp_path)
+    failures = [f"{name}: {each['error']}" for name in names for each in told[name] if "error" in each]
     assert not failures, "\n".join(failures)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from dying import ENVIRON, DyingJob, every
 from harness import PATIENT, SOON, Job
 from inside import leave
 from test_async import eventually
-from test_processes import Processes, ended
+from test_processes import Processes, Started, ended, processes  # noqa: F401 - a fixture
 from test_relaxed import comes_to
 
 import fleet.nn
@@ -362,39 +361,38 @@ def test_who_has_left_goes_on_where_it_was_although_a_server_was_killed(
 
 @pytest.mark.slow
 def test_processes_that_join_are_told_to_end_and_killed(
-    tmp_path: Path, free_endpoints: Callable[[int], list[str]]
+    processes: Processes,  # noqa: F811
+    tmp_path: Path,
+    free_endpoints: Callable[[int], list[str]],
 ) -> None:
-    made, end = Processes(), tmp_path / "end"
+    end = tmp_path / "end"
     (endpoint,) = free_endpoints(1)
     script = str(Path(__file__).parent / "scripts" / "elastic.py")
     common = {"PADDLE_PSERVERS_IP_PORT_LIST": endpoint, "FLEET_JOB_ID": "one", "FLAGS_rpc_deadline": "3000"}
 
-    def worker(index: int) -> subprocess.Popen[str]:
+    def worker(index: int) -> Started:
         """One that knows of no other than those before it."""
         about = {"PADDLE_TRAINERS": str(index + 1), "PADDLE_TRAINER_ID": str(index)}
-        started = made.start(script, str(end), TRAINING_ROLE="TRAINER", **common, **about)
+        started = processes.start(script, str(end), TRAINING_ROLE="TRAINER", **common, **about)
         assert started.stdout is not None
         assert started.stdout.readline() == "joined\n"
         return started
 
-    try:
-        about = {"PADDLE_TRAINERS": "1", "PADDLE_PSERVER_ID": "0"}
-        server = made.start(script, str(end), TRAINING_ROLE="PSERVER", **common, **about)
-        first, told, killed = worker(0), worker(1), worker(2)
-        told.terminate()
-        assert ended(told)[0] == -signal.SIGTERM
-        killed.kill()
-        assert ended(killed)[0] == -signal.SIGKILL
-        end.touch()
-        code, out, err = ended(first)
-        assert code == 0, err
-        found = re.search(r"weight -(\d+) steps {0: (\d+), 1: (\d+), 2: (\d+)}", out)
-        assert found, out
-        all_steps, *steps = map(int, found.groups())
-        assert all_steps == sum(steps)
-        code, _, err = ended(server)
-        assert code == 0, err
-        assert "worker 2 was silent" in err
-        assert "worker 1 was silent" not in err
-    finally:
-        made.end()
+    about = {"PADDLE_TRAINERS": "1", "PADDLE_PSERVER_ID": "0"}
+    server = processes.start(script, str(end), TRAINING_ROLE="PSERVER", **common, **about)
+    first, told, killed = worker(0), worker(1), worker(2)
+    told.send_signal(signal.SIGTERM)
+    assert ended(told)[0] == -signal.SIGTERM
+    killed.kill()
+    assert ended(killed)[0] == -signal.SIGKILL
+    end.touch()
+    code, out, err = ended(first)
+    assert code == 0, err
+    found = re.search(r"weight -(\d+) steps {0: (\d+), 1: (\d+), 2: (\d+)}", out)
+    assert found, out
+    all_steps, *steps = map(int, found.groups())
+    assert all_steps == sum(steps)
+    code, _, err = ended(server)
+    assert code == 0, err
+    assert "worker 2 was silent" in err
+    assert "worker 1 was silent" not in err

@@ -327,6 +327,16 @@ SIZES = [
 ROUNDS = [(3, 0, 0), (3, 1, 0), (3, 2, 0)]
 
 
+def asked(name: str) -> Hashable:
+    """All that an exploration takes from a mode but its name: its gate, and which versions its workers wait for."""
+    policy = MODES[name].policy(0)
+    return MODES[name].gate, tuple(policy.version_needed(step) for step in range(STEPS + 1))
+
+
+#: The first mode of each kind: three workers of another one take the same orders.
+KINDS = [name for name in MODES if next(each for each in MODES if asked(each) == asked(name)) == name]
+
+
 @pytest.mark.parametrize(
     ("name", "worker_num", "departures", "repeats", "start"),
     [
@@ -335,6 +345,7 @@ ROUNDS = [(3, 0, 0), (3, 1, 0), (3, 2, 0)]
         for size in (*SIZES, *(ROUNDS if name == "sync" else ()))
         # Where counting starts is looked at in the smaller cases.
         for start in ((0,) if size == (3, 2, 1) else (0, 41))
+        if size != (3, 2, 1) or name in KINDS
     ],
 )
 def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
+from prepared import Prepared
 
 _AREAS = """
 import ctypes, sys, threading
@@ -36,8 +39,8 @@ libc.fflush(out)
 def test_threads_of_a_server_share_an_area_of_memory() -> None:
     def areas(*given: str) -> int:
         command = [sys.executable, "-c", _AREAS, *given]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-        return told.count("<heap nr=")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+        return done.stdout.count("<heap nr=")
 
     assert areas() > 1
     assert areas("lean") == 1
@@ -61,10 +64,18 @@ print(vars(zero_grad)["__dynamo_disable"] is zero_grad)
 """
 
 
-def test_the_compiler_comes_with_what_is_compiled() -> None:
+def told(prepared: Prepared, folder: Path, program: str) -> list[str]:
+    """The lines that a process prints which has imported torch, and no compiler."""
+    script = folder / "script.py"
+    script.write_text(program)
+    out, err = prepared.start([str(script)], os.environ).communicate(PATIENCE_S)
+    assert not err
+    return out.splitlines()
+
+
+def test_the_compiler_comes_with_what_is_compiled(prepared: Prepared, tmp_path: Path) -> None:
     """It takes longer than torch to import. Once it is there it looks into no function that it is to leave alone."""
-    told = subprocess.run([sys.executable, "-c", _PUT_OFF], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert told.stdout.splitlines() == ["False False", "1.0 True", "False"], told.stderr
+    assert told(prepared, tmp_path, _PUT_OFF) == ["False False", "1.0 True", "False"]
 
 
 _BEGUN = """
@@ -87,7 +98,6 @@ print(torch.optim.Optimizer.zero_grad.__wrapped__.__dict__.get("__dynamo_disable
 """
 
 
-def test_nothing_is_left_behind_by_whatever_order_the_compiler_comes_in() -> None:
+def test_nothing_is_left_behind_by_whatever_order_the_compiler_comes_in(prepared: Prepared, tmp_path: Path) -> None:
     """A wrapper has no copy of what was remembered, and a function that comes while the import begins has none left."""
-    told = subprocess.run([sys.executable, "-c", _BEGUN], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert told.stdout.splitlines() == ["[]", "None"], told.stderr
+    assert told(prepared, tmp_path, _BEGUN) == ["[]", "None"]

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from harness import PATIENT, Job, until
 from patience import PROCESSES_S
+from prepared import Prepared, Process
 from scripts import train
 
 from fleet.base.cluster import Endpoint
@@ -34,48 +35,42 @@ CLEAN = {
 }
 
 
+Started = Process | subprocess.Popen[str]
+
+
 class Processes:
     """Processes of a test, each ended with it."""
 
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[str]] = []
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self.started: list[Started] = []
 
-    def start(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**CLEAN, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables},
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    def start(self, script: str, *arguments: str, cwd: Path | None = None, **variables: str) -> Started:
+        """A script in a process that has the imports behind it."""
+        return self._add(self._prepared.start([script, *arguments], environ_with(variables), cwd))
+
+    def python(self, *command: str, cwd: Path | None = None, **variables: str) -> Started:
+        """A Python with a command line of its own."""
+        return self._add(
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=environ_with(variables),
+                cwd=cwd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
+
+    def _add(self, process: Started) -> Started:
         self.started.append(process)
         return process
 
-    def server(self, endpoint: str, endpoints: list[str], workers: int, **more: str) -> subprocess.Popen[str]:
-        host, _, port = endpoint.partition(":")
-        return self.start(
-            TRAIN,
-            TRAINING_ROLE="PSERVER",
-            PADDLE_PSERVERS_IP_PORT_LIST=",".join(endpoints),
-            PADDLE_TRAINERS_NUM=str(workers),
-            POD_IP=host,
-            PADDLE_PORT=port,
-            **more,
-        )
+    def server(self, endpoint: str, endpoints: list[str], workers: int, **more: str) -> Started:
+        return self.start(TRAIN, **as_server(endpoint, endpoints, workers), **more)
 
-    def worker(
-        self, index: int, endpoints: list[str], workers: int, variant: str = "", **more: str
-    ) -> subprocess.Popen[str]:
-        return self.start(
-            TRAIN,
-            variant,
-            TRAINING_ROLE="TRAINER",
-            PADDLE_PSERVERS_IP_PORT_LIST=",".join(endpoints),
-            PADDLE_TRAINERS_NUM=str(workers),
-            PADDLE_TRAINER_ID=str(index),
-            **more,
-        )
+    def worker(self, index: int, endpoints: list[str], workers: int, variant: str = "", **more: str) -> Started:
+        return self.start(TRAIN, variant, **as_worker(index, endpoints, workers), **more)
 
     def end(self) -> None:
         for process in self.started:
@@ -84,9 +79,33 @@ class Processes:
             process.communicate()
 
 
+def environ_with(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**CLEAN, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+
+
+def as_server(endpoint: str, endpoints: list[str], workers: int) -> dict[str, str]:
+    host, _, port = endpoint.partition(":")
+    return {
+        "TRAINING_ROLE": "PSERVER",
+        "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints),
+        "PADDLE_TRAINERS_NUM": str(workers),
+        "POD_IP": host,
+        "PADDLE_PORT": port,
+    }
+
+
+def as_worker(index: int, endpoints: list[str], workers: int) -> dict[str, str]:
+    return {
+        "TRAINING_ROLE": "TRAINER",
+        "PADDLE_PSERVERS_IP_PORT_LIST": ",".join(endpoints),
+        "PADDLE_TRAINERS_NUM": str(workers),
+        "PADDLE_TRAINER_ID": str(index),
+    }
+
+
 @pytest.fixture
-def processes() -> Iterator[Processes]:
-    made = Processes()
+def processes(prepared: Prepared) -> Iterator[Processes]:
+    made = Processes(prepared)
     yield made
     made.end()
 
@@ -130,7 +149,7 @@ class Here:
         assert not self._job.errors
 
 
-def ended(process: subprocess.Popen[str], timeout_s: float = PROCESSES_S) -> tuple[int, str, str]:
+def ended(process: Started, timeout_s: float = PROCESSES_S) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
 
@@ -176,12 +195,13 @@ def test_role_makers_in_code_on_four_processes(
 
 
 def test_four_terminals(processes: Processes, free_endpoints: Callable[[int], list[str]]) -> None:
-    """One server from the user's script, one with no script at all; workers before servers."""
+    """One server from the user's script, one with no script at all; workers before servers. Two are new
+    Pythons, whose hashes are not those of the others."""
     endpoints = free_endpoints(2)
-    workers = [processes.worker(index, endpoints, 2) for index in range(2)]
+    workers = [processes.worker(0, endpoints, 2), processes.python(TRAIN, **as_worker(1, endpoints, 2))]
     servers = [
         processes.server(endpoints[0], endpoints, 2),
-        processes.start("-m", "fleet", "server", "--endpoint", endpoints[1]),
+        processes.python("-m", "fleet", "server", "--endpoint", endpoints[1]),
     ]
     for process in workers:
         code, out, err = ended(process)
@@ -322,7 +342,7 @@ def test_a_server_and_a_worker_that_are_paused(
     server = processes.server(endpoints[0], endpoints, 2, **hasty)
     workers = [processes.worker(index, endpoints, 2, "again", **hasty) for index in range(2)]
 
-    def heard(worker: subprocess.Popen[str], wanted: str) -> None:
+    def heard(worker: Started, wanted: str) -> None:
         assert worker.stdout is not None
         while worker.stdout.readline() != wanted:
             assert worker.poll() is None, worker.communicate()
@@ -364,7 +384,7 @@ def test_fleetrun_names_the_worker_that_ended_the_job(
     processes: Processes, tmp_path: Path, variant: str, code: int, why: str
 ) -> None:
     command = ("-m", "fleet.launch", "--server_num", "1", "--worker_num", "2", TRAIN, variant)
-    got, _, err = ended(processes.start(*command, cwd=tmp_path))
+    got, _, err = ended(processes.python(*command, cwd=tmp_path))
     assert got == code
     assert re.search(rf"^\[fleetrun\] worker [01] failed: {why}; its output is in logs/worker", err, re.MULTILINE), err
     assert err.count("Traceback (most recent call last)") == (variant == "fail")
@@ -383,7 +403,7 @@ def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: 
     endpoints = free_endpoints(1)
     here = Here(endpoints, 1, "again").start(servers=[0])
     until(lambda: is_taken(Endpoint.parse(endpoints[0])))
-    code, _, err = ended(processes.start("-m", "fleet", "server", "--endpoint", endpoints[0]))
+    code, _, err = ended(processes.python("-m", "fleet", "server", "--endpoint", endpoints[0]))
     here.start(workers=[0]).end()
     assert code != 0
     assert f"port {endpoints[0].partition(':')[2]} is in use" in err
