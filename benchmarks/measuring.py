@@ -76,24 +76,24 @@ def run_job(
     common = {**work, "servers": endpoints[:servers], "meeting": endpoints[servers:], "workers": workers}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
 
-        def start(role: str, index: int) -> _Process:
+        def start(role: str, index: int) -> Process:
             argument = json.dumps({**common, "role": role, "index": index})
             command = [python, str(PROGRAMS / f"{program}.py"), argument]
-            return running.enter_context(_Process(f"{role}{index}", command, Path(folder), environment or {}))
+            return running.enter_context(Process(f"{role}{index}", command, Path(folder), environment or {}))
 
         serving = [start("server", index) for index in range(servers)]
         working = [start("worker", index) for index in range(workers)]
         deadline = time.monotonic() + deadline_s
         for worker in working:
             worker.report("warm", deadline)
-        before, busy_before, began = [each.cpu_s() for each in serving], _busy_s(), time.monotonic()
+        before, busy_before, began = [each.cpu_s() for each in serving], busy_s(), time.monotonic()
         for worker in working:
             worker.go()
         reports = [worker.report("done", deadline) for worker in working]
         took = time.monotonic() - began
         server_cpu_s = sum(each.cpu_s() for each in serving) - sum(before)
         worker_cpu_s = sum(report["cpu_s"] for report in reports)
-        busy_s = _busy_s() - busy_before
+        busy = busy_s() - busy_before
         worker_bytes = sum(each.own_bytes() for each in working)
         server_bytes = sum(each.own_bytes() for each in serving)
         for worker in working:
@@ -111,11 +111,11 @@ def run_job(
         server_bytes=server_bytes,
         first_loss=statistics.mean(report["first_loss"] for report in reports),
         last_loss=statistics.mean(report["last_loss"] for report in reports),
-        foreign=max(0.0, busy_s - server_cpu_s - worker_cpu_s) / took,
+        foreign=max(0.0, busy - server_cpu_s - worker_cpu_s) / took,
     )
 
 
-class _Process:
+class Process:
     """One process of a job and what it reports. It is dead when the context ends, whatever happened."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -139,7 +139,7 @@ class _Process:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def __enter__(self) -> _Process:
+    def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,10 +162,10 @@ class _Process:
         assert report["event"] == event
         return report
 
-    def go(self) -> None:
+    def go(self, line: str = "") -> None:
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # one that has ended says so when it is asked for its report
-            self._popen.stdin.write("\n")
+            self._popen.stdin.write(f"{line}\n")
             self._popen.stdin.flush()
 
     def wait(self, deadline: float) -> None:
@@ -177,6 +177,12 @@ class _Process:
         with self._there():
             times = self._psutil.cpu_times()
         return times.user + times.system
+
+    def io_bytes(self) -> tuple[int, int]:
+        """What it has read from files, and what it has written to them."""
+        with self._there():
+            counted = self._psutil.io_counters()
+        return counted.read_chars, counted.write_chars
 
     def own_bytes(self) -> int:
         """Memory that is this process's alone: without libraries, which all share."""
@@ -217,7 +223,7 @@ def _environment() -> dict[str, str]:
     }  # many processes on few cores take long to start
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     times = psutil.cpu_times()
     return times.user + times.nice + times.system
 
