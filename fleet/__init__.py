@@ -57,6 +57,7 @@ load_state_dict = _default.load_state_dict
 summary = _default.summary
 report = _default.report
 resume_step = _default.resume_step
+shrink = _default.shrink
 
 __all__ = [
     "Checkpoints",
@@ -92,6 +93,7 @@ __all__ = [
     "server_endpoints",
     "server_index",
     "server_num",
+    "shrink",
     "split_files",
     "state_dict",
     "stop_worker",

@@ -456,6 +456,25 @@ class Fleet:
         with backend.undisturbed("save_persistables()"):
             backend.begin_saving(dirname, mode, own)(None)
 
+    def shrink(self) -> None:
+        """Let rows leave the tables now that their ``evict=`` no longer keeps, as they do every ``FLEET_EVICT_EVERY``
+        steps. One worker calls it, or all do, and it is done once; ``summary()`` tells how many have left. Where a run
+        has to be repeated to the bit, call it on all workers after the same step: what a worker has read for the step
+        that follows, it has read.
+
+        Examples:
+            >>> fleet.stop_worker()
+            >>> fleet.init()
+            >>> model = fleet.nn.Embedding(None, 4, evict=fleet.nn.MaxRows(2))
+            >>> optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+            >>> fleet.init_worker()
+            >>> optimizer.minimize(model(torch.tensor([1, 2, 3])).sum())
+            >>> fleet.shrink()
+            >>> fleet.summary()["tables"]["weight"]["rows"]
+            2
+        """
+        self._backend("shrink").shrink()
+
     def load_state(self, state: dict[str, Any]) -> bool:
         """Restore ``state`` from the checkpoint that the job went on from, and return whether that holds any for this
         worker. If there are more workers now than then, the new ones get worker 0's. ``state`` is a dict of names and

@@ -314,6 +314,15 @@ class CheckpointError(FleetError, RuntimeError):
     """
 
 
+class TableFileError(FleetError, OSError):
+    """Rows that memory has no room for cannot be kept in their files.
+
+    Examples:
+        >>> issubclass(fleet.errors.TableFileError, OSError)
+        True
+    """
+
+
 class DataError(FleetError, ValueError):
     """A file of training data cannot be read, or something in it is malformed.
 

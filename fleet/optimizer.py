@@ -312,7 +312,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients as in torch, those of rows too."""
         for optimizer in self._wrapped:
-            optimizer.zero_grad(set_to_none)
+            is_torchs = type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(
+                optimizer
+            )
+            if set_to_none and is_torchs:
+                with torch._C.DisableTorchFunctionSubclass():  # no gradient of a table need be made one to be read
+                    optimizer.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the job: send this worker's gradients, and take over new values. ``closure`` is called once,

@@ -155,6 +155,9 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
         "collect": ({"recall": pb.Recall(collection="ckpt@1")}, []),
         "collected": ({"recall": pb.Recall(collection="ckpt@1", workers=[0])}, []),
         "survey": ({"survey": pb.Survey()}, []),
+        "shrink": ({"shrink": pb.Shrink(now=5.0, version=step - 1)}, []),
+        "rank": ({"rank": pb.Rank(tables=[0])}, _tensors(_ids(0, 9), _ids(-7, 2**62))),
+        "cut": ({"cut": pb.Cut(tables=[0], scores=[9], ids=[-7], version=step - 1)}, []),
         "extend": ({"extend": pb.Extend(**told)}, []),
     }
 
@@ -377,7 +380,7 @@ def twisted(data: bytes, chance: random.Random) -> bytes:
         if field.name in ("worker", "incarnation"):
             continue
         value = getattr(place, field.name)
-        if isinstance(value, int | str | bytes):
+        if isinstance(value, int | float | str | bytes):
             setattr(place, field.name, _other(value, field.type, chance))
         elif len(value) and chance.random() < 0.7:
             at = chance.randrange(len(value))
@@ -404,7 +407,10 @@ def _other(value: object, kind: int, chance: random.Random) -> object:
         return not value
     if isinstance(value, int):
         bits = 32 if kind == FieldDescriptor.TYPE_UINT32 else 64
-        return chance.choice((0, 1, value + 1, 2, 1000, 2**31, 2**bits - 1)) % 2**bits
+        other = chance.choice((0, 1, value + 1, 2, 1000, 2**31, 2**63, 2**bits - 1)) % 2**bits
+        return other - 2**64 if kind == FieldDescriptor.TYPE_SINT64 and other >= 2**63 else other
+    if isinstance(value, float):
+        return chance.choice((0.0, -1.0, 1e308, float("inf"), float("nan")))
     if isinstance(value, bytes):
         return bytes(chance.choice((0, 1, 255)) for _ in range(len(value) + chance.choice((-1, 0, 0, 0, 1))))
     assert isinstance(value, str)

@@ -6,14 +6,21 @@ this file alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from fleet import Fleet
 from fleet.base import exit_guard
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
+from fleet.ps.table import stores as tiers
+from fleet.ps.table import tiered_store
+from fleet.ps.table.memory_budget import Account
 from fleet.ps.table.shard import Shard
+from fleet.ps.table.stores import Stores, TieredStores
 
 # ---------------------------------------------------------------- a process
 
@@ -81,6 +88,16 @@ def completed(fleet: Fleet) -> int:
 def lose_steps(fleet: Fleet, count: int) -> None:
     """Let the worker believe that it has taken fewer steps than the servers know of."""
     worker_of(fleet).progress.completed -= count
+
+
+def cuts_of(fleet: Fleet) -> Any:
+    """What agrees with the servers on the rows that leave."""
+    return worker_of(fleet).cuts
+
+
+def set_time(fleet: Fleet, now: Any) -> None:
+    """Let the worker read the time of day from ``now``."""
+    worker_of(fleet)._pusher._now = now
 
 
 def take_fresh(optimizer: Any) -> None:
@@ -152,3 +169,22 @@ def end_of(service: Service) -> Any:
 def durability_of(service: Service) -> Durability:
     assert service.durability is not None
     return service.durability
+
+
+# ---------------------------------------------------------------- rows in files
+
+
+def tiny_tiers(patch: pytest.MonkeyPatch, rows: int = 8, segment_bytes: int = 4096) -> None:
+    """Let servers that have a memory budget keep so few rows of a table in memory, and write small segments."""
+    patch.setattr(tiered_store, "LEAST_FRAMES", rows)
+    patch.setattr(tiered_store, "_LEAVING", 2)
+    patch.setattr(tiers, "_SMALLEST", segment_bytes)
+    patch.setattr(tiers, "_LARGEST", segment_bytes)
+    patch.setattr(Account, "left", property(lambda _: 0))
+
+
+def abandon(stores: Stores) -> None:
+    """Let go of a killed server's files as the system would."""
+    if isinstance(stores, TieredStores):
+        stores._writer.shutdown(wait=True)
+        os.close(stores._lock)

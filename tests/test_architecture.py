@@ -84,6 +84,8 @@ ONLY: dict[str, dict[str, str]] = {
         "checkpoints.py": "writer",
         "ps/backend.py": "embedding",
         "numeric/jit.py": "compiler",
+        "ps/table/row_file.py": "writer",
+        "ps/table/stores.py": "writer",
         "ps/server/job_end.py": "event",
         "ps/server/initialization.py": "reader",
         "ps/server/deferring_lock.py": "lock",
@@ -163,6 +165,7 @@ ONLY: dict[str, dict[str, str]] = {
     "fleet.ps.wire.grpc_client": {"ps/wire/grpc_server.py": "connect"},
     "fleet.ps.table.memory_store": {
         "ps/table/table.py": "default",
+        "ps/table/stores.py": "without a bound",
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
     },

@@ -33,9 +33,10 @@ from fleet.checkpoint.places import Directory, place_at
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError
 from fleet.plan.specs import JobSpec, PlanSettings
-from fleet.ps.server import initialization, replacement
+from fleet.ps.server import replacement
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.pending import Waiting
+from fleet.ps.table import shard as shard_module
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -456,8 +457,7 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
         gc.collect()
         return len(made)
 
-    monkeypatch.setattr(initialization, "Shard", Watched)
-    monkeypatch.setattr(replacement, "Shard", Watched)
+    monkeypatch.setattr(shard_module, "Shard", Watched)
     gc.freeze()  # or each count would look through all of torch's objects, for half a second
     yield count
     gc.unfreeze()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fleet.base.settings import ProcessSettings
 from fleet.errors import ArgumentTypeError, ConfigurationError, FleetError
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec, PlanSettings
@@ -389,10 +390,11 @@ def test_a_strategy_is_a_value() -> None:
 
 
 def test_strategy_and_plan_have_the_same_defaults() -> None:
-    """The planner's settings and the strategy are written down twice; a default must not differ."""
+    """The planner's settings and the strategy, or those of a process, are written down twice; a default must not
+    differ."""
     settings = PlanSettings(2, 2)
     names = {field.name for field in fields(PlanSettings)} - {"server_num", "worker_num"}
     assert len(names) > 7
     for name in names:
-        assert getattr(settings, name) == getattr(Strategy(), name)
+        assert getattr(settings, name) == getattr(ProcessSettings() if name == "evict_every" else Strategy(), name)
     assert make_plan(JobSpec((), (), (), settings)).blocks == ()

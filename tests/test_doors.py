@@ -6,6 +6,7 @@ Each job is held against one process that computes every trainer's gradient and 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import test_processes
 import torch
-from test_processes import ROOT, TRAIN, Processes, ended
+from test_processes import CLEAN, ROOT, TRAIN, Processes, Started, ended
 
 processes = test_processes.processes  # the fixture
 
@@ -54,14 +55,19 @@ def commands_with(name: str) -> list[str]:
     return re.findall(rf"^PADDLE_\S+=.* python {re.escape(name)}$", page, re.MULTILINE)
 
 
-def shell(processes: Processes, command: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
-    """A command line, read by a shell, with this interpreter for ``python``."""
-    line = re.sub(r"\bpython (?=\S+\.py)", f"{sys.executable} ", command)
-    replace = "import os, sys; os.execvp('sh', ['sh', '-c', 'exec env ' + sys.argv[1]])"
-    return processes.start("-c", replace, line, cwd=cwd)
+#: In the place of ``python``: says how it was called.
+CALLED = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
 
 
-def results(started: list[subprocess.Popen[str]]) -> list[str]:
+def shell(processes: Processes, command: str, cwd: Path = ROOT) -> Started:
+    """A command line, read by a shell."""
+    line = re.sub(r"\bpython (?=\S+\.py)", f"{sys.executable} -I -c '{CALLED}' ", command)
+    told = subprocess.run(["sh", "-c", f"env {line}"], env=CLEAN, capture_output=True, check=True).stdout
+    arguments, variables = json.loads(told)
+    return processes.start(*arguments, cwd=cwd, **variables)
+
+
+def results(started: list[Started]) -> list[str]:
     """What each printed; all must have ended well."""
     printed = []
     for process in started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from fleet.nn import expand as expanding
 from fleet.nn.expand import Bags, expand, pool
 from fleet.nn.handle import Found
+from fleet.numeric.ids import Summed, accumulate_apart, accumulate_each
 
 ROWS, DIM = 7, 3
 FLAT = torch.tensor([2, 0, 2, 6, 2, 5, 0, 1])
@@ -41,7 +43,7 @@ def found_in(leaf: torch.Tensor, inverse: torch.Tensor) -> Found:
 
 
 def expanded(leaf: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    return expand(found_in(leaf, inverse))
+    return expand([found_in(leaf, inverse)])[0]
 
 
 def ours_of(leaf: torch.Tensor, *, inverse: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -56,7 +58,11 @@ def gradient(out: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 2), (0,), (0, 3), ()])
-def test_expanding_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("large", [0, 100])
+def test_expanding_is_torchs(
+    large: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expanding, "LARGE", large)
     inverse = FLAT[: torch.Size(shape).numel()].reshape(shape)
     ours, theirs = rows(dtype), rows(dtype)
     got, expected = expanded(ours, inverse), F.embedding(inverse, theirs)
@@ -64,7 +70,9 @@ def test_expanding_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None
     assert torch.equal(gradient(got, ours), gradient(expected, theirs))
 
 
-def test_gradients_that_are_no_matrix_in_memory() -> None:
+@pytest.mark.parametrize("large", [0, 100])
+def test_gradients_that_are_no_matrix_in_memory(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanding, "LARGE", large)
     inverse = FLAT.view(4, 2)
     random = torch.rand(100).double()
     for grad in (
@@ -85,11 +93,23 @@ def test_gradients_that_are_no_matrix_in_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2), (1, 8), (0, 3)])
 @pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.parametrize("large", [0, 100])
 def test_rows_beside_other_features(
-    before: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    large: int, before: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shape[0] > 1:
-        monkeypatch.setattr(expanding, "accumulate", None)  # which wants a copy without what is between
+    added: list[int] = []
+
+    def adding(tables: Sequence[Summed], dim: int, kind: Any) -> None:
+        added.extend(each.apart for each in tables)
+        accumulate_each(tables, dim, kind)
+
+    def adding_apart(places: Any, grads: Any, together: int, apart: int, total: Any) -> None:
+        added.append(apart)
+        accumulate_apart(places, grads, together, apart, total)
+
+    monkeypatch.setattr(expanding, "LARGE", large)
+    monkeypatch.setattr(expanding, "accumulate_each", adding)
+    monkeypatch.setattr(expanding, "accumulate_apart", adding_apart)
     inverse = FLAT[: torch.Size(shape).numel()].reshape(shape)
 
     def wide(out: torch.Tensor) -> torch.Tensor:
@@ -98,6 +118,7 @@ def test_rows_beside_other_features(
     ours, theirs = rows(dtype), rows(dtype)
     got, expected = gradient(wide(expanded(ours, inverse)), ours), gradient(wide(F.embedding(inverse, theirs)), theirs)
     assert torch.equal(got, expected)
+    assert (added and all(added)) or shape[0] <= 1, "a copy was made without what is between"
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -43,7 +43,7 @@ class Moment:
         self.rows.update(zip(ids.tolist(), weights[:, 0].tolist(), strict=True))
 
     def end(self) -> Rows:
-        ids, columns = self.table.rows_at(self.table.of_epochs(np.arange(len(self.table)), 0, self.view.until))
+        ids, columns = self.table.rows_of(np.arange(len(self.table)), 0, self.view.until)
         self._add(ids, columns[WEIGHT])
         self.view.end()
         return self.rows

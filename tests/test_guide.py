@@ -30,7 +30,7 @@ def test_a_stranger_follows_the_guide(processes: Processes, tmp_path: Path) -> N
     # At the same time what does not need each other.
     for commands in ((plain, alone), (durable,), (listing,), (relaxed, scores)):
         replace = "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[1]])"
-        shells = [processes.start("-c", replace, command, cwd=tmp_path, PATH=path) for command in commands]
+        shells = [processes.python("-c", replace, command, cwd=tmp_path, PATH=path) for command in commands]
         for command, shell in zip(commands, shells, strict=True):
             code, out, err = ended(shell, 200)
             assert code == 0, f"{command}: {err}"

@@ -339,7 +339,7 @@ def test_an_answer_that_cannot_be_made_concerns_who_asked(monkeypatch: pytest.Mo
     ask, service = member_and_other()
     pull = {"pull": pb.Pull(tables=[0], training=[True])}
     with monkeypatch.context() as patch:
-        patch.setattr(Shard, "read", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
+        patch.setattr(Shard, "read", lambda *_, **__: (_ for _ in ()).throw(MemoryError("none left")))
         with pytest.raises(FleetError, match=r"could not make an answer.*none left"):
             ask(1, pull, [WireTensor.of(np.arange(3))])
     assert service.failure is None

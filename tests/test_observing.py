@@ -26,6 +26,7 @@ from harness import PATIENT, Job, run_job, until
 from patience import PATIENCE_S
 from small_job import STRATEGIES, join, train
 
+import fleet.nn
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ObservingSettings, ProcessSettings, SecuritySettings
@@ -47,8 +48,8 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.telemetry.cause import Cause, claim
 from fleet.telemetry.diagnosis import diagnose
-from fleet.telemetry.figures import SERVER, WORKER, Figure, rate
-from fleet.telemetry.live_table import HEADS, cells, plain, rich_table, title, with_heads
+from fleet.telemetry.figures import SERVER, TABLE, WORKER, Figure, rate
+from fleet.telemetry.live_table import HEADS, TABLE_HEADS, cells, plain, rich_table, rich_tables, title, with_heads
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.prometheus import BESIDE
 from fleet.telemetry.record import (
@@ -62,7 +63,7 @@ from fleet.telemetry.record import (
     view_of,
 )
 from fleet.telemetry.tensorboard import scalars
-from fleet.telemetry.view import History, Row, Speed, View, WorkerView, held_up, rows, seen, total_speed
+from fleet.telemetry.view import History, Row, Speed, View, WorkerView, held_up, rows, seen, table_rows, total_speed
 from fleet.telemetry.worker_figures import MOST_REPORTED
 
 BEATING = {**PATIENT, "FLEET_HEARTBEAT_S": "0.02"}
@@ -209,7 +210,8 @@ def test_a_server_tells_a_stranger_who_waits_for_whom() -> None:
     assert seen["mode"] == "sync"
     assert seen["figures"]["version"] == 1
     assert seen["figures"]["parked"] == 1
-    assert seen["tables"]["closed.weight"][0] == 30
+    told_of = seen["tables"]["closed.weight"]
+    assert (told_of["rows"], told_of["in_memory"], told_of["on_disk"]) == (30, 30, 0)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +409,84 @@ def test_rows_of_a_picture() -> None:
     table = plain([first, away]).splitlines()
     assert len({line.index("memory") for line in table if "memory" in line}) == 1
     assert [line.split()[:2] for line in table[1:]] == [["worker", "0"], ["server", "1"]]
+
+
+def table(asked: int = 0, read: int = 0, **of: int) -> dict[str, int]:
+    """What a server tells of a table, of which a fifth is in memory if it has files."""
+    rows = {"rows": 1000, "in_memory": 200, "on_disk": 800, "bytes": 20_000, "disk_bytes": 100_000}
+    return {**rows, "asked_rows": asked, "read_rows": read, "read_bytes": 100 * read, "written_bytes": 10 * read, **of}
+
+
+def holding(at: float, *tables: dict[str, int]) -> View:
+    """Servers that have been up for so long, at ten updates a second, and their parts of a table."""
+    return seen(
+        at,
+        {
+            f"server {index}": {**status(uptime_seconds=at, updates=10 * at), "tables": {"t": part}}
+            for index, part in enumerate(tables)
+        },
+        {},
+    )
+
+
+def test_a_table_is_summed_over_its_servers() -> None:
+    before, now = holding(1.0, table(100, 50), table(0, 0)), holding(3.0, table(400, 150), table(100, 0))
+    (shown,) = table_rows(before, now)
+    assert (shown.figures["rows"], shown.figures["on_disk"], shown.figures["disk_bytes"]) == (2000, 1600, 200_000)
+    assert shown.hit_rate == 0.75, "100 of 400, whichever server they lie on"
+    assert (shown.a_step("asked_rows"), shown.a_step("read_bytes")) == (20, 500)
+    lines = plain([], [shown]).splitlines()
+    assert lines[-2].split() == " ".join(TABLE_HEADS).split()
+    shown_row = ["t", "2,000", "400", "1,600", "40", "kB", "200", "kB", "75.0%", "500", "B", "50", "B", "0", "0", "0"]
+    assert lines[-1].split() == shown_row
+
+
+def test_a_table_counts_anew_when_its_server_has_started_again() -> None:
+    (shown,) = table_rows(holding(9.0, table(1000, 900)), holding(2.0, table(100, 20)))
+    assert shown.hit_rate == 0.8
+    assert shown.a_step("asked_rows") == 5
+
+
+def test_a_table_in_memory_has_all_hits() -> None:
+    (shown,) = table_rows(View(0.0), holding(2.0, {"rows": 7, "bytes": 700, "in_memory": 7, "on_disk": 0}))
+    assert (shown.hit_rate, shown.figures["read_bytes"]) == (1.0, 0)
+
+
+def test_tables_are_shown_below_processes_where_there_is_room() -> None:
+    from rich.console import Console
+
+    shown = table_rows(View(0.0), holding(2.0, table(100, 20)))
+
+    def text(height: int) -> str:
+        console = Console(width=120, height=height, file=io.StringIO())
+        console.print(rich_tables([Row("worker 0")], shown, 120, height))
+        drawn: str = console.file.getvalue()
+        assert len(drawn.splitlines()) <= height
+        return drawn
+
+    assert "80.0%" in text(10)
+    assert "80.0%" not in text(6)
+
+
+def test_a_job_with_a_memory_budget_tells_where_its_rows_are(tmp_path: Path) -> None:
+    rows_in_all = 20_000
+
+    def body(fleet_: Fleet, index: int) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({"emb": fleet.nn.Embedding(None, 32)})
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        fleet_.init_worker()
+        for ids in (*torch.arange(rows_in_all).split(2000), torch.arange(100)):
+            optimizer.minimize(model["emb"](ids).sum())
+        return fleet_.summary()["tables"]["emb.weight"]
+
+    tiered = {"FLEET_TABLE_MEMORY_MB": "1", "FLEET_TABLE_DIR": str(tmp_path)}
+    (share,) = run_job(body, 1, 2, environ={**PATIENT, **tiered})
+    assert {*TABLE, "hit_rate"} == {*share}
+    assert share["rows"] == rows_in_all == share["in_memory"] + share["on_disk"]
+    assert share["on_disk"] > 0
+    assert share["written_bytes"] > 0
+    assert 100 <= share["read_rows"] < share["asked_rows"]
+    assert share["hit_rate"] == 1 - share["read_rows"] / share["asked_rows"]
 
 
 def test_what_is_old_is_said_to_be() -> None:
@@ -917,6 +997,18 @@ def views(
         return seen(at, {**servers}, own)
 
     return view(10.0), view(20.0)
+
+
+def test_the_doctor_says_that_memory_is_too_small_for_a_table() -> None:
+    text = " ".join(diagnose(holding(10.0, table(1000, 0)), holding(20.0, table(2000, 430))))
+    assert "'t' has 200 of its 1,000 rows in memory, and 43% of the 10 it is asked for a step" in text
+    assert "FLEET_TABLE_MEMORY_MB" in text
+
+
+@pytest.mark.parametrize("read", [0, 100])
+def test_the_doctor_does_not_mind_a_few_rows_that_are_read(read: int) -> None:
+    text = " ".join(diagnose(holding(10.0, table(1000, 900)), holding(20.0, table(2000, 900 + read))))
+    assert "FLEET_TABLE_MEMORY_MB" not in text, "what was read before does not count"
 
 
 SLOW = {"waits_for": {}, "spends": {"push_seconds": 0.1, "cpu_seconds": 0.9}}

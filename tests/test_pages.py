@@ -98,6 +98,8 @@ loss_of = lambda batch: model(batch["x"]).mean()
 model = torch.nn.Sequential(torch.nn.Embedding(9, 4))
 adam = torch.optim.Adam(model.parameters())
 """,
+        "",
+        "",
         "fleet.init()",
         "users, items = x, x",
         """

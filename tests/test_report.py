@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -133,6 +134,27 @@ def test_the_page_holds_the_run() -> None:
     assert "mode" not in story.sentences[0]
     assert "2 workers" in read.text or "1 worker" in read.text
     assert story.waited == {0: {1: 0.25 * 29}, 1: {}}
+
+
+def test_the_page_shows_tables_that_lie_partly_in_files() -> None:
+    def of_table(second: int) -> dict[str, int]:
+        figures = {"rows": 1000, "in_memory": 200, "on_disk": 800, "bytes": 20_000, "disk_bytes": 100_000}
+        grown = {"asked_rows": 100, "read_rows": 25, "read_bytes": 10**6, "written_bytes": 10**6}
+        return {**figures, **{name: by * second for name, by in grown.items()}}
+
+    lines = []
+    for line in run(10):
+        second = int(line.at - 1e9)
+        if line.kind == "server":
+            figures = {**line.told["figures"], "updates": 4 * second}
+            line = replace(line, told={**line.told, "figures": figures, "tables": {"t": of_table(second)}})
+        lines.append(line)
+    read = Reader(page(story_of(lines), "logs"))
+    hits, moved = read.charts()[-2:]
+    assert hits["curves"]["t"][5] == 75.0
+    assert moved["curves"]["t"][5] == 0.5
+    assert "Tables, over the whole run" in read.text
+    assert "75.0%" in read.text
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

@@ -358,7 +358,7 @@ def test_where_the_segments_end_makes_no_difference(rule: str) -> None:
         for each in tables:
             each.apply(touched, grads, options, step)
             each.add(touched[:50], grads[:50])
-    few, one = (each.export(3, 150) for each in tables)
+    few, one = (each.scan(3, 147)[0] for each in tables)
     assert np.array_equal(few[0], one[0])
     assert all(np.array_equal(few[1][name], one[1][name]) for name in one[1])
 
@@ -393,7 +393,7 @@ def test_an_exported_table_goes_on_where_it_stopped(rule: str, options: dict[str
     everything = np.random.default_rng(0).integers(INT64.min, INT64.max, 500)
     one.apply(everything, np.linspace(-1, 1, 1500).reshape(500, 3), options, 1)
     for start in range(0, len(one), 200):
-        keys, columns = one.export(start, start + 200)
+        keys, columns = one.scan(start, 200)[0]
         other.load(keys[::-1], {name: values[::-1] for name, values in columns.items()})
     for each in (one, other):
         each.apply(everything[100:], np.full((400, 3), 0.3), options, 2)
@@ -406,7 +406,7 @@ def test_an_exported_table_goes_on_where_it_stopped(rule: str, options: dict[str
 def test_an_export_is_a_copy() -> None:
     one = table()
     one.apply(ids(1), ones(1), {"lr": 0.0}, 1)
-    keys, columns = one.export(0, 99)
+    keys, columns = one.export()
     keys[:], columns["weight"][:] = 5, 5
     assert np.array_equal(one.read(ids(1), True), table().read(ids(1), True))
 

@@ -306,10 +306,26 @@ class ProcessSettings:
         "when that is written to the disk itself: `always`, before anything is acknowledged; `interval`, once a "
         "second; `os`, when the system pleases",
     )
+    table_memory_bytes: int | None = setting(
+        *("FLEET_TABLE_MEMORY_MB", MEBIBYTES, None, _SERVERS),
+        "the memory that all rows of a server may take; the others lie in files "
+        "([how](embeddings.md#tables-larger-than-memory))",
+        default_in_words="as much as they need",
+    )
+    table_dir: str = setting(
+        *("FLEET_TABLE_DIR", PATH, "", _SERVERS),
+        "the directory of these files, on a local disk; servers of one host may share it",
+        default_in_words="the system's temporary directory",
+    )
     whole_table_bytes: int = setting(
         *("FLEET_WHOLE_TABLE_MB", MEBIBYTES, 256 << 20, _WORKERS),
         "the largest table of which a worker holds all rows, where a script uses its `weight` as a whole "
         "([when](embeddings.md#weight-as-a-whole))",
+    )
+    evict_every: int = setting(
+        *("FLEET_EVICT_EVERY", whole(), 1000, _WORKERS),
+        "after how many steps of a table rows leave it again, where it has rules for that "
+        "([more](embeddings.md#rows-that-come-and-leave)); all workers have to say the same",
     )
     job_id: str = setting(
         *("FLEET_JOB_ID", TEXT, "", _ALL),

@@ -34,6 +34,8 @@ def remarks(environ: Mapping[str, str]) -> list[str]:
             said.append(f"the environment variable {name} has nothing to act on here (docs/environment.md says why)")
         elif name.startswith(("FLEET_", "FLAGS_rpc_", "FLAGS_communicator_")) and name not in KNOWN:
             said.append(_unknown(name, nearest(name, KNOWN)))
+        elif name == "FLEET_TABLE_DIR" and not environ.get("FLEET_TABLE_MEMORY_MB", "").strip():
+            said.append(f"the environment variable {name} has no effect without FLEET_TABLE_MEMORY_MB")
         elif not name.startswith("PADDLE_") and not _is_service_link(name, environ[name]):
             meant = misspelt(name, KNOWN | ROLE_VARIABLES)
             said += [] if meant is None else [_unknown(name, meant)]

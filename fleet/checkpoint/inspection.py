@@ -16,11 +16,23 @@ import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import STATE, VALUE, joined
-from fleet.checkpoint.manifest import BUFFERS, DENSE, STATES, TABLE, Checkpoint, Manifest, chain, lacking_tables, read
-from fleet.checkpoint.pieces import PieceFile
+from fleet.checkpoint.manifest import (
+    BUFFERS,
+    COUNTS,
+    DENSE,
+    STATES,
+    TABLE,
+    Checkpoint,
+    Manifest,
+    chain,
+    lacking_tables,
+    read,
+)
+from fleet.checkpoint.pieces import REMOVED, PieceFile
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.state import Bytes, decoded, shares_of, values
 from fleet.errors import CheckpointError
+from fleet.plan.life import PREFIX
 from fleet.plan.specs import JobSpec, ParamSpec, TableSpec
 
 Array = np.ndarray[Any, Any]
@@ -113,14 +125,17 @@ class Rows:
         self._checkpoint = checkpoint
         self._files = [each for each in checkpoint.files(TABLE) if each[1].about[TABLE] == spec.name]
         saved: list[Array] = [np.empty(0, np.int64)]
+        gone: list[Array] = [np.empty(0, bool)]
         for about, ids, columns in self._pieces():
             self.step = max(self.step, about["step"])
             self.widths |= {name: values.shape[1] for name, values in columns.items()}
             saved.append(ids)
+            gone.append(np.full(len(ids), REMOVED in about))
         every = np.concatenate(saved)
         order = np.argsort(every, kind="stable")
         every = every[order]
         is_last = np.append(every[1:] != every[:-1], True)[: len(every)]
+        is_last &= ~np.concatenate(gone)[order]
         #: distinct and sorted
         self.ids = every[is_last]
         #: for each row as it was saved, one after the other, where its id stands in ``ids``; -1 if it came again
@@ -146,7 +161,8 @@ class Rows:
     def _pieces(self) -> Iterator[tuple[dict[str, Any], Array, dict[str, Array]]]:
         for place, piece in self._files:
             ids, *columns = (tensor.numpy() for tensor in _checked(place, piece, self._checkpoint))
-            yield piece.about, ids, dict(zip(piece.about["columns"], columns, strict=True))
+            named = zip(piece.about["columns"], columns, strict=True)
+            yield piece.about, ids, {name: values for name, values in named if not name.startswith(PREFIX)}
 
 
 def scratch(path: Path, shape: tuple[int, ...], dtype: str) -> Array:
@@ -232,6 +248,10 @@ def _fault(piece: PieceFile, tensors: Sequence[torch.Tensor], spec: JobSpec) -> 
     try:
         if DENSE in piece.about:
             return _dense_fault(piece.about[DENSE], tensors, {each.name: each for each in spec.params})
+        if COUNTS in piece.about:
+            return _counts_fault(piece.tensors, tensors)
+        if REMOVED in piece.about:
+            return _removed_fault(tensors)
         if TABLE in piece.about:
             return _rows_fault(piece.about, tensors, {each.name: each for each in spec.tables})
         if STATES in piece.about:
@@ -263,6 +283,19 @@ def _dense_fault(
     return ""
 
 
+def _counts_fault(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+    if list(names) == ["cells"]:
+        return "" if tensors[0].dim() == 2 and tensors[0].dtype == torch.uint8 else "its cells are no bytes"
+    ids, counts = tensors
+    fits = ids.dtype == torch.int64 and ids.dim() == 1 and counts.shape == ids.shape
+    return "" if list(names) == ["ids", "counts"] and fits else "it does not have a count for each id"
+
+
+def _removed_fault(tensors: Sequence[torch.Tensor]) -> str:
+    (ids,) = tensors
+    return "" if ids.dtype == torch.int64 and ids.dim() == 1 else "the ids that are gone are no int64 numbers"
+
+
 def _rows_fault(about: Mapping[str, Any], tensors: Sequence[torch.Tensor], specs: Mapping[str, TableSpec]) -> str:
     ids, *columns = tensors
     spec = specs.get(about[TABLE])
@@ -276,6 +309,8 @@ def _rows_fault(about: Mapping[str, Any], tensors: Sequence[torch.Tensor], specs
         return f"the rows of {spec.name!r} lack their weights, or the step"
     for name, column in zip(about["columns"], columns, strict=True):
         width = spec.dim if name == WEIGHT else column.shape[-1]
+        if name.startswith(PREFIX) and column.shape == (len(ids), 1):
+            continue
         if column.shape != (len(ids), width) or str(column.dtype) != f"torch.{spec.dtype}":
             return (
                 f"{name} of {spec.name!r} is {column.dtype} {tuple(column.shape)}, not {spec.dtype} {(len(ids), width)}"

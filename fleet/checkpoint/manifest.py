@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fleet.base.checksum import crc32
-from fleet.checkpoint.pieces import PieceFile, decoded
+from fleet.checkpoint.pieces import PieceFile, decoded, rows_in_order
 from fleet.checkpoint.places import Place, place_at, referred
 from fleet.errors import CheckpointError, ProtocolError
 from fleet.plan.specs import JobSpec
@@ -38,9 +38,9 @@ _GO_BACK = (
 #: So many pieces are read and verified while one is worked on: one waits for the disk while another is summed up.
 _READERS = 2
 
-#: Kinds of pieces: parameters with their optimizer's state, rows of a table, buffers of a model, and the states of
-#: workers' own objects.
-DENSE, TABLE, BUFFERS, STATES = "dense", "table", "buffers", "states"
+#: Kinds of pieces: parameters with their optimizer's state, rows of a table, what is counted of ids that have no row,
+#: buffers of a model, and the states of workers' own objects.
+DENSE, TABLE, COUNTS, BUFFERS, STATES = "dense", "table", "counts", "buffers", "states"
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,13 @@ def _check_entries(entries: object) -> None:
             raise CheckpointError(_IMPOSSIBLE, expected="elementwise or not", got=repr(entry["elementwise"])[:80])
 
 
+def _check_counts(about: Mapping[str, Any]) -> None:
+    _text(about, COUNTS)
+    _text(about, "of")
+    for name in ("start", "server", "servers", *(("bits", "blocks", "counted") if "bits" in about else ())):
+        _number(about, name, _MOST_STEPS)
+
+
 def _check_states(about: Mapping[str, Any], tensors: int) -> None:
     workers, steps = about[STATES], about["steps"]
     if not isinstance(workers, list) or not isinstance(steps, list) or not len(workers) == len(steps) == tensors:
@@ -172,6 +179,8 @@ def _piece(raw: dict[str, Any]) -> PieceFile:
         _check_rows(piece.about, len(piece.tensors))
     if DENSE in piece.about:
         _check_entries(piece.about[DENSE])
+    if COUNTS in piece.about:
+        _check_counts(piece.about)
     if STATES in piece.about:
         _check_states(piece.about, len(piece.tensors))
     return piece
@@ -326,7 +335,8 @@ class Checkpoint:
         """Return the pieces of a kind, in the order in which they are to be taken. Rows come from all checkpoints of
         the lineage, later ones over earlier ones; the rest is whole in the last one."""
         sources = self.lineage() if kind == TABLE else [self]
-        return [(each.place, piece) for each in sources for piece in each.manifest.pieces if kind in piece.about]
+        found = [(each.place, [piece for piece in each.manifest.pieces if kind in piece.about]) for each in sources]
+        return [(place, piece) for place, pieces in found for piece in rows_in_order(pieces)]
 
     def pieces(self, kind: str, *, once: bool = False) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """Yield what the pieces of a kind are, and their tensors, each read and verified; use them before asking for

@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,9 @@ from fleet.errors import CheckpointError
 PIECE_BYTES = 16 << 20
 #: So many are on their way to the disk while the next one is made: one is written while another waits for the disk.
 _WRITERS = 2
+
+#: Where this stands in what a piece of rows says of itself, it names rows that are gone.
+REMOVED = "removed"
 
 #: What safetensors calls the element types that a checkpoint may hold.
 NAMES = {
@@ -63,6 +67,15 @@ class PieceFile:
     def from_json(cls, raw: Mapping[str, Any]) -> PieceFile:
         """Return a piece file from JSON, which has no tuples."""
         return cls(**{**raw, "tensors": tuple(raw["tensors"])})
+
+
+def rows_in_order(files: Iterable[PieceFile]) -> list[PieceFile]:
+    """Return files of rows in the order in which they are to be taken: what one save has removed comes before what it
+    has. Every save has a folder of its own, and its files may be in any order."""
+    folders: dict[PurePosixPath, list[PieceFile]] = {}
+    for file in files:
+        folders.setdefault(PurePosixPath(file.file).parent, []).append(file)
+    return [file for each in folders.values() for file in sorted(each, key=lambda file: REMOVED not in file.about)]
 
 
 def encoded(tensors: Tensors) -> list[Buffer]:

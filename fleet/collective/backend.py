@@ -192,6 +192,13 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
             todo="Give state= to fleet.Checkpoints, and start the whole job again from its last checkpoint.",
         )
 
+    def shrink(self) -> NoReturn:
+        self._running_worker("shrink()")
+        raise UnsupportedError(
+            "shrink() lets rows leave tables, and a collective job has no servers to hold any",
+            todo="Leave it out, or start a parameter-server job.",
+        )
+
     def load_state(self, state: object) -> bool:
         return object_states.load(self._running_worker("load_state()"), state)
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from fleet.errors import UnsupportedError
+from fleet.nn.embedding import is_remote, refuse_idle_rules
+from fleet.nn.table_weight import TableWeight
 
 
 def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
@@ -17,8 +19,9 @@ def refuse_untrainable(optimizers: Sequence[torch.optim.Optimizer], model: torch
                 todo="Take one that goes by gradients alone, such as torch.optim.Adam, or train in one process.",
             )
     for name, module in [] if model is None else model.named_modules():
+        refuse_idle_rules(module, name)
         is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-        if is_table or "_handle" in module.__dict__:
+        if is_table or (is_remote(module) and isinstance(module.weight, TableWeight)):
             raise UnsupportedError(
                 f"{name!r} is a sparse table, and a collective job has no servers to hold it",
                 todo="Use torch.nn.Embedding(sparse=False), or a parameter-server job.",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fleet.numeric.jit import Array, Ids, Rows
@@ -94,7 +94,7 @@ def named(options: Mapping[str, Any], *names: str) -> tuple[str, ...]:
     return tuple(f"{name}={options[name]}" for name in names if options[name] != 0)
 
 
-def scalars(dtype: npt.DTypeLike, *numbers: float) -> list[Any]:
+@lru_cache(1 << 8)  # a step asks for the same once a table
+def scalars(dtype: np.dtype[Any], *numbers: float) -> tuple[Any, ...]:
     """Return numbers in the element type of the table: torch, too, computes them in double and rounds them once."""
-    kind: Any = np.dtype(dtype).type
-    return [kind(number) for number in numbers]
+    return tuple(dtype.type(number) for number in numbers)

@@ -5,21 +5,31 @@ They follow ``torch.nn``; what is different is that rows come into being when th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from fleet.base import checks
-from fleet.errors import ConfigurationError, UnsupportedError
-from fleet.nn.expand import Bags, expand, pool
-from fleet.nn.handle import Asking, Found, TableHandle, handle_in, handle_of, look_up, padding_index
+from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.nn.expand import Bags, embedded, found_for, pool
+from fleet.nn.handle import Found, TableHandle, Wanted, handle_in, handle_of, padding_index
 from fleet.nn.table_weight import TableWeight
+from fleet.plan.life import Admission, Eviction, goes_by_weight, rules_of
 from fleet.plan.specs import Initializer
+
+#: What may be given as ``evict=``.
+Evictions = Eviction | Sequence[Eviction] | None
 
 
 def _remote_weight(
-    num_embeddings: int | None, embedding_dim: int, initializer: str | None, padding_idx: int | None
+    num_embeddings: int | None,
+    embedding_dim: int,
+    initializer: str | None,
+    padding_idx: int | None,
+    admit: Admission | None,
+    evict: tuple[Eviction, ...],
 ) -> torch.nn.Parameter:
     for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
         optional = name == "num_embeddings" and value is None
@@ -27,29 +37,81 @@ def _remote_weight(
             raise ConfigurationError(f"{name} must be positive", got=value)
     padding = padding_index(padding_idx, num_embeddings)
     weight = torch.nn.Parameter(torch.empty(0, embedding_dim))
-    TableHandle(weight, num_embeddings, embedding_dim, Initializer.parse(initializer), padding_idx=padding)
+    TableHandle(
+        weight,
+        num_embeddings,
+        embedding_dim,
+        Initializer.parse(initializer),
+        padding_idx=padding,
+        admit=admit,
+        evict=evict,
+    )
     return weight
 
 
-def asking(module: Any, ids: torch.Tensor) -> Asking | None:
+def asking(module: Any, ids: torch.Tensor, weights: torch.Tensor | None = None) -> Wanted | None:
     """Return what the forward of a remote embedding asks for; None if its weight is a plain one, for which torch's
     forward is meant."""
     weight = module.weight
+    if weights is not None:
+        _check_weights(module, ids, weights)
     if not isinstance(weight, TableWeight):
         return None
-    return Asking(handle_in(weight), ids, module.training, module.padding_idx)
+    handle = handle_in(weight)
+    if isinstance(module, Embedding | EmbeddingBag) and (module.admit, module.evict) != (handle.admit, handle.evict):
+        raise ConfigurationError(
+            f"a module that uses the table {handle.name!r} has other rules for its rows than the table",
+            where=f"{type(module).__name__}({module.extra_repr()})",
+            expected=_said(handle.admit, handle.evict) or "none",
+            got=_said(module.admit, module.evict) or "none",
+            todo="Give the same admit= and evict= to all modules that share a weight.",
+        )
+    return Wanted(handle, ids, module.training, module.padding_idx, isinstance(module, EMBEDDINGS), weights)
 
 
-def _rows(module: Any, ids: torch.Tensor) -> Found | None:
-    asked = asking(module, ids)
+def _check_weights(module: Any, ids: torch.Tensor, weights: object) -> None:
+    """Refuse weights of look-ups that do not fit, or that nothing would go by."""
+    if not isinstance(weights, torch.Tensor) or weights.dtype is torch.bool or weights.is_complex():
+        got = getattr(weights, "dtype", type(weights).__name__)
+        raise ArgumentTypeError("weights= needs a tensor of numbers, one for each id", got=got)
+    if weights.shape != ids.shape:
+        raise ConfigurationError(
+            "weights= does not fit the ids", expected=f"shape {tuple(ids.shape)}", got=f"shape {tuple(weights.shape)}"
+        )
+    if not goes_by_weight(getattr(module, "admit", None), getattr(module, "evict", ())):
+        raise ConfigurationError(
+            "weights= was given to an embedding whose rules do not go by weights",
+            where=f"{type(module).__name__}({module.extra_repr()})",
+            expected='admit=fleet.nn.CountFilter(n, of="weight") or evict=fleet.nn.MaxRows(n, by="weight")',
+            todo="Leave weights= out, or give the embedding such a rule. What scales rows in a sum is "
+            "per_sample_weights= of an EmbeddingBag.",
+        )
+
+
+def _said(admit: Admission | None, evict: tuple[Eviction, ...]) -> str:
+    """Return rules as arguments."""
+    said = [] if admit is None else [f"admit={admit}"]
+    if evict:
+        said.append(f"evict={list(evict) if len(evict) > 1 else evict[0]}")
+    return ", ".join(said)
+
+
+def _asked(module: Any, ids: torch.Tensor, weights: torch.Tensor | None = None) -> Wanted | None:
+    """Return the same, unless torch's own functions are to see all the values; refuse what a table cannot do."""
+    asked = asking(module, ids, weights)
     if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         _refuse_hollow(module, "traced or exported")
     if asked is None:
         return None
     check_options(module, asked.handle.name)
     if torch._C._are_functorch_transforms_active():
+        if weights is not None:
+            raise UnsupportedError(
+                f"weights= of the table {asked.handle.name!r} cannot be counted inside a transform of torch.func",
+                todo="Look the rows up outside of it.",
+            )
         return None  # they follow what torch's own functions do with all the values
-    return look_up([asked])[0]
+    return asked
 
 
 def _refuse_hollow(module: Any, what: str) -> None:
@@ -66,7 +128,8 @@ def _refuse_hollow(module: Any, what: str) -> None:
 def _sizes(module: Any) -> str:
     size = "any id" if module.num_embeddings is None else module.num_embeddings
     padding = "" if module.padding_idx is None else f", padding_idx={module.padding_idx}"
-    return f"{size}, {module.embedding_dim}{padding}"
+    rules = _said(module.admit, module.evict)
+    return f"{size}, {module.embedding_dim}{padding}{rules and ', '}{rules}"
 
 
 class _Remote(torch.nn.Module):
@@ -100,10 +163,16 @@ class Embedding(_Remote):
     ``num_embeddings=None`` takes any int64 id. ``initializer`` is ``"zeros"``, ``"constant(1.0)"``,
     ``"uniform(-0.01, 0.01)"``, ``"normal(0, 0.01)"``, or None for torch's own, ``normal(0, 1)``.
 
+    ``admit`` says which ids get a row (``fleet.nn.CountFilter``, ``Probability``), ``evict`` which rows leave again
+    (``Unused``, ``MaxRows``, ``SmallNorm``, or a list of them). Where a rule goes by weights, a forward takes them as
+    ``weights=``, one for each id; they say how much each look-up counts, and are 1 each unless given.
+
     Examples:
         >>> users = fleet.nn.Embedding(None, 8, initializer="uniform(-0.01, 0.01)")
         >>> users.weight.shape  # rows are on the servers
         torch.Size([0, 8])
+        >>> fleet.nn.Embedding(None, 8, admit=fleet.nn.CountFilter(3), evict=fleet.nn.Unused(steps=10_000))
+        Embedding(any id, 8, admit=CountFilter(3), evict=Unused(steps=10000))
         >>> model[0](torch.tensor([[2**40, -7]])).shape  # of a running job
         torch.Size([1, 2, 4])
     """
@@ -115,16 +184,19 @@ class Embedding(_Remote):
         *,
         padding_idx: int | None = None,
         initializer: str | None = None,
+        admit: Admission | None = None,
+        evict: Evictions = None,
     ) -> None:
         super().__init__()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx)
+        self.admit, self.evict = rules = rules_of(admit, evict)
+        self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx, *rules)
         self.padding_idx = padding_index(padding_idx, num_embeddings)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = _rows(self, ids)
-        return F.embedding(ids, self.weight, self.padding_idx) if found is None else expand(found)
+    def forward(self, ids: torch.Tensor, *, weights: torch.Tensor | None = None) -> torch.Tensor:
+        asked = _asked(self, ids, weights)
+        return F.embedding(ids, self.weight, self.padding_idx) if asked is None else embedded([asked])[0]
 
     def extra_repr(self) -> str:
         return _sizes(self)
@@ -132,6 +204,8 @@ class Embedding(_Remote):
 
 class EmbeddingBag(_Remote):
     """Sums up rows or takes their mean, as ``torch.nn.EmbeddingBag`` does: 2-D input, or 1-D input with ``offsets``.
+    ``admit``, ``evict`` and ``weights=`` are those of ``fleet.nn.Embedding``; ``weights`` change no sum, which is what
+    ``per_sample_weights`` does.
 
     Examples:
         >>> fleet.stop_worker()
@@ -152,6 +226,8 @@ class EmbeddingBag(_Remote):
         padding_idx: int | None = None,
         initializer: str | None = None,
         include_last_offset: bool = False,
+        admit: Admission | None = None,
+        evict: Evictions = None,
     ) -> None:
         super().__init__()
         if mode not in ("sum", "mean"):
@@ -160,7 +236,8 @@ class EmbeddingBag(_Remote):
         self.embedding_dim = embedding_dim
         self.mode = mode
         self.include_last_offset = include_last_offset
-        self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx)
+        self.admit, self.evict = rules = rules_of(admit, evict)
+        self.weight = _remote_weight(num_embeddings, embedding_dim, initializer, padding_idx, *rules)
         self.padding_idx = padding_index(padding_idx, num_embeddings)
 
     def forward(
@@ -168,9 +245,11 @@ class EmbeddingBag(_Remote):
         ids: torch.Tensor,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
+        *,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        found = _rows(self, ids)
-        if found is None:
+        asked = _asked(self, ids, weights)
+        if asked is None:
             options = {"mode": self.mode, "include_last_offset": self.include_last_offset}
             return F.embedding_bag(
                 ids,
@@ -180,7 +259,7 @@ class EmbeddingBag(_Remote):
                 padding_idx=self.padding_idx,
                 **options,  # type: ignore[arg-type]
             )
-        return _bag(self, found, offsets, per_sample_weights)
+        return _bag(self, found_for(asked), offsets, per_sample_weights)
 
     def extra_repr(self) -> str:
         return f"{_sizes(self)}, mode={self.mode!r}"
@@ -203,8 +282,8 @@ class _RemoteEmbedding(_Remote, torch.nn.Embedding):
     """Is a ``torch.nn.Embedding`` that went remote. Until its job is there it works on its own values."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = _rows(self, ids)
-        return super().forward(ids) if found is None else expand(found)
+        asked = _asked(self, ids)
+        return super().forward(ids) if asked is None else embedded([asked])[0]
 
 
 class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
@@ -216,10 +295,10 @@ class _RemoteEmbeddingBag(_Remote, torch.nn.EmbeddingBag):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        found = _rows(self, ids)
-        if found is None:
+        asked = _asked(self, ids)
+        if asked is None:
             return super().forward(ids, offsets, per_sample_weights)
-        return _bag(self, found, offsets, per_sample_weights)
+        return _bag(self, found_for(asked), offsets, per_sample_weights)
 
 
 _REMOTE: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -255,13 +334,27 @@ def check_remote(module: torch.nn.Module, name: str) -> None:
     check_options(module, name)
 
 
+def refuse_idle_rules(module: torch.nn.Module, name: str) -> None:
+    """Refuse to train a copy that was made in a running job, and holds all rows as an ordinary parameter does, where it
+    has rules for which rows there are."""
+    if not isinstance(module, Embedding | EmbeddingBag) or isinstance(module.weight, TableWeight):
+        return
+    if module.admit is not None or module.evict:
+        raise UnsupportedError(
+            f"{name!r} is a copy that holds all its rows, and has rules for which rows there are",
+            got=_said(module.admit, module.evict),
+            todo="Make a new module; fleet.load_persistables(dirname) gives it the rows of a checkpoint.",
+        )
+
+
 def check_options(module: Any, name: str) -> None:
     """Refuse what a remote table could not do, whenever it was asked for."""
-    if getattr(module, "max_norm", None) is not None:
+    options = vars(module)
+    if options.get("max_norm") is not None:
         option = "max_norm"
-    elif getattr(module, "scale_grad_by_freq", False):
+    elif options.get("scale_grad_by_freq"):
         option = "scale_grad_by_freq"
-    elif getattr(module, "mode", None) == "max":
+    elif options.get("mode") == "max":
         option = "mode='max'"
     else:
         return

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.nn.embedding import Embedding, asking
-from fleet.nn.expand import expand
-from fleet.nn.handle import Asking, look_up
+from fleet.nn.expand import embedded
+from fleet.nn.handle import Wanted
 
 
 class EmbeddingGroup(torch.nn.ModuleDict):
     """Maps a dict of ids to a dict of outputs, with an ``Embedding`` for each name, given as ``(num_embeddings,
-    embedding_dim)``. Ids may be given for some of the tables only. ``padding_idx`` and ``initializer`` hold for all
-    tables.
+    embedding_dim)``, or with a dict of its ``admit`` and ``evict`` behind these. Ids may be given for some of the
+    tables only, and a dict of ``weights=`` for some of these. ``padding_idx`` and ``initializer`` hold for all tables.
 
     Examples:
         >>> fleet.stop_worker()
@@ -26,11 +27,13 @@ class EmbeddingGroup(torch.nn.ModuleDict):
         >>> found = group({"user": torch.tensor([2**40, 3]), "item": torch.tensor([17])})
         >>> found["user"].shape, found["item"].shape
         (torch.Size([2, 16]), torch.Size([1, 8]))
+        >>> fleet.nn.EmbeddingGroup({"user": (None, 16, {"admit": fleet.nn.CountFilter(2)}), "item": (1000, 8)})["user"]
+        Embedding(any id, 16, admit=CountFilter(2))
     """
 
     def __init__(
         self,
-        tables: Mapping[str, tuple[int | None, int]],
+        tables: Mapping[str, tuple[int | None, int] | tuple[int | None, int, Mapping[str, Any]]],
         *,
         padding_idx: int | None = None,
         initializer: str | None = None,
@@ -47,21 +50,43 @@ class EmbeddingGroup(torch.nn.ModuleDict):
                     expected="text without a dot that is no attribute of torch.nn.ModuleDict",
                     got=repr(name),
                 )
-            if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+            if (
+                not isinstance(sizes, tuple | list)
+                or not 2 <= len(sizes) <= 3
+                or not isinstance(_rules(sizes), Mapping)
+            ):
                 raise ArgumentTypeError(
-                    f"table {name!r} is not described", expected="(num_embeddings, embedding_dim)", got=repr(sizes)
+                    f"table {name!r} is not described",
+                    expected="(num_embeddings, embedding_dim), or with a dict of admit and evict behind them",
+                    got=repr(sizes),
                 )
-            made[name] = Embedding(*sizes, padding_idx=padding_idx, initializer=initializer)
+            unknown = [each for each in _rules(sizes) if each not in ("admit", "evict")]
+            if unknown:
+                raise ConfigurationError(
+                    f"table {name!r} of a group has unknown options",
+                    expected="admit, evict",
+                    got=", ".join(map(repr, unknown)),
+                )
+            made[name] = Embedding(
+                sizes[0], sizes[1], padding_idx=padding_idx, initializer=initializer, **_rules(sizes)
+            )
         super().__init__(made)
 
-    def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        asked = self.asking(ids)
-        found = dict(zip(asked, look_up(list(asked.values())), strict=True))
-        return {name: expand(found[name]) if name in found else self[name](values) for name, values in ids.items()}
+    def forward(
+        self, ids: Mapping[str, torch.Tensor], *, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        asked = self.asking(ids, weights)
+        found = dict(zip(asked, embedded(list(asked.values())), strict=True))
+        return {name: found[name] if name in found else self[name](values) for name, values in ids.items()}
 
-    def asking(self, ids: Mapping[str, torch.Tensor]) -> dict[str, Asking]:
+    def asking(
+        self, ids: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Wanted]:
         if not isinstance(ids, Mapping):
             raise ArgumentTypeError("an EmbeddingGroup needs a dict of ids by table", got=type(ids).__name__)
+        weights = {} if weights is None else weights
+        if not isinstance(weights, Mapping):
+            raise ArgumentTypeError("an EmbeddingGroup needs a dict of weights by table", got=type(weights).__name__)
         unknown = [name for name in ids if name not in self]
         if unknown:
             raise ConfigurationError(
@@ -69,5 +94,17 @@ class EmbeddingGroup(torch.nn.ModuleDict):
                 expected=", ".join(self),
                 got=", ".join(map(repr, unknown)),
             )
-        asked = {name: asking(self[name], values) for name, values in ids.items()}
+        unknown = [name for name in weights if name not in ids]
+        if unknown:
+            raise ConfigurationError(
+                "weights for tables that are not looked up",
+                expected=", ".join(ids),
+                got=", ".join(map(repr, unknown)),
+            )
+        asked = {name: asking(self[name], values, weights.get(name)) for name, values in ids.items()}
         return {name: each for name, each in asked.items() if each is not None}
+
+
+def _rules(sizes: Any) -> Any:
+    """Return what stands behind the two numbers that describe a table."""
+    return sizes[2] if len(sizes) == 3 else {}

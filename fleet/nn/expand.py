@@ -3,21 +3,29 @@
 These are ``embedding`` and ``embedding_bag`` of ``torch.nn.functional``, except that torch adds up the gradient of
 many rows ten times slower than a plain loop (benchmarks/RESULTS.md). The loops add in the order of the ids, as torch
 does.
+
+Where many small tables are looked up, what Python does for each costs more than the rows. So those that are looked up
+together, or were foreseen to be in one forward, share a function of autograd and a loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fleet.nn.handle import Found
+from fleet.nn.handle import Found, Lookup, Wanted, look_up
 from fleet.numeric.compiler import uncompiled
-from fleet.numeric.ids import accumulate, accumulate_apart, accumulate_bags
+from fleet.numeric.ids import Summed, accumulate, accumulate_apart, accumulate_bags, accumulate_each
+
+#: From so many ids on a table is added up by itself.
+LARGE = 4096
 
 #: What compiled loops can add.
-_ADDED = (torch.float32, torch.float64)
+_NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class Bags(NamedTuple):
@@ -55,14 +63,87 @@ class Bags(NamedTuple):
 
 
 @uncompiled
-def expand(found: Found) -> torch.Tensor:
-    """``rows[inverse]``, with a gradient of rows for the weight."""
-    rows, inverse = found.rows, found.inverse
-    if not _is_ours(found):
-        return F.embedding(inverse, _differentiable(found))
+def embedded(wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+    """Look up rows of several tables of one job; return a row for each of their ids, with gradients for the weights."""
+    lookups = look_up(wanted)
+    if len(wanted) == 1 and (foreseen := lookups[0].foreseen) is not None:
+        taken = foreseen.take(wanted[0])
+        if taken is not None:
+            return [taken]
+    return expand([each.handle.found(lookup, each) for each, lookup in zip(wanted, lookups, strict=True)])
+
+
+@uncompiled
+def found_for(wanted: Wanted) -> Found:
+    """Look up rows of one table, of which bags are made."""
+    (lookup,) = look_up([wanted])
+    return wanted.handle.found(lookup, wanted)
+
+
+class ForeseenLookups:
+    """Expands what the look-ups of a forward will ask for, when the first of them comes."""
+
+    def __init__(self, wanted: Sequence[Wanted], lookup_of: Callable[[Wanted], Lookup]) -> None:
+        """``wanted`` names each table once."""
+        self._wanted = wanted
+        self._lookup_of = lookup_of
+        self._ready: dict[int, tuple[Wanted, torch.Tensor]] | None = None
+
+    def take(self, wanted: Wanted) -> torch.Tensor | None:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return None
+        if self._ready is None:
+            self._ready = self._expanded()
+        weight = wanted.handle.weight
+        foreseen, expanded = self._ready.pop(id(wanted.handle), (None, None))
+        with torch._C.DisableTorchFunctionSubclass():
+            is_as_foreseen = (
+                foreseen is not None
+                and expanded is not None
+                and foreseen.ids.shape == wanted.ids.shape
+                and foreseen.padding_idx == wanted.padding_idx
+                and wanted.expands
+                and wanted.ids.is_cpu
+                and weight.requires_grad
+                and weight.dtype is expanded.dtype
+            )
+        return expanded if is_as_foreseen else None
+
+    def _expanded(self) -> dict[int, tuple[Wanted, torch.Tensor]]:
+        found = [(each, each.handle.found(self._lookup_of(each), each)) for each in self._wanted]
+        ours = [(each, here) for each, here in found if _is_ours(here)]
+        expanded = expand([here for _, here in ours])
+        return {id(each.handle): (each, made) for (each, _), made in zip(ours, expanded, strict=True)}
+
+
+def expand(found: Sequence[Found]) -> list[torch.Tensor]:
+    """``rows[inverse]`` of several tables, with gradients of rows for their weights."""
+    expanded: dict[int, torch.Tensor] = {}
+    together: list[int] = []
+    for place, each in enumerate(found):
+        if not _is_ours(each):
+            expanded[place] = F.embedding(each.inverse, _differentiable(each))
+        elif each.weighed is not None or _has_hooks(each):
+            # The backward of a function for several tables is not told of which of them a gradient is asked for, and a
+            # look-up counts with its own alone.
+            (expanded[place],) = _expanded([each])
+        else:
+            together.append(place)
+    if together:
+        expanded.update(zip(together, _expanded([found[place] for place in together]), strict=True))
+    return [expanded[place] for place in range(len(found))]
+
+
+def _expanded(found: Sequence[Found]) -> tuple[torch.Tensor, ...]:
     with torch._C.DisableTorchFunctionSubclass():
-        expanded: torch.Tensor = _Expand.apply(found.weight, rows, inverse, found)  # type: ignore[no-untyped-call]
-    return expanded
+        made: tuple[torch.Tensor, ...] = _Expand.apply(found, *(each.weight for each in found))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _has_hooks(found: Found) -> bool:
+    """Say whether hooks see the gradient: of a table beside which others have one they would be given None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return found.weight is not None and bool(found.weight._backward_hooks)
 
 
 @uncompiled
@@ -77,7 +158,7 @@ def pool(found: Found, bags: Bags) -> torch.Tensor:
 
 
 def _is_ours(found: Found) -> bool:
-    return found.weight is not None and found.rows.is_cpu and found.rows.dtype in _ADDED
+    return found.weight is not None and found.rows.is_cpu and found.rows.dtype in _NUMPY
 
 
 def _differentiable(found: Found) -> torch.Tensor:
@@ -97,7 +178,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _of_weight(ctx, grad), None, None
+        return _gradient(ctx.found, ctx.like, grad), None, None
 
 
 class _Sparse(torch.autograd.Function):
@@ -120,48 +201,108 @@ class _Sparse(torch.autograd.Function):
         return total[places[: len(ctx.ids)]], None, None
 
 
-def _of_weight(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the weight, of which the padding row has none."""
-    ids, padding = ctx.found.ids, ctx.found.padding
-    rows = rows[: len(ids)]  # a bag may have had one more
+def _gradient(found: Found, like: tuple[torch.Size, torch.device], rows: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a weight, of which the padding row has none."""
+    if found.weighed is not None:
+        assert found.weight is not None, "only look-ups that are trained are weighed"
+        found.weighed.note(adds=_is_there(found.weight))
+    ids, padding = found.ids, found.padding
+    if len(rows) > len(ids):  # a bag may have had one more
+        rows = rows[: len(ids)]
     if padding is not None:
         ids = torch.cat([ids[:padding], ids[padding + 1 :]])
         rows = torch.cat([rows[:padding], rows[padding + 1 :]])
     if torch.is_grad_enabled():  # somebody differentiates the gradient
-        made: torch.Tensor = _Sparse.apply(rows, ids, ctx.like)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Sparse.apply(rows, ids, like)  # type: ignore[no-untyped-call]
         return made
-    return _sparse(rows, ids, ctx.like)
+    return _sparse(rows, ids, like)
+
+
+def _is_there(weight: torch.Tensor) -> bool:
+    """Say whether a weight has a gradient, to which another one is added."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = weight.grad
+        return grad is not None and (grad.layout is not torch.sparse_coo or grad._nnz() > 0)
 
 
 def _sparse(rows: torch.Tensor, ids: torch.Tensor, like: tuple[torch.Size, torch.device]) -> torch.Tensor:
     shape, device = like
+    if ids.device != device or rows.device != device:
+        ids, rows = ids.to(device), rows.to(device)
     # That every id is there once is not said: torch would take it for granted of sums of these, too.
-    return torch.sparse_coo_tensor(ids[None].to(device), rows.to(device), shape, check_invariants=False)
+    return torch.sparse_coo_tensor(ids[None], rows, shape, check_invariants=False)
 
 
 class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, rows: torch.Tensor, inverse: torch.Tensor, found: Found
-    ) -> torch.Tensor:
-        ctx.found, ctx.like = found, (weight.shape, weight.device)
-        return F.embedding(inverse, rows)
+    """Expands rows of several tables: what a function costs is then paid once."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        found = ctx.found
-        places, dim = found.inverse.reshape(-1), grad.shape[-1]
-        if torch.is_grad_enabled():
-            total = grad.new_zeros(len(found.ids), dim).index_add(0, places, grad.reshape(-1, dim))
-            return _of_weight(ctx, total), None, None, None
-        total = grad.new_zeros(len(found.ids), dim)
-        if _lies_in_blocks(grad):
-            size, apart = grad[0].numel(), grad.stride(0)
-            memory = grad.as_strided(((len(grad) - 1) * apart + size,), (1,))
-            accumulate_apart(places.numpy(), memory.numpy(), size // dim, apart, total.numpy())
-        else:
-            accumulate(places.numpy(), grad.reshape(-1, dim).contiguous().numpy(), total.numpy())
-        return _of_weight(ctx, total), None, None, None
+    def forward(ctx: Any, found: Sequence[Found], *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.found, ctx.like = found, [(weight.shape, weight.device) for weight in weights]
+        return tuple(torch.embedding(each.rows, each.inverse) for each in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = [grad if needs else None for grad, needs in zip(grads, ctx.needs_input_grad[1:], strict=True)]
+        totals = _added(ctx.found, needed)
+        return None, *(
+            None if total is None else _gradient(found, like, total)
+            for found, like, total in zip(ctx.found, ctx.like, totals, strict=True)
+        )
+
+
+def _added(found: Sequence[Found], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return for every table the sums of the gradients of each row; None where there are none."""
+    if torch.is_grad_enabled():
+        return [None if grad is None else _added_by_torch(each, grad) for each, grad in zip(found, grads, strict=True)]
+    totals: list[torch.Tensor | None] = []
+    kept: list[torch.Tensor] = []
+    alike: dict[tuple[int, torch.dtype], list[Summed]] = {}
+    for each, grad in zip(found, grads, strict=True):
+        if grad is None:
+            totals.append(None)
+            continue
+        dim = grad.shape[-1]
+        total = grad.new_zeros(len(each.ids), dim)
+        totals.append(total)
+        places = each.inverse
+        count = places.numel()
+        if not count or not dim:
+            continue
+        together, apart = count, 0
+        if not places.is_contiguous():
+            places = places.contiguous()
+        if not grad.is_contiguous():
+            if _lies_in_blocks(grad):
+                together, apart = count // grad.shape[0], grad.stride(0)
+            else:
+                grad = grad.contiguous()
+        if count >= LARGE:
+            _add_large(places, grad, together, apart, total)
+            continue
+        kept += (places, grad)
+        gap = apart * grad.element_size()
+        where = Summed(count, places.data_ptr(), grad.data_ptr(), together, gap, total.data_ptr())
+        alike.setdefault((dim, grad.dtype), []).append(where)
+    for (dim, dtype), tables in alike.items():
+        accumulate_each(tables, dim, _NUMPY[dtype])
+    return totals
+
+
+def _add_large(places: torch.Tensor, grad: torch.Tensor, together: int, apart: int, total: torch.Tensor) -> None:
+    """Add up the gradients of many ids by the loops for one table, which take two thirds of the time an id."""
+    flat = places.reshape(-1).numpy()
+    if apart:
+        memory = grad.as_strided(((len(grad) - 1) * apart + together * total.shape[1],), (1,))
+        accumulate_apart(flat, memory.numpy(), together, apart, total.numpy())
+    else:
+        accumulate(flat, grad.reshape(len(flat), -1).numpy(), total.numpy())
+
+
+def _added_by_torch(found: Found, grad: torch.Tensor) -> torch.Tensor:
+    places, dim = found.inverse.reshape(-1), grad.shape[-1]
+    return grad.new_zeros(len(found.ids), dim).index_add(0, places, grad.reshape(-1, dim))
 
 
 def _lies_in_blocks(grad: torch.Tensor) -> bool:
@@ -169,9 +310,9 @@ def _lies_in_blocks(grad: torch.Tensor) -> bool:
 
     A copy without would take as long as adding it up does.
     """
-    if grad.dim() < 2 or not grad.numel() or grad.is_contiguous():
-        return False
-    return grad.stride(0) > 0 and grad[0].is_contiguous()
+    if grad.dim() == 2:
+        return grad.stride(1) == 1 and grad.stride(0) > 0
+    return grad.dim() > 2 and grad.stride(0) > 0 and grad[0].is_contiguous()
 
 
 class _Pool(torch.autograd.Function):
@@ -188,7 +329,7 @@ class _Pool(torch.autograd.Function):
         if torch.is_grad_enabled():
             parts = grad[bags] * scales[:, None]
             total = grad.new_zeros(count, grad.shape[1]).index_add(0, places, parts)
-            return _of_weight(ctx, total), None, None, None
+            return _gradient(ctx.found, ctx.like, total), None, None, None
         total = grad.new_zeros(count, grad.shape[1])
         accumulate_bags(places.numpy(), bags.numpy(), scales.numpy(), grad.contiguous().numpy(), total.numpy())
-        return _of_weight(ctx, total), None, None, None
+        return _gradient(ctx.found, ctx.like, total), None, None, None

@@ -2,7 +2,8 @@
 
 Each holds the sorted ids of its table and a matrix with their rows, and finds the row of an id by binary search. Below
 the rows the matrix has one of the initializer's mean, which unknown ids read as they do in evaluation, and one of
-zeros, for padding. So nothing in a look-up branches on data, and ``torch.export`` can follow it.
+zeros, for padding. So nothing in a look-up branches on data, and ``torch.export`` can follow it. Weights of look-ups
+mean nothing here, where none is counted.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class FrozenEmbedding(_Frozen):
         super().__init__(source, table)
         self._pads = table.zero_padding
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, *, weights: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG002
         return F.embedding(self._places(ids, self._pads), self.weight)
 
 
@@ -90,6 +91,8 @@ class FrozenEmbeddingBag(_Frozen):
         ids: torch.Tensor,
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
+        *,
+        weights: torch.Tensor | None = None,  # noqa: ARG002
     ) -> torch.Tensor:
         return F.embedding_bag(
             self._places(ids, pads=True),
@@ -103,7 +106,12 @@ class FrozenEmbeddingBag(_Frozen):
 
 
 class FrozenEmbeddingGroup(torch.nn.ModuleDict):
-    def forward(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward(
+        self,
+        ids: Mapping[str, torch.Tensor],
+        *,
+        weights: Mapping[str, torch.Tensor] | None = None,  # noqa: ARG002
+    ) -> dict[str, torch.Tensor]:
         return {name: self[name](values) for name, values in ids.items()}
 
 

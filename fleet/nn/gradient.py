@@ -35,19 +35,8 @@ _NATIVE = {
     *("is_nested", "is_mkldnn", "itemsize", "element_size", "get_device", "is_floating_point", "is_complex"),
     *("is_signed", "is_conj", "is_neg", "is_inference", "is_leaf", "requires_grad", "requires_grad_", "grad_fn"),
     *("retains_grad", "grad", "_version", "_values", "_indices", "_nnz", "values", "indices", "is_coalesced"),
-    *(
-        "requires_grad=",
-        "grad=",
-        "sparse_dim",
-        "dense_dim",
-        "_dimI",
-        "_dimV",
-        "register_hook",
-        "zero_",
-        "detach_",
-        "is_same_size",
-        "name",
-    ),
+    *("requires_grad=", "grad=", "sparse_dim", "dense_dim", "_dimI", "_dimV", "register_hook", "zero_", "detach_"),
+    *("is_same_size", "name"),
     *("_backward_hooks", "_is_view", "_base", "output_nr", "is_shared", "is_pinned", "is_distributed"),
 }
 #: The same, with a gradient of rows for an answer.

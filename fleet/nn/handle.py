@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
@@ -22,12 +21,13 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.nn.gradient import by_rows
+from fleet.nn.lookup_weights import LookupWeights, WeighedLookup
 from fleet.nn.table_weight import TableWeight, hollow
 from fleet.nn.trainables import check_type
 from fleet.nn.whole_values import WholeValues, outside_inference, outside_transforms
-from fleet.numeric.compiler import uncompiled
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
+from fleet.plan.life import Admission, Eviction, goes_by_weight
 from fleet.plan.specs import Initializer
 
 _log = logging.getLogger("fleet.worker")
@@ -43,30 +43,35 @@ _INSTEAD = (
 _UNNAMED = "an embedding"
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """Holds the distinct ids of one forward, their rows, and for every id asked for its place among them."""
+class Lookup(NamedTuple):
+    """Holds the distinct ids of one forward, their rows, which others may look at too, and for every id asked for its
+    place among them."""
 
     ids: torch.Tensor
     rows: torch.Tensor
     inverse: torch.Tensor
+    #: what was foreseen beside it, if it was
+    foreseen: Foreseen | None = None
 
 
 class Wanted(NamedTuple):
-    """Names ids of one table that a forward asks for."""
-
-    handle: TableHandle
-    ids: torch.Tensor
-    training: bool
-
-
-class Asking(NamedTuple):
-    """Describes a module's forward that needs rows."""
+    """Describes a forward that asks for rows of one table: a row for each id, if it ``expands``, or a sum for each
+    bag; and how much each of its look-ups counts, if that is said."""
 
     handle: TableHandle
     ids: torch.Tensor
     training: bool
     padding_idx: int | None
+    expands: bool
+    weights: torch.Tensor | None = None
+
+
+class Foreseen(Protocol):
+    """Expands together what several look-ups will ask for."""
+
+    def take(self, wanted: Wanted) -> torch.Tensor | None:
+        """Return the rows for a look-up's ids, once; None if it was not foreseen like this."""
+        ...
 
 
 class RowSource(Protocol):
@@ -86,13 +91,15 @@ class RowSource(Protocol):
 
 class Found(NamedTuple):
     """Holds what an embedding goes on with: rows of distinct ids, the place of every id among them in the shape of the
-    ids, the padding row's place, and the weight to which gradients of the rows go; None if there will be none."""
+    ids, the padding row's place, and the weight to which gradients of the rows go; None if there will be none. A
+    backward notes what was ``weighed``."""
 
     rows: torch.Tensor
     inverse: torch.Tensor
     padding: int | None
     ids: torch.Tensor
     weight: torch.Tensor | None
+    weighed: WeighedLookup | None = None
 
 
 class TableHandle:
@@ -106,9 +113,11 @@ class TableHandle:
         padding_idx: int | None = None,
         zero_padding: bool = True,
         uploaded: bool = False,
+        admit: Admission | None = None,
+        evict: tuple[Eviction, ...] = (),
     ) -> None:
         """``zero_padding`` says that the padding row reads as zeros, ``uploaded`` that the rows start from ``weight``'s
-        values."""
+        values; ``admit`` and ``evict`` say which ids have a row."""
         self.weight = weight
         self.num_embeddings = num_embeddings
         self.dim = dim
@@ -116,6 +125,10 @@ class TableHandle:
         self.padding_idx = padding_idx
         self.zero_padding = zero_padding
         self.uploaded = uploaded
+        self.admit = admit
+        self.evict = evict
+        #: where rows come or leave by the weights of look-ups
+        self._weights = LookupWeights() if goes_by_weight(admit, evict) else None
         self.source: RowSource | None = None
         self.name = _UNNAMED
         self._whole: WholeValues | None = None
@@ -158,6 +171,8 @@ class TableHandle:
             self.initializer,
             padding_idx=self.padding_idx,
             zero_padding=self.zero_padding,
+            admit=self.admit,
+            evict=self.evict,
         )
         return weight
 
@@ -254,38 +269,52 @@ class TableHandle:
             )
         return self.source
 
-    def wanted(self, ids: torch.Tensor, training: bool) -> Wanted:
-        """Return the wanted ids. The job checks whether they are in range, as it looks at each of them once."""
+    def check_ids(self, ids: object) -> None:
+        """Refuse what cannot be ids. The job checks whether they are in range, as it looks at each of them once."""
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
             got = getattr(ids, "dtype", type(ids).__name__)
             raise ArgumentTypeError(f"{self.name} needs a tensor of int64 or int32 ids", got=got)
-        return Wanted(self, ids, training)
 
-    def found(self, lookup: Lookup, ids: torch.Tensor, padding_idx: int | None) -> Found:
+    def found(self, lookup: Lookup, wanted: Wanted) -> Found:
         """Return a lookup as the asking module needs it."""
+        weight, ids, padding_idx = self.weight, wanted.ids, wanted.padding_idx
         with torch._C.DisableTorchFunctionSubclass():
-            check_type(self.name, self.weight, lookup.rows.dtype)
-            trained = torch.is_grad_enabled() and self.weight.requires_grad
+            check_type(self.name, weight, lookup.rows.dtype)
+            trained = torch.is_grad_enabled() and weight.requires_grad
+        rows, inverse = lookup.rows, lookup.inverse
         if trained:
             self._distinct = lookup.ids
-        rows = lookup.rows.to(ids.device)
+        if not ids.is_cpu:
+            rows, inverse = rows.to(ids.device), inverse.to(ids.device)
         padding: int | None = None
         if padding_idx is not None:
             found = (lookup.ids == padding_idx).nonzero()
             if len(found):
                 padding = int(found[0])
                 if self.zero_padding:
+                    rows = rows.clone()
                     rows[padding].zero_()
-        inverse = lookup.inverse.to(ids.device).view(ids.shape)
-        return Found(rows, inverse, padding, lookup.ids, self.weight if trained else None)
+        weighed = None
+        if trained and self._weights is not None:
+            weighed = self._weights.look_up(lookup.ids, lookup.inverse, wanted.weights)
+        return Found(rows, inverse.view(ids.shape), padding, lookup.ids, weight if trained else None, weighed)
 
-    def has(self, ids: Ids) -> bool:
-        """Say whether the ids are in range."""
-        return self.num_embeddings is None or not ids.size or bool(ids.min() >= 0 and ids.max() < self.num_embeddings)
+    @property
+    def goes_by_weight(self) -> bool:
+        """Say whether rows come or leave by how much look-ups count."""
+        return self._weights is not None
 
-    def check_range(self, ids: Ids) -> None:
-        if not self.has(ids):
-            low, high = int(ids.min()), int(ids.max())
+    def weights_of(self, ids: Ids) -> Array | None:
+        """Return how much the look-ups of these ids count whose gradients stand in ``weight.grad``; None where no rule
+        of the table asks for it."""
+        return None if self._weights is None else self._weights.of(ids)
+
+    def has(self, low: int, high: int) -> bool:
+        """Say whether ids from ``low`` to ``high`` are in range."""
+        return self.num_embeddings is None or (low >= 0 and high < self.num_embeddings)
+
+    def check_range(self, low: int, high: int) -> None:
+        if not self.has(low, high):
             raise IdOutOfRangeError(
                 f"an id is out of range for {self.name}",
                 expected=f"0 <= id < {self.num_embeddings}",
@@ -311,22 +340,23 @@ class TableHandle:
                 ids = (grad != 0).any(1).nonzero().flatten()
                 return ids.cpu().numpy(), grad[ids].cpu().numpy()
             grad = by_rows(grad)
-            ids, rows = grad._indices()[0].cpu(), grad._values().cpu()
+            ids, rows = grad._indices()[0], grad._values()
+            if not rows.is_cpu:
+                ids, rows = ids.cpu(), rows.cpu()
             once = grad.is_coalesced() or ids.data_ptr() == self._distinct.data_ptr()
         return (ids.numpy(), rows.numpy()) if once else merge([(ids.numpy(), rows.numpy())], 1)
 
 
-@uncompiled
-def look_up(asking: Sequence[Asking]) -> list[Found]:
+def look_up(wanted: Sequence[Wanted]) -> list[Lookup]:
     """Look up the rows that several tables of one job are asked for, with as few requests as for one."""
-    if not asking:
+    if not wanted:
         return []
-    source = asking[0].handle.running()
-    for each in asking:
+    source = wanted[0].handle.running()
+    for each in wanted:
         if each.handle.running() is not source:
-            raise ConfigurationError(f"{each.handle.name} and {asking[0].handle.name} belong to different jobs")
-    lookups = source.lookup([each.handle.wanted(each.ids, each.training) for each in asking])
-    return [each.handle.found(lookup, each.ids, each.padding_idx) for each, lookup in zip(asking, lookups, strict=True)]
+            raise ConfigurationError(f"{each.handle.name} and {wanted[0].handle.name} belong to different jobs")
+        each.handle.check_ids(each.ids)
+    return source.lookup(wanted)
 
 
 def handle_of(parameter: torch.Tensor) -> TableHandle | None:

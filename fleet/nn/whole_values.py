@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from fleet.numeric.bits import changed
 from fleet.numeric.jit import Ids
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WholeValues:
@@ -56,8 +55,7 @@ class WholeValues:
         """Return ids and values of the rows that were changed since they were fetched or last returned here."""
         if self._fetched is None:
             return None
-        kind = _BITS[self.tensor.element_size()]
-        differ = self.tensor.contiguous().view(kind) != self._fetched.contiguous().view(kind)
+        differ = changed(self.tensor.contiguous(), self._fetched.contiguous())
         ids = differ.any(1).nonzero().flatten()
         if not len(ids):
             return None

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fleet.numeric.jit import AHEAD, Array, Ids, Rows, compiled, prefetch, row, touch
+from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, compiled, prefetch, row, touch
 
 #: Step of the splitmix64 sequence: 2^64 divided by the golden ratio, made odd.
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -68,29 +70,69 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Ids]:
 
 @compiled
 def _unique(ids: Ids) -> tuple[Ids, Ids]:
+    distinct, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+    count = _enter_distinct(ids, 0, ids.size, distinct, 0, inverse)
+    return distinct[:count], inverse
+
+
+class Distinct(NamedTuple):
+    """Holds the distinct ids of several tables, one table after the other."""
+
+    ids: Ids
+    inverse: Ids  #: for every id its place among the distinct ones of its table
+    stops: Ids  #: where each table's distinct ids end
+    low: Ids  #: the least id of each table; 0 if it has none
+    high: Ids  #: the greatest
+
+
+def unique_each(ids: Ids, stops: Ids) -> Distinct:
+    """Do for several tables what ``unique`` does for one; ``ids`` has those of one after those of the other, and each
+    ends at its stop."""
+    return Distinct(*_unique_each(packed_ids(ids), packed_ids(stops)))
+
+
+@compiled
+def _unique_each(ids: Ids, stops: Ids) -> tuple[Ids, Ids, Ids, Ids, Ids]:
+    distinct, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
+    ends = np.empty(stops.size, np.int64)
+    low, high = np.zeros(stops.size, np.int64), np.zeros(stops.size, np.int64)
+    start = count = 0
+    for t in range(stops.size):
+        begin = count
+        count = _enter_distinct(ids, start, stops[t], distinct, begin, inverse)
+        for k in range(begin, count):
+            if k == begin:
+                low[t] = high[t] = distinct[k]
+            low[t], high[t] = min(low[t], distinct[k]), max(high[t], distinct[k])
+        start, ends[t] = stops[t], count
+    return distinct[:count], inverse, ends, low, high
+
+
+@compiled
+def _enter_distinct(ids: Ids, start: int, stop: int, distinct: Ids, begin: int, inverse: Ids) -> int:
+    """Put the distinct ones of a range of ids into ``distinct`` from ``begin`` on, and the place of each among them
+    into ``inverse``. Return where they end."""
     bits = 4
-    while (1 << bits) < 2 * ids.size:
+    while (1 << bits) < 2 * (stop - start):
         bits += 1
     shift, mask = np.uint64(64 - bits), (1 << bits) - 1
     index = np.zeros(1 << bits, np.uint32)  # place + 1, so that no id has to stand for "empty"
-    distinct = np.empty(ids.size, np.int64)
-    inverse = np.empty(ids.size, np.int64)
-    for k in range(ids.size):  # by itself, as the processor computes several at once
+    for k in range(start, stop):  # by itself, as the processor computes several at once
         inverse[k] = np.int64(mix(np.uint64(ids[k])) >> shift)
     count = 0
-    for k in range(ids.size):
+    for k in range(start, stop):
         key, at = ids[k], inverse[k]
         place = np.int64(index[at])
-        while place != 0 and distinct[place - 1] != key:
+        while place != 0 and distinct[begin + place - 1] != key:
             at = (at + 1) & mask
             place = np.int64(index[at])
         if place == 0:
-            distinct[count] = key
+            distinct[begin + count] = key
             count += 1
             place = np.int64(count)
             index[at] = place
         inverse[k] = place - 1
-    return distinct[:count], inverse
+    return begin + count
 
 
 @compiled
@@ -121,6 +163,45 @@ def accumulate_apart(places: Ids, grads: Array, together: int, apart: int, total
                 into[j] += grads[start + np.uint64(j)]
             start += np.uint64(into.size)
         begin += np.uint64(apart)
+
+
+class Summed(NamedTuple):
+    """Says where in memory the gradients of a table lie, and what they are added to."""
+
+    ids: int  #: how many
+    places: int  #: the address of their places
+    grads: int  #: the address of the first row of gradient
+    together: int  #: so many rows lie side by side, and then comes the next group
+    apart: int  #: so many bytes after a group the next one begins
+    into: int  #: the address of the sums
+
+
+def accumulate_each(tables: Sequence[Summed], dim: int, dtype: npt.DTypeLike) -> None:
+    """Do what ``accumulate_apart`` does for several tables whose rows have ``dim`` numbers of one type. The caller
+    keeps what lies at the addresses."""
+    places, grads, total = (
+        Segments(np.zeros(1, np.uint64), np.empty((1, width), kind), _ONE_SEGMENT)
+        for width, kind in ((1, np.int64), (dim, dtype), (dim, dtype))
+    )
+    _accumulate_each(np.array(tables, np.int64), places, grads, total)
+
+
+#: More bits than a row's number has: all rows are of the first segment.
+_ONE_SEGMENT = 62
+
+
+@compiled
+def _accumulate_each(tables: Ids, places: Segments, grads: Segments, total: Segments) -> None:
+    for t in range(len(tables)):
+        count, at, grad, together, apart, into = tables[t]
+        places.addresses[0], total.addresses[0] = np.uint64(at), np.uint64(into)
+        for first in range(0, count, max(1, together)):
+            grads.addresses[0] = np.uint64(grad)
+            for k in range(together):
+                here, there = row(total, row(places, first + k)[0]), row(grads, k)
+                for j in range(here.size):
+                    here[j] += there[j]
+            grad += apart
 
 
 @compiled
@@ -178,8 +259,9 @@ def _partition(ids: Ids, servers: int) -> tuple[Ids, Ids]:
 
 
 @compiled
-def gather(rows: Rows, slots: Ids, out: Array) -> None:
-    """Copy rows out; a negative slot leaves its row of ``out`` as it is."""
+def gather(rows: Rows, slots: Ids, out: Array) -> int:
+    """Copy rows out; a negative slot leaves its row of ``out`` as it is. Return how many of these there are."""
+    absent = 0
     for k in range(slots.size):
         if k + AHEAD < slots.size:
             prefetch(rows, slots[k + AHEAD])
@@ -187,6 +269,9 @@ def gather(rows: Rows, slots: Ids, out: Array) -> None:
             here = row(rows, slots[k])
             for j in range(here.size):
                 out[k, j] = here[j]
+        else:
+            absent += 1
+    return absent
 
 
 @compiled

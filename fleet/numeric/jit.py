@@ -6,11 +6,12 @@ the GIL and is kept on disk; numba picks the user's cache directory when the pac
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
 file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``,
-``touch``).
+``touch``, ``read_file``, ``read_cached``, ``announce_read``).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -44,6 +45,12 @@ Rows: TypeAlias = Array | Segments
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: The advice that a part of a file will be read, where the system takes it.
+_WILL_NEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)
+
+#: How a read says that it must not wait, where the system has such reads.
+_NO_WAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 
 #: One lock for all: builds are rare and nest, and numba compiles one function at a time anyway.
 _building = threading.RLock()
@@ -223,6 +230,66 @@ def _touch(_context: Any, rows: Any, _number: Any) -> Any:
     return types.void(rows, types.int64), emit
 
 
+def _read_file(_context: Any, rows: Any, _number: Any, _file: Any, _offset: Any, _size: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number, file, offset, size = args[1:]
+        address, _ = _located(context, builder, rows, args[0], number)
+        short, word = ir.IntType(32), ir.IntType(64)
+        shape = ir.FunctionType(word, [short, address.type, word, word])
+        read = _declared(builder.module, "pread", shape)
+        return builder.call(read, [builder.trunc(file, short), address, size, offset])
+
+    return types.int64(rows, types.int64, types.int64, types.int64, types.int64), emit
+
+
+def _read_cached(_context: Any, rows: Any, _number: Any, _file: Any, _offset: Any, _size: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+
+    allocated: Any = cgutils.alloca_once
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        short, word = ir.IntType(32), ir.IntType(64)
+        if _NO_WAIT is None:
+            return word(-1)
+        number, file, offset, size = args[1:]
+        address, _ = _located(context, builder, rows, args[0], number)
+        whither = allocated(builder, ir.LiteralStructType([address.type, word]))
+        builder.store(address, builder.gep(whither, [short(0), short(0)]))
+        builder.store(size, builder.gep(whither, [short(0), short(1)]))
+        shape = ir.FunctionType(word, [short, whither.type, short, word, short])
+        read = _declared(builder.module, "preadv2", shape)
+        return builder.call(read, [builder.trunc(file, short), whither, short(1), offset, short(_NO_WAIT)])
+
+    return types.int64(rows, types.int64, types.int64, types.int64, types.int64), emit
+
+
+def _announce_read(_context: Any, _file: Any, _offset: Any, _size: Any) -> Any:
+    from llvmlite import ir
+    from numba import types
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if _WILL_NEED is not None:
+            file, offset, size = args
+            short, word = ir.IntType(32), ir.IntType(64)
+            advise = _declared(builder.module, "posix_fadvise", ir.FunctionType(short, [short, word, word, short]))
+            builder.call(advise, [builder.trunc(file, short), offset, size, short(_WILL_NEED)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+def _declared(module: Any, name: str, shape: Any) -> Any:
+    """Return a function of the C library, which every process has."""
+    from llvmlite import ir
+
+    return module.globals[name] if name in module.globals else ir.Function(module, shape, name)
+
+
 @_code(_row)
 def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
     """Return one row, to read and to write in place. Nobody checks whether there is one."""
@@ -232,6 +299,22 @@ def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
 def copy_bytes(rows: Rows, number: Any, source: Array, start: Any, size: Any) -> None:
     """Copy so many bytes of ``source``, which is of bytes, to the beginning of a row. Nobody checks whether they
     fit."""
+
+
+@_code(_read_file)
+def read_file(rows: Rows, number: Any, file: Any, offset: Any, size: Any) -> int:  # type: ignore[empty-body]
+    """Read so many bytes of a file into the beginning of a row, and return how many came; less than none is an error.
+    Nobody checks whether they fit."""
+
+
+@_code(_read_cached)
+def read_cached(rows: Rows, number: Any, file: Any, offset: Any, size: Any) -> int:  # type: ignore[empty-body]
+    """Do as ``read_file`` if the system has all of it in memory; else less comes, or none."""
+
+
+@_code(_announce_read)
+def announce_read(file: Any, offset: Any, size: Any) -> None:
+    """Tell the system that these bytes of a file will be read soon, so that it fetches many places at once."""
 
 
 @_code(_prefetch)

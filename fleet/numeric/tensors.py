@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,13 @@ _NUMPY_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items() if name !=
 _TORCH_NAMES = {getattr(torch, name): name for name in _NUMPY}
 
 
-@dataclass(frozen=True)
 class WireTensor:
     """Holds an array and the name of its element type; ``array`` is contiguous, and its memory is shared, not
     copied."""
 
-    dtype: str
-    array: np.ndarray[Any, Any]
+    def __init__(self, dtype: str, array: np.ndarray[Any, Any]) -> None:
+        self.dtype = dtype
+        self._array = array
 
     @classmethod
     def of(cls, value: torch.Tensor | np.ndarray[Any, Any]) -> WireTensor:
@@ -51,17 +50,22 @@ class WireTensor:
         return cls(_NUMPY_NAMES[value.dtype], np.asarray(value, order="C"))
 
     @property
+    def array(self) -> np.ndarray[Any, Any]:
+        return self._array
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.array.shape)
+        shape: tuple[int, ...] = self._array.shape
+        return shape
 
     @property
     def nbytes(self) -> int:
-        return int(self.array.nbytes)
+        return self._array.nbytes
 
     @property
     def buffers(self) -> list[memoryview]:
         """Return the tensor's bytes where they lie."""
-        return [_bytes_of(self.array)] if self.array.size else []
+        return [_bytes_of(self._array)] if self._array.size else []
 
     def kept(self) -> WireTensor:
         """Return what travels as it is now, whatever happens to its source."""
@@ -83,9 +87,7 @@ class EndToEnd(WireTensor):
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         parts = [WireTensor.of(tensor) for tensor in tensors]
-        # The class is frozen.
-        object.__setattr__(self, "dtype", parts[0].dtype)
-        object.__setattr__(self, "_parts", [part.array for part in parts])
+        self.dtype, self._parts = parts[0].dtype, [part.array for part in parts]
 
     @property
     def array(self) -> np.ndarray[Any, Any]:

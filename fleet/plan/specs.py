@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fleet.errors import ConfigurationError, ProtocolError
 from fleet.plan.dispatch import DISPATCHERS
+from fleet.plan.life import KINDS, Admission, Eviction, MaxRows, Unused, goes_by_weight, named_twice
 
 #: Element types that travel, with their size in bytes.
 DTYPES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
@@ -93,7 +94,7 @@ class Initializer:
 @dataclass(frozen=True)
 class TableSpec:
     """Describes one sparse table. ``num_embeddings=None`` takes any int64 id; ``uploaded`` rows start from worker 0's
-    values."""
+    values. ``admit`` says which ids get a row, and ``evict`` which rows leave."""
 
     name: str
     dim: int
@@ -102,6 +103,28 @@ class TableSpec:
     num_embeddings: int | None
     initializer: Initializer
     uploaded: bool = False
+    admit: Admission | None = None
+    evict: tuple[Eviction, ...] = ()
+
+    @property
+    def has_rules(self) -> bool:
+        """Say whether rows come and leave by rules."""
+        return self.admit is not None or bool(self.evict)
+
+    @property
+    def goes_by_weight(self) -> bool:
+        """Say whether the weights of look-ups travel with gradients of the rows."""
+        return goes_by_weight(self.admit, self.evict)
+
+    @property
+    def most_rows(self) -> MaxRows | None:
+        """Return the rule that says how many rows there are at most, if there is one."""
+        return next((rule for rule in self.evict if isinstance(rule, MaxRows)), None)
+
+    @property
+    def goes_by_time(self) -> bool:
+        """Say whether a worker's clock travels with its steps."""
+        return any(isinstance(rule, Unused) and rule.seconds is not None for rule in self.evict)
 
 
 @dataclass(frozen=True)
@@ -130,6 +153,7 @@ class PlanSettings:
     elastic: bool = False
     wire_dtype: str | None = None
     needs_all_workers: bool = False
+    evict_every: int = 1000
 
 
 @dataclass(frozen=True)
@@ -182,7 +206,13 @@ class JobSpec:
                 raw,
                 params=tuple(_build(ParamSpec, item, shape=_tuple(item["shape"])) for item in _tuple(raw["params"])),
                 tables=tuple(
-                    _build(TableSpec, item, initializer=_build(Initializer, item["initializer"]))
+                    _build(
+                        TableSpec,
+                        item,
+                        initializer=_build(Initializer, item["initializer"]),
+                        admit=_life(item.get("admit")),
+                        evict=tuple(map(_life, item.get("evict", ()))),
+                    )
                     for item in _tuple(raw["tables"])
                 ),
                 groups=tuple(
@@ -221,6 +251,9 @@ class JobSpec:
             "a table has no columns": any(t.dim < 1 for t in self.tables),
             "there are more than 2^14 tables": len(self.tables) > _MOST_TABLES,
             "a table has more than 2^16 columns": any(t.dim > _MOST_COLUMNS for t in self.tables),
+            "a table has two rules of one kind": any(named_twice(t.evict) for t in self.tables),
+            "a table has rules for rows that are uploaded": any(t.uploaded and t.has_rules for t in self.tables),
+            "rows leave at no step": settings.evict_every < 1,
             "an initializer is unknown or not finite": any(
                 i.kind not in INITIALIZERS or not math.isfinite(i.a) or not math.isfinite(i.b) for i in starts
             ),
@@ -241,6 +274,17 @@ class JobSpec:
         """Return a number of blocks that no plan of this spec exceeds."""
         servers, least = self.settings.server_num, self.settings.min_block_size
         return sum(min(servers, 1 + param.numel // least) for param in self.params)
+
+
+def _life(item: Mapping[str, Any] | None) -> Any:
+    """Build what says which rows come or leave."""
+    if item is None:
+        return None
+    kind, given = KINDS.get(str(item["kind"])), {name: value for name, value in item.items() if name != "kind"}
+    try:
+        return _build(kind, given)
+    except ConfigurationError as error:
+        raise ProtocolError("a job description is impossible", got=str(error)) from None
 
 
 def _is_text(name: str) -> bool:
@@ -273,7 +317,7 @@ def _build(kind: Any, item: Mapping[str, Any], **replaced: Any) -> Any:
 
 @cache
 def _required(kind: Any) -> set[str]:
-    return {field.name for field in fields(kind) if field.default is MISSING}
+    return {field.name for field in fields(kind) if field.init and field.default is MISSING}
 
 
 @cache

@@ -45,6 +45,9 @@ class Strategy:
         *,
         durable_dir: str | None = None,
         durable_sync: str | None = None,
+        table_memory_mb: int | None = None,
+        table_dir: str | None = None,
+        evict_every: int | None = None,
         auth_token_file: str | None = None,
         tls_cert: str | None = None,
         tls_key: str | None = None,
@@ -52,8 +55,9 @@ class Strategy:
         tls_server_name: str | None = None,
     ) -> Strategy:
         """Return this strategy with settings that the environment could also give: where servers keep what they
-        acknowledge, and who is let in. Each argument stands for the variable ``FLEET_…`` of its name, in the process
-        that runs the script; if that variable is set as well, it has to say the same.
+        acknowledge, how much memory their rows may take and when they leave tables, and who is let in. Each argument
+        stands for the variable ``FLEET_…`` of its name, in the process that runs the script; if that variable is set
+        as well, it has to say the same.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy().with_settings(durable_dir="/var/tmp/fleet")
@@ -63,6 +67,9 @@ class Strategy:
         given = {
             "durable_dir": durable_dir,
             "durable_sync": durable_sync,
+            "table_memory_mb": table_memory_mb,
+            "table_dir": table_dir,
+            "evict_every": None if evict_every is None else str(checks.whole("evict_every", evict_every, 1)),
             "auth_token_file": auth_token_file,
             "tls_cert": tls_cert,
             "tls_key": tls_key,
@@ -291,6 +298,8 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
 
 def _text(name: str, value: object) -> str:
     """Return what a variable of the environment would hold."""
+    if name.endswith("_mb") and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if not isinstance(value, str):
         raise ArgumentTypeError(f"{name} must be a str", got=repr(value))
     if not value.strip():

@@ -13,7 +13,7 @@ from statistics import median
 
 from fleet.telemetry.cause import LAUNCHER, Cause
 from fleet.telemetry.figures import rate, reported
-from fleet.telemetry.view import SILENT_S, View, held_up, mean_staleness, rows, total_speed, waited_shares
+from fleet.telemetry.view import SILENT_S, View, held_up, mean_staleness, rows, table_rows, total_speed, waited_shares
 
 #: So large a part of the time is worth a sentence.
 _NOTABLE = 0.10
@@ -30,6 +30,10 @@ _STUCK_S = 10.0
 _FEW_BYTES = 100e3
 #: What is shorter cannot be told from the length of the steps at the ends of the time.
 _LEAST_S = 1e-4
+#: After so many steps a table should have rows.
+_MANY_STEPS = 100
+#: A table that has to read a larger part of the rows it is asked for has too little memory.
+_READ_TOO_OFTEN = 0.2
 #: So many workers are named one by one.
 _NAMED = 4
 
@@ -210,6 +214,19 @@ def _not_finite(case: _Case) -> Iterator[str]:
         yield f"The {name} of {_named(list(wrong), case)} is {values}: {todo}."
 
 
+def _admits_nothing(case: _Case) -> Iterator[str]:
+    servers = case.last.servers.values()
+    if max((server.figures.get("version", 0.0) for server in servers), default=0.0) < _MANY_STEPS:
+        return
+    for table in table_rows(View(0.0), case.last):
+        dropped = int(table.figures["dropped_gradients"])
+        if dropped and not (table.figures["rows"] or table.figures["evicted"]):
+            yield (
+                f"No id has a row in the table {table.name!r} yet, and {dropped:,} gradients were dropped: its admit= "
+                "asks for more than the ids come to (docs/embeddings.md#rows-that-come-and-leave)."
+            )
+
+
 # ---------------------------------------------------------------- rules: what is slow
 
 
@@ -253,6 +270,20 @@ def _busy_server(case: _Case) -> Iterator[str]:
         )
     else:
         yield f"{_capital(busiest)} is busy {case.busy[busiest]:.0%} of the time: more servers would share its work."
+
+
+def _thrashes(case: _Case) -> Iterator[str]:
+    for table in table_rows(case.before, case.now):
+        asked, read, missed = table.a_step("asked_rows"), table.a_step("read_bytes"), 1.0 - table.hit_rate
+        if asked is not None and read is not None and missed > _READ_TOO_OFTEN:
+            written = (table.a_step("written_bytes") or 0.0) / 1e6
+            yield (
+                f"The table {table.name!r} has {table.figures['in_memory']:,.0f} of its {table.figures['rows']:,.0f} "
+                f"rows in memory, and {missed:.0%} of the {asked:,.0f} it is asked for a step have to be read from "
+                f"files ({read / 1e6:.3g} MB read and {written:.3g} MB written a step): a larger FLEET_TABLE_MEMORY_MB "
+                "or more servers keep more of them, fleet.prefetch reads them ahead, and admit= and evict= leave fewer "
+                "(docs/embeddings.md#tables-larger-than-memory)."
+            )
 
 
 def _exchange(case: _Case) -> Iterator[str]:
@@ -343,8 +374,8 @@ def _compute(case: _Case) -> Iterator[str]:
 
 
 _Rules = tuple[Callable[[_Case], Iterator[str]], ...]
-_BROKEN: _Rules = (_servers_away, _workers_away, _stuck, _not_finite)
-_SLOW: _Rules = (_straggler, _busy_server, _starved, _exchange, _waits_unseen, _stale, _compute)
+_BROKEN: _Rules = (_servers_away, _workers_away, _stuck, _not_finite, _admits_nothing)
+_SLOW: _Rules = (_straggler, _busy_server, _thrashes, _starved, _exchange, _waits_unseen, _stale, _compute)
 
 
 def _named(workers: Sequence[int], case: _Case) -> str:

@@ -6,7 +6,7 @@ of their ``uptime_seconds``, which are the process's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 #: What is told of one process at one moment.
@@ -53,6 +53,22 @@ SERVER = {
     **_OF_EVERY_PROCESS,
 }
 
+#: Of the part of a table that one server holds; over several servers they add up.
+TABLE = {
+    "rows": Figure("rows of a table here", counts=False),
+    "in_memory": Figure("those of its rows that are in memory", counts=False),
+    "on_disk": Figure("those that lie in files alone", counts=False),
+    "bytes": Figure("memory of a table here", counts=False),
+    "disk_bytes": Figure("what its files take on the disk", counts=False),
+    "pending": Figure("ids that were looked up here and have no row yet", counts=False),
+    "evicted": Figure("rows of a table that have left here"),
+    "dropped_gradients": Figure("gradients for ids without a row here"),
+    "asked_rows": Figure("rows that it was asked for, of a table that may have files"),
+    "read_rows": Figure("rows that had to be read from its files for that"),
+    "read_bytes": Figure("what was read from its files"),
+    "written_bytes": Figure("what was written to its files"),
+}
+
 
 def reported(figures: Figures) -> dict[str, float]:
     """Return those figures of a worker that its script has reported under names of its own."""
@@ -66,3 +82,15 @@ def rate(name: str, before: Figures | None, now: Figures) -> float | None:
     seconds = now["uptime_seconds"] - before["uptime_seconds"]
     grown = now[name] - before[name]
     return grown / seconds if seconds > 0 and grown >= 0 else None
+
+
+def in_all(shares: Iterable[Figures]) -> dict[str, float]:
+    """Return the figures of a table of which several servers hold parts."""
+    known = list(shares)
+    return {name: sum(share.get(name, 0) for share in known) for name in TABLE}
+
+
+def hit_rate(table: Figures) -> float:
+    """Return for which part of the rows that a table was asked for no file had to be read."""
+    asked = table["asked_rows"]
+    return max(0.0, 1.0 - table["read_rows"] / asked) if asked else 1.0

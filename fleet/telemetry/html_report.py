@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
-from fleet.telemetry.live_table import with_heads
+from fleet.telemetry.live_table import with_heads, with_table_heads
 from fleet.telemetry.story import Chart, Curve, Happening, Story
-from fleet.telemetry.view import View, rows
+from fleet.telemetry.view import View, rows, table_rows
 
 _WIDTH, _HEIGHT = 900, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 26
@@ -47,6 +47,9 @@ def _body(story: Story, title: str) -> Iterator[str]:
         yield _table_of("Events", ("after", "process", "what happened"), [_told(each) for each in story.happenings])
     heads, *last = with_heads(rows(View(0.0), story.last))
     yield _table_of("At the end", heads, last)
+    if tables := table_rows(View(0.0), story.last):
+        heads, *lines = with_table_heads(tables)
+        yield _table_of("Tables, over the whole run", heads, lines)
     yield "</main>"
 
 

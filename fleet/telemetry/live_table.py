@@ -6,9 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fleet.telemetry.view import Row, total_speed
+from fleet.telemetry.view import Row, TableRow, total_speed
 
 HEADS = ("process", "step", "steps/s", "examples/s", "loss", "stale", "queue", "sent/s", "received/s", "memory", "")
+#: The columns of a table of tables.
+TABLE_HEADS = (
+    *("table", "rows", "in memory", "on disk", "memory", "disk", "hits", "read/step", "written/step"),
+    *("pending", "evicted", "dropped"),
+)
 _NOTHING = "·"
 #: What a script reports under names of its own stands behind its loss.
 _OWN = HEADS.index("loss") + 1
@@ -50,19 +55,58 @@ def title(shown: Sequence[Row]) -> str:
     return f"{steps}, {_number(speed.examples)} examples/s" if speed.examples else steps
 
 
-def plain(shown: Sequence[Row]) -> str:
-    """Return the table as text: columns side by side, numbers to the right."""
+def with_table_heads(shown: Sequence[TableRow]) -> list[tuple[str, ...]]:
+    """Return the lines of a table of tables."""
+    return [TABLE_HEADS, *map(_table_cells, shown)]
+
+
+def _table_cells(row: TableRow) -> tuple[str, ...]:
+    def count(name: str) -> str:
+        return f"{row.figures[name]:,.0f}"
+
+    return (
+        row.name,
+        *map(count, ("rows", "in_memory", "on_disk")),
+        _bytes(row.figures["bytes"]),
+        _bytes(row.figures["disk_bytes"]),
+        f"{row.hit_rate:.1%}",
+        _bytes(row.a_step("read_bytes")),
+        _bytes(row.a_step("written_bytes")),
+        *map(count, ("pending", "evicted", "dropped_gradients")),
+    )
+
+
+def plain(shown: Sequence[Row], tables: Sequence[TableRow] = ()) -> str:
+    """Return the tables as text: columns side by side, numbers to the right."""
     lines = with_heads(shown)
-    widths, last = _widths(lines), len(lines[0]) - 1
+    text = _aligned(lines, (0, len(lines[0]) - 1))
+    return f"{text}\n\n{_aligned(with_table_heads(tables), (0,))}" if tables else text
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], to_the_left: Sequence[int]) -> str:
+    widths = _widths(lines)
 
     def laid_out(line: tuple[str, ...]) -> str:
         padded = [
-            text.ljust(width) if column in (0, last) else text.rjust(width)
+            text.ljust(width) if column in to_the_left else text.rjust(width)
             for column, (text, width) in enumerate(zip(line, widths, strict=True))
         ]
         return "  ".join(padded).rstrip()
 
     return "\n".join(map(laid_out, lines))
+
+
+def rich_tables(of: Sequence[Row], tables: Sequence[TableRow], width: int, height: int) -> Any:
+    """Return what rich prints of processes, and below that of tables, as far as there is room."""
+    from rich.console import Group
+    from rich.text import Text
+
+    above = rich_table(of, width, height)
+    room = height - _FRAME - len(of) - 2  # a line between, and the heads
+    if not tables or room < 1:
+        return above
+    below = _aligned(with_table_heads(sorted(tables, key=lambda row: row.hit_rate)[:room]), (0,))
+    return Group(above, Text(""), Text(below, no_wrap=True, overflow="ellipsis"))
 
 
 def rich_table(of: Sequence[Row], width: int, height: int) -> Any:

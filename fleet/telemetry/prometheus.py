@@ -15,14 +15,13 @@ from fleet.base.cluster import Endpoint
 from fleet.base.exposure import public_addresses
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, PortInUseError, UnsupportedError
-from fleet.telemetry.figures import SERVER, WORKER, Figure, Figures
+from fleet.telemetry.figures import SERVER, TABLE, WORKER, Figure, Figures
 
 _log = logging.getLogger("fleet.observing")
 
 #: What a server knows beside its figures: the labels of each family, and its meaning.
 BESIDE = {
-    "table_rows": (("table",), Figure("rows of a table here", counts=False)),
-    "table_bytes": (("table",), Figure("memory of a table here", counts=False)),
+    **{f"table_{name}": (("table",), figure) for name, figure in TABLE.items()},
     "worker_up": (("worker",), Figure("1 for a worker that takes part, 0 for one that does not", counts=False)),
     "worker_steps": (("worker",), Figure("steps of a worker that are applied here")),
     "worker_heard_seconds": (("worker",), Figure("for how long a worker has not been heard of", counts=False)),
@@ -113,9 +112,9 @@ def _beside(status: Mapping[str, Any], index: str) -> Iterable[Any]:
     families = {
         name: _family(f"fleet_server_{name}", figure, ("server", *labels)) for name, (labels, figure) in BESIDE.items()
     }
-    for table, (rows, nbytes) in status.get("tables", {}).items():
-        families["table_rows"].add_metric([index, table], rows)
-        families["table_bytes"].add_metric([index, table], nbytes)
+    for table, figures in status.get("tables", {}).items():
+        for name in TABLE:
+            families[f"table_{name}"].add_metric([index, table], figures.get(name, 0))
     for worker, about in enumerate(status.get("workers", ())):
         total, updates = about["staleness"]
         labels = [index, str(worker)]

@@ -14,7 +14,7 @@ from fleet.telemetry.cause import Cause
 from fleet.telemetry.diagnosis import diagnose
 from fleet.telemetry.figures import Figures, rate
 from fleet.telemetry.record import EVENT, Line, training_of, view_of
-from fleet.telemetry.view import Row, View, rows, waited_seconds, waited_shares
+from fleet.telemetry.view import Row, TableRow, View, rows, table_rows, waited_seconds, waited_shares
 
 #: So many pictures at most, and no closer than heartbeats.
 MOST_MOMENTS, LEAST_S = 240, 1.0
@@ -112,6 +112,12 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
     def while_training(of: Callable[[Row], float | None]) -> dict[str, Curve]:
         return curves(lambda row: None if row.steps_a_second is None else of(row), workers)
 
+    tabled = [{table.name: table for table in table_rows(*picture)} for picture in pictures]
+    beyond = dict.fromkeys(name for shown in tabled for name, table in shown.items() if table.figures["on_disk"])
+
+    def of_tables(of: Callable[[TableRow], float | None]) -> dict[str, Curve]:
+        return {name: [of(shown[name]) if name in shown else None for shown in tabled] for name in beyond}
+
     examples = curves(lambda row: row.examples_a_second, workers)
     own = dict.fromkeys(name for shown in rowed for row in shown.values() for name in row.reported)
     has_examples = any(value for curve in examples.values() for value in curve)
@@ -152,6 +158,18 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
             "Of each process.",
             curves(lambda row: None if row.memory is None else row.memory / 1e6, names),
         ),
+        Chart(
+            "Rows found in memory",
+            "% of those asked for",
+            "Of tables that lie partly in files; for the others a file was read.",
+            of_tables(lambda table: 100 * table.hit_rate if table.recent["asked_rows"] else None),
+        ),
+        Chart(
+            "Files of rows",
+            "MB a step",
+            "Read and written by servers.",
+            of_tables(_moved_by_files),
+        ),
     ]
     return [chart for chart in charts if any(value is not None for curve in chart.curves.values() for value in curve)]
 
@@ -164,6 +182,11 @@ def _moved(row: Row) -> float | None:
     if row.sent_a_second is None and row.received_a_second is None:
         return None
     return ((row.sent_a_second or 0.0) + (row.received_a_second or 0.0)) / 1e6
+
+
+def _moved_by_files(table: TableRow) -> float | None:
+    read, written = table.a_step("read_bytes"), table.a_step("written_bytes")
+    return None if read is None or written is None else (read + written) / 1e6
 
 
 def _figures(before: View, now: View, worker: int) -> tuple[Figures, Figures] | None:

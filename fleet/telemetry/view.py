@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from fleet.telemetry.figures import Figures, rate, reported
+from fleet.telemetry.figures import TABLE, Figures, hit_rate, in_all, rate, reported
 
 #: Rates are over so many seconds.
 WINDOW_S = 5.0
@@ -50,11 +50,12 @@ class WorkerView:
 
 @dataclass(frozen=True)
 class ServerView:
-    """Shows one server. ``errand`` is what it does beside the training, such as a checkpoint."""
+    """Shows one server. ``errand`` is what it does beside the training, such as a checkpoint; ``life`` says of tables
+    with rules how their rows come and go."""
 
     phase: str
     figures: Figures = field(default_factory=dict)
-    tables: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tables: Mapping[str, Figures] = field(default_factory=dict)
     mode: str = ""
     errand: str = ""
 
@@ -95,9 +96,12 @@ def seen(
         if isinstance(status, str):
             servers[name] = ServerView(status)
             continue
-        tables = {table: (int(rows), int(nbytes)) for table, (rows, nbytes) in status.get("tables", {}).items()}
         servers[name] = ServerView(
-            status["phase"], status["figures"], tables, status.get("mode", ""), status.get("errand", "")
+            status["phase"],
+            status["figures"],
+            {table: figures for table, figures in status.get("tables", {}).items() if isinstance(figures, Mapping)},
+            status.get("mode", ""),
+            status.get("errand", ""),
         )
         for index, told in enumerate(status.get("workers", ())):
             worker = _worker(told)
@@ -304,6 +308,44 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
         is_well=is_well,
         weight=busy or 0.0,
     )
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """Shows one table, all servers together. ``recent`` is how much the figures that count have grown between two
+    views, or in all where there is no earlier one, and ``steps`` in how many updates."""
+
+    name: str
+    figures: Figures
+    recent: Figures
+    steps: float
+
+    @property
+    def hit_rate(self) -> float:
+        return hit_rate(self.recent)
+
+    def a_step(self, name: str) -> float | None:
+        return self.recent[name] / self.steps if self.steps else None
+
+
+def table_rows(before: View, now: View) -> list[TableRow]:
+    """Return a row for each table."""
+    names = dict.fromkeys(name for server in now.servers.values() for name in server.tables)
+    return [_table_row(name, before, now) for name in names]
+
+
+def _table_row(name: str, before: View, now: View) -> TableRow:
+    holders = {each: server for each, server in now.servers.items() if name in server.tables}
+    recent, steps = [], [0.0]
+    for each, server in holders.items():
+        earlier = before.servers.get(each, ServerView(""))
+        if earlier.figures.get("uptime_seconds", 0.0) > server.figures["uptime_seconds"]:  # it has started again
+            earlier = ServerView("")
+        figures, then = server.tables[name], earlier.tables.get(name, {})
+        recent.append({key: figures.get(key, 0) - then.get(key, 0) for key, of in TABLE.items() if of.counts})
+        steps.append(server.figures["updates"] - earlier.figures.get("updates", 0.0))
+    figures = in_all(server.tables[name] for server in holders.values())
+    return TableRow(name, figures, in_all(recent), max(steps))
 
 
 @dataclass(frozen=True)

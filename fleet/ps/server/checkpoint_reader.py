@@ -16,13 +16,15 @@ import torch
 
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE
-from fleet.checkpoint.manifest import DENSE, TABLE, Checkpoint, Fit
+from fleet.checkpoint.manifest import COUNTS, DENSE, TABLE, Checkpoint, Fit
+from fleet.checkpoint.pieces import REMOVED
 from fleet.checkpoint.state import states_in, steps_in
 from fleet.errors import CheckpointError
 from fleet.numeric.ids import partition
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import MODES
 from fleet.ps.server.object_states import ObjectState
+from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.runs import BlockState
 from fleet.ps.table.shard import Shard
 from fleet.ps.table.table import WEIGHT, Table
@@ -84,6 +86,7 @@ def restore_from(dirname: object, *, strict: bool = True) -> Restore:
         try:
             _restore_dense(checkpoint, shard, fit)
             _restore_rows(checkpoint, shard, server, fit)
+            _restore_counts(checkpoint, shard, server, fit)
             shard.history.begin(checkpoint.manifest.id, "")
             shard.history.exists(checkpoint.manifest.id)
         except CheckpointError:
@@ -149,9 +152,37 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
     with room_taken(shard.tables):
         for about, tensors in checkpoint.pieces(TABLE, once=servers == 1):
             # A table may have joined the job while a worker that did not know of it yet saved.
-            if about["table"] in tables:
-                table, arrays = tables[about["table"]], [tensor.numpy() for tensor in tensors]
+            if about[TABLE] in tables:
+                table, arrays = tables[about[TABLE]], [tensor.numpy() for tensor in tensors]
                 _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
+
+
+def _restore_counts(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -> None:
+    """Take over what was counted of ids that have no row, as far as the tables still count in that way."""
+    tables = {table.spec.name: table for table in shard.tables if table.spec.name not in fit.lacking}
+    servers, dropped = shard.plan.spec.settings.server_num, set[str]()
+    for about, tensors in checkpoint.pieces(COUNTS, once=servers == 1):
+        table = tables.get(about[COUNTS])
+        if table is None:
+            continue
+        if not isinstance(table, LivingTable) or not _take_counts(table, about, tensors, server, servers):
+            dropped.add(about[COUNTS])
+    if dropped:
+        text = "%s: what was counted of ids without a row says nothing to other rules, and is left out: %s"
+        _log.warning(text, checkpoint.where, ", ".join(sorted(map(repr, dropped))))
+
+
+def _take_counts(
+    table: LivingTable, about: Mapping[str, Any], tensors: Sequence[torch.Tensor], server: int, servers: int
+) -> bool:
+    if len(tensors) == 1:
+        # The cells of all servers go into each, unless these are the servers that wrote them.
+        if about["servers"] == servers and about["server"] != server:
+            return True
+        return table.load_counts({**about, "counted": about["counted"] // servers}, {"cells": tensors[0].numpy()})
+    ids, counts = (tensor.numpy() for tensor in tensors)
+    mine = partition(ids, servers)[server] if servers > 1 else slice(None)
+    return table.load_counts(about, {"ids": ids[mine], "counts": counts[mine]})
 
 
 @contextlib.contextmanager
@@ -183,7 +214,8 @@ def room_taken(tables: Sequence[Table]) -> Iterator[None]:
 
 def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
     """Return how many rows were saved at first: deltas mostly have the same ones again."""
-    pieces = [piece for piece in checkpoint.lineage()[0].manifest.pieces if piece.about.get(TABLE) == table]
+    every = checkpoint.lineage()[0].manifest.pieces
+    pieces = [piece for piece in every if piece.about.get(TABLE) == table and REMOVED not in piece.about]
     # Every save has a folder of its own. A row has at least its id in the file.
     first = [piece for piece in pieces if PurePosixPath(piece.file).parent == PurePosixPath(pieces[0].file).parent]
     return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
@@ -192,6 +224,9 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
 def _restore_piece(
     table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int, *, keeps_state: bool
 ) -> None:
+    if REMOVED in about:
+        table.remove(arrays[0])
+        return
     if keeps_state:
         table.step = max(table.step, int(about["step"]))
     servers = shard.plan.spec.settings.server_num
@@ -212,6 +247,7 @@ def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Ten
     for name, offset in sorted(slots):
         starts.setdefault(name, []).append(offset)
     assembly = Assembly({_of_block(*key): slot.block.numel for key, slot in slots.items()}, "its own snapshot")
+    counted: list[tuple[LivingTable, dict[str, Any], list[torch.Tensor]]] = []
     shard.prepare()
     for about, tensors in pieces:
         if DENSE in about:
@@ -221,9 +257,17 @@ def fill_own(shard: Shard, pieces: Iterable[tuple[dict[str, Any], list[torch.Ten
                 start = offsets[bisect_right(offsets, entry["offset"]) - 1]
                 entries.append({**entry, "param": _of_block(entry["param"], start), "offset": entry["offset"] - start})
             assembly.add(entries, tensors)
+        elif COUNTS in about:
+            living = tables[about[COUNTS]]
+            assert isinstance(living, LivingTable)
+            counted.append((living, about, tensors))
+        elif REMOVED in about:
+            tables[about[TABLE]].remove(tensors[0].numpy())
         else:
             ids, *columns = [tensor.numpy() for tensor in tensors]
             tables[about[TABLE]].load(ids, dict(zip(about["columns"], columns, strict=True)))
+    for living, about, tensors in counted:
+        _take_counts(living, about, tensors, shard.server, shard.plan.spec.settings.server_num)
     states: list[BlockState] = []
     for slot in shard.dense.layout.slots:
         whole, flat = assembly.whole(_of_block(shard.plan.param_of(slot.block).name, slot.block.offset))

@@ -64,7 +64,8 @@ class CheckpointRequests:
         since = background.since if export.checkpoint else 0  # 0 as well if it is forgotten
         _check_standstill(job, export.version)
         dense_state = job.policy.has_dense_state_on_servers or not export.checkpoint
-        piece = job.held().export(export.cursor, since, dense_state=dense_state)
+        counts = bool(export.checkpoint)
+        piece = job.held().export(export.cursor, since, dense_state=dense_state, counts=counts)
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
         arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])

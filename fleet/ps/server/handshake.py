@@ -169,5 +169,6 @@ class Handshake:
                 loads=job.progress.loads,
                 gathered=job.reductions.dump()[worker],
                 about=job.began.id,
+                cuts=job.cuts,
             )
         )

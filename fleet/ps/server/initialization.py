@@ -26,7 +26,7 @@ from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox
 from fleet.ps.server.replacement import Replacement, check_upload, write_upload
 from fleet.ps.server.step_requests import StepRequests
-from fleet.ps.table.shard import Shard
+from fleet.ps.table.shard import MakeShard, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.wire_errors import error_reply
 
@@ -44,8 +44,10 @@ class Initialization:
         replacement: Replacement,
         send: Callable[[Outbox], None],
         restore: Restore | None,
+        make_shard: MakeShard,
     ) -> None:
         """``send`` lets replies leave; ``restore`` is the checkpoint to start from, if there is one."""
+        self._make_shard = make_shard
         self._endpoint = endpoint
         self._where = str(endpoint)
         self._lock = lock
@@ -92,7 +94,7 @@ class Initialization:
         if job.began.id or job.shard is not None:
             return
         try:
-            shard = Shard(job.plans.current, hello.server, hello.seed, tuple(hello.options))
+            shard = self._make_shard(job.plans.current, hello.server, hello.seed, tuple(hello.options))
             shard.warm()
             job.shard = shard
         except Exception as error:
@@ -125,7 +127,7 @@ class Initialization:
         def load() -> None:
             outbox: Outbox = []
             try:
-                shard = Shard(job.plans.current, hello.server, restore.seed, tuple(hello.options))
+                shard = self._make_shard(job.plans.current, hello.server, restore.seed, tuple(hello.options))
                 restore.fill(shard, hello.server)
                 states = restore.states() if hello.server == 0 else {}
                 shard.warm()

@@ -85,13 +85,19 @@ class Rounds:
     early: list[tuple[int, Waiting]] = field(default_factory=list)
     #: ticket -> the request that the gate or a gathering holds back
     parked: dict[Hashable, Waiting] = field(default_factory=dict)
+    #: of these, those whose version is there, and which wait until all servers agree which rows leave
+    held_back: list[Hashable] = field(default_factory=list)
     #: all dense values at some version, as they were answered last
     snapshot: tuple[int, list[torch.Tensor]] | None = None
     previous: PreviousRound | None = None
+    #: the tables of which rows wait until all servers agree which leave; None: the shard knows
+    cuts: tuple[int, ...] | None = None
+    #: table -> the version at which servers agreed, and the last row that stays, its score and its id
+    agreed: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def forget_values(self) -> None:
         """Drop what was made of the values, as other values stand in the shard now, or more of them."""
-        self.snapshot = self.previous = None
+        self.snapshot = self.previous = self.cuts = None
 
     def previous_for(self, worker: int, version: int) -> PreviousRound | None:
         """Return what there was at a version, for a worker that has started again and computes its last step once
@@ -157,6 +163,21 @@ class Job:
         return self.shard
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """Return the tables of which rows wait until all servers agree which leave."""
+        if self.shard is None or not self.is_limited:
+            return ()
+        if self.rounds.cuts is None:
+            self.rounds.cuts = tuple(index for index, *_ in self.shard.awaits_cut)
+        return self.rounds.cuts
+
+    @property
+    def is_limited(self) -> bool:
+        """Say whether there is a table that is to have no more than so many rows on several servers together."""
+        spec = self.plans.current.spec
+        return spec.settings.server_num > 1 and any(table.most_rows is not None for table in spec.tables)
+
+    @property
     def is_whole(self) -> bool:
         """Say whether all parameters have their values, and no others are on their way."""
         return self.initialized and not self.plans.growing and not self.background.uploads
@@ -206,6 +227,7 @@ class Job:
         """End the waiting of all requests, and return them."""
         waiting = self.all_waiting()
         self.rounds.parked.clear()
+        self.rounds.held_back.clear()
         self.rounds.early.clear()
         self.claims.clear()
         self.states.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fleet.base.clock import Clock
 from fleet.base.settings import ProcessSettings
@@ -19,8 +19,21 @@ LINGER_BEATS = 4
 
 
 class JobEnd:
-    def __init__(self, members: Members, clock: Clock, settings: ProcessSettings, name: str, where: str) -> None:
-        """``name`` is this process's name ("server 0"), ``where`` its endpoint."""
+    def __init__(
+        self,
+        members: Members,
+        clock: Clock,
+        settings: ProcessSettings,
+        name: str,
+        where: str,
+        rows_lost: Callable[[], FleetError | None],
+        *,
+        is_kept: bool,
+    ) -> None:
+        """``name`` is this process's name ("server 0"), ``where`` its endpoint; ``rows_lost`` says why rows in files
+        cannot be had, if they cannot; ``is_kept`` whether the job is kept on disk."""
+        self._rows_lost = rows_lost
+        self._is_kept = is_kept
         self._members = members
         self._clock = clock
         self._settings = settings
@@ -33,6 +46,8 @@ class JobEnd:
         self.failure: FleetError | None = None
         #: whether this process stops, while the job goes on when it is started again
         self.suspended = False
+        #: why this process stops, if it cannot go on
+        self.suspended_by: FleetError | None = None
         #: set when this process may end
         self.ended = threading.Event()
 
@@ -46,16 +61,29 @@ class JobEnd:
     def end(self, failure: FleetError | None = None) -> None:
         self.failure, self.over, self._over_at = failure, True, self._clock.now()
 
-    def suspend(self) -> None:
+    def suspend(self, cause: FleetError | None = None) -> None:
         """Stop the process, but not the job."""
-        self.suspended = True
+        self.suspended, self.suspended_by = True, cause
         self.ended.set()
+
+    def end_if_rows_are_lost(self, job: Job | None, outbox: Outbox) -> None:
+        """End the job, or where it is kept on disk this process, if rows in files cannot be had."""
+        lost = self._rows_lost()
+        if lost is not None:
+            self.fail(lost, job, outbox)
 
     def fail(self, error: FleetError, job: Job | None, outbox: Outbox, *, by_worker: bool = False) -> None:
         """End the job, and tell everybody who waits now or asks later. If ``by_worker``, a failed worker has said
         itself that it is the cause."""
-        if self.over:
+        if self.over or self.suspended_by is not None:
             return
+        lost = self._rows_lost()
+        if lost is not None:  # whatever has come of it
+            error, by_worker = lost, False
+            if self._is_kept:  # all rows can be made anew
+                self.suspend(lost)
+                outbox.clear()  # who is not answered asks again
+                return
         if not by_worker:
             claim(self._settings.observing.record_dir, self._settings.job_id, self._name, str(error))
         self.end(error)

@@ -58,5 +58,6 @@ class Waiting:
     beside: bool = False  #: another thread of the worker trains on meanwhile
     ahead: bool = False  #: the worker does not wait for it yet
     has_rows: bool = False  #: the answer
+    version: int = 0  #: which it needs
     nbytes: int = 0  #: what it keeps in memory until then
     handing_out: Frame | None = None  #: the request that says what the answer gives, where that is remembered

@@ -17,13 +17,20 @@ from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox
-from fleet.ps.table.shard import Shard
+from fleet.ps.table.shard import MakeShard, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
 
 class Replacement:
-    def __init__(self, lock: AbstractContextManager[object], end: JobEnd, durability: Durability | None) -> None:
+    def __init__(
+        self,
+        lock: AbstractContextManager[object],
+        end: JobEnd,
+        durability: Durability | None,
+        make_shard: MakeShard,
+    ) -> None:
+        self._make_shard = make_shard
         self._lock = lock
         self._end = end
         self._durability = durability
@@ -72,7 +79,7 @@ class Replacement:
                         got=f"checkpoint {restore.id}",
                         todo="Every server has to see the directory that the worker sees.",
                     )
-                shard = Shard(job.plans.current, old.server, restore.seed, old.options)
+                shard = self._make_shard(job.plans.current, old.server, restore.seed, old.options)
                 restore.fill(shard, old.server)
                 states = restore.states() if old.server == 0 else {}
                 with self._lock:

@@ -6,10 +6,13 @@ It listens from the beginning on. ``run`` serves; a server that is to resume has
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 from fleet.base.clock import Clock, Wait
 from fleet.base.cluster import Endpoint
@@ -19,6 +22,7 @@ from fleet.checkpoint.resume_choice import Choice
 from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.service import Service
+from fleet.ps.table.stores import MemoryStores, Stores, TieredStores
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
@@ -51,10 +55,11 @@ class ServerRuntime:
         endpoints = () if expected is None else expected[1]
         #: ``fleet server`` is not told which one it is
         self._name = f"server {endpoints.index(endpoint) if endpoint in endpoints else endpoint}"
+        self._stores = stores_of(endpoint, settings)
         directory = None
-        if settings.durable_dir:
-            directory = StateDirectory(settings.durable_dir, endpoint, settings.durable_sync)
         try:
+            if settings.durable_dir:
+                directory = StateDirectory(settings.durable_dir, endpoint, settings.durable_sync)
             self._service = Service(
                 endpoint,
                 settings,
@@ -64,11 +69,13 @@ class ServerRuntime:
                 directory=directory,
                 resumes=resumes,
                 name=self._name,
+                stores=self._stores,
             )
             self._listener = network.listen(endpoint, self._service.handle)
         except BaseException:
             if directory is not None:
                 directory.close()
+            self._stores.close()
             raise
 
     def ask(self, request: pb.Request) -> Frame:
@@ -87,7 +94,11 @@ class ServerRuntime:
         """End without having served."""
         self._service.stop("its process does something else")
         self._listener.close()
+        self._close()
+
+    def _close(self) -> None:
         self._service.close()
+        self._stores.close()
 
     def run(self) -> None:
         """Serve until every worker has left; raise what ended the job, if it did not end well."""
@@ -111,10 +122,19 @@ class ServerRuntime:
         finally:
             self._service.stop("its process ends")
             self._listener.close(GRACE_S)
-            self._service.close()
+            self._close()
         failure = self._service.failure
         if failure is not None and not stopped:
             raise failure.again()
+
+
+def stores_of(endpoint: Endpoint, settings: ProcessSettings) -> Stores:
+    """Return where a server keeps its rows."""
+    if settings.table_memory_bytes is None:
+        return MemoryStores()
+    directory = Path(settings.table_dir or tempfile.gettempdir())
+    owner = f"{endpoint}-{os.getpid()}"
+    return TieredStores(directory, owner, settings.table_memory_bytes, settings.rpc_deadline_s)
 
 
 @contextmanager

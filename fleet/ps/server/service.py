@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fleet.base.clock import Clock
@@ -18,7 +19,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
-from fleet.errors import FleetError, JobAbortedError, ProtocolError
+from fleet.errors import FleetError, JobAbortedError, ProtocolError, TableFileError
 from fleet.ps.server.admission import Expected
 from fleet.ps.server.barrier import Barrier
 from fleet.ps.server.checkpoint_reader import Restore
@@ -35,10 +36,13 @@ from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox, nobody
 from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.resumption import Resumption
+from fleet.ps.server.row_requests import RowRequests
 from fleet.ps.server.state_requests import StateRequests
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.server.status import Status
 from fleet.ps.server.step_requests import StepRequests
+from fleet.ps.table.shard import make_shard_in
+from fleet.ps.table.stores import MemoryStores, Stores
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
@@ -57,11 +61,12 @@ class Service:
         directory: StateDirectory | None = None,
         resumes: Place | None = None,
         name: str = "",
+        stores: Stores | None = None,
     ) -> None:
         """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
         was told of, where it was told; ``restore`` the checkpoint to start from; ``directory`` where acknowledged
         requests are kept, and may be kept from before; ``resumes`` where the checkpoints are, if the job goes on from
-        one."""
+        one; ``stores`` where tables keep their rows."""
         where = str(endpoint)
         self._where = where
         self._clock = clock
@@ -72,15 +77,23 @@ class Service:
         self._late: deque[tuple[Respond, Frame]] = deque()
         self._members = members = Members(endpoint, settings, clock)
         self._statistics = statistics = Statistics(clock)
-        self.end = end = JobEnd(members, clock, settings, name or f"server {endpoint}", where)
+        self._stores = stores = stores or MemoryStores()
+        self.end = end = JobEnd(
+            members, clock, settings, name or f"server {endpoint}", where, stores.failure, is_kept=directory is not None
+        )
         self.ended = end.ended
         durability = None
         if directory is not None:
             durability = Durability(directory, lock, end, members, clock, settings, where, self._cannot_sync)
         self.durability = durability
         self._steps = steps = StepRequests(clock, end, statistics, durability)
-        replacement = Replacement(lock, end, durability)
-        initialization = Initialization(endpoint, lock, end, durability, steps, replacement, self._send, restore)
+        #: whether rows of a file are being written anew
+        self._rewriting = False
+        make_shard = partial(make_shard_in, stores)
+        replacement = Replacement(lock, end, durability, make_shard)
+        initialization = Initialization(
+            endpoint, lock, end, durability, steps, replacement, self._send, restore, make_shard
+        )
         self._handshake = handshake = Handshake(
             endpoint, settings, end, members, durability, steps, initialization, expected, self._begin
         )
@@ -92,6 +105,7 @@ class Service:
         self._resumption = Resumption(
             endpoint, settings.job_id, lock, end, members, initialization, handshake, self._found_job, resumes
         )
+        rows = RowRequests(steps)
         checkpoints = CheckpointRequests(lock, clock, end, members, durability is not None)
         self._handlers: dict[str, Callable[[Job, Arrival], None]] = {
             "upload": initialization.upload,
@@ -110,6 +124,9 @@ class Service:
             "give": states.give,
             "recall": states.recall,
             "survey": self._status.survey,
+            "shrink": rows.shrink,
+            "rank": rows.rank,
+            "cut": rows.cut,
             "bye": departure.bye,
             "abort": departure.abort,
         }
@@ -117,11 +134,14 @@ class Service:
             durability.recover(
                 self._found_job,
                 begin=self._begin,
+                make_shard=make_shard,
                 begin_with=initialization.begin_with,
                 ask=lambda frame: self.handle(frame, nobody),
                 hand_out=steps.hand_out_again,
                 lose=lambda job, worker: departure.lose(job, worker, []),
             )
+            if end.suspended_by is not None:
+                raise end.suspended_by
         initialization.go_on(self.job)
         self._resumption.begin()
 
@@ -145,7 +165,10 @@ class Service:
         outbox: Outbox = []
         durability = self.durability
         try:
+            if kind == "pull":
+                self._read_ahead(frame)
             with self._lock, self._statistics.request(frame, outbox):
+                self.end.end_if_rows_are_lost(self.job, outbox)
                 if self.end.suspended:
                     return None  # unanswered, it is asked again when the server is there again
                 if kind == "hello":
@@ -170,11 +193,56 @@ class Service:
                     self._states.answer_ready(job, outbox)
                     if durability is not None:
                         durability.begin_if_due(job)
+                self.end.end_if_rows_are_lost(job, outbox)
+        except TableFileError:
+            with self._lock:
+                self.end.end_if_rows_are_lost(self.job, outbox)
+            if not self.end.suspended:
+                raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             job = self.job
             self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
         return self._apply_pending
+
+    def _read_ahead(self, frame: Frame) -> None:
+        """Wait for the rows that lie in files and will be asked for, without the lock that others need."""
+        job = self.job
+        if not self._stores.has_files or job is None:
+            return
+        with self._lock:
+            shard = job.shard
+            readings = [] if shard is None else shard.to_read(frame.message.pull.tables, frame.tensors)
+        for _, reading in readings:
+            reading.run()
+        if readings:
+            with self._lock:
+                for table, reading in readings:
+                    table.take(reading)
+
+    def _rewrite(self) -> None:
+        """Write rows anew of a part of a file most of which is not needed any more. That, too, is done without the lock
+        as far as the disk is waited for."""
+        job = self.job
+        if not self._stores.has_files or job is None or self._rewriting:
+            return
+        self._rewriting = True
+        self._stores.remove_unused()
+        try:
+            with self._lock:
+                found = None if job.shard is None else job.shard.to_rewrite()
+            if found is not None:
+                table, reading = found
+                reading.run()
+                with self._lock:
+                    table.rewrite(reading)
+        except FleetError as error:
+            outbox: Outbox = []
+            with self._lock:
+                self.end.fail(error, job, outbox)
+            self._send(outbox)
+        finally:
+            self._rewriting = False
 
     def _check_member(self, request: Any, *, parting: bool) -> None:
         self.end.refuse_if_failed(request.worker)
@@ -194,6 +262,7 @@ class Service:
             with self._lock:
                 pass
             self._send([])
+        self._rewrite()
 
     def _catch_up(self) -> None:
         """Do what is pending before anything else is done under the lock."""
@@ -238,6 +307,7 @@ class Service:
         now = self._clock.now()
         outbox: Outbox = []
         with self._lock:
+            self.end.end_if_rows_are_lost(self.job, outbox)
             self._departure.tick(self.job, now, outbox)
             if self.job is not None:
                 self._barrier.refuse_standstill(self.job, outbox)
@@ -269,8 +339,8 @@ class Service:
 
     @property
     def failure(self) -> FleetError | None:
-        """Return why the job ended, if it did not end well."""
-        return self.end.failure
+        """Return why the job ended, or this process does before it, if not well."""
+        return self.end.failure or self.end.suspended_by
 
     def absent(self) -> str:
         """Return which workers have not come yet, in words."""

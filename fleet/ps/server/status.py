@@ -13,6 +13,7 @@ from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Waiting
 from fleet.ps.server.statistics import Statistics
+from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 
 _MOST_NAMED = 8
@@ -70,7 +71,7 @@ class Status:
             "job_id": job.job_id,
             "mode": job.plans.current.spec.settings.mode,
             "index": None if shard is None else shard.server,
-            "tables": {} if shard is None else {t.spec.name: [len(t), t.nbytes] for t in shard.tables},
+            "tables": {} if shard is None else _tables_of(shard),
             "workers": [
                 {
                     "standing": standing,
@@ -118,7 +119,7 @@ class Status:
         shard = job.held()
         about = {
             "steps": {worker: job.steps_of(worker) for worker in sorted(job.progress.steps)},
-            "tables": {table.spec.name: {"rows": len(table), "bytes": table.nbytes} for table in shard.tables},
+            "tables": _tables_of(shard),
             "staleness": shard.staleness.counts,
         }
         arrival.answer(pb.Reply(version=job.rounds.gate.version, about=json.dumps(about)))
@@ -133,6 +134,10 @@ class Status:
         if not job.initialized:
             return "waiting for initial values"
         return "training"
+
+
+def _tables_of(shard: Shard) -> dict[str, dict[str, int]]:
+    return {table.spec.name: table.figures() for table in shard.tables}
 
 
 def _described(job: Job, waiting: Waiting, now: float) -> dict[str, Any]:

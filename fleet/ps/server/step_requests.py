@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,6 +125,7 @@ class StepRequests:
             lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
             has_rows=bool(wanted),
+            version=pull.version,
             nbytes=arrival.frame.nbytes,
             handing_out=arrival.frame if is_remembered else None,
         )
@@ -170,6 +172,10 @@ class StepRequests:
         the process that sent it has started again."""
         parked, durability = job.rounds.parked, self._durability
         there = [ticket for ticket in tickets if ticket in parked]
+        if job.cuts and job.policy.shares_steps:
+            held_back = [ticket for ticket in there if _reads_on(job, parked[ticket])]
+            job.rounds.held_back += held_back
+            there = [ticket for ticket in there if ticket not in held_back]
         if any(parked[ticket].has_rows for ticket in there):
             job.held().apply_pending()  # while all are still there to hear of it, should it fail
         for waiting in map(parked.pop, there):
@@ -178,6 +184,12 @@ class StepRequests:
                 outbox.append((waiting.respond, _answer_of(waiting)))
             elif not durability.replaying:  # else nobody would read it
                 outbox.append((waiting.respond, self._kept_answer(job, durability, waiting, outbox)))
+
+    def answer_held_back(self, job: Job, by: int, outbox: Outbox) -> None:
+        """Answer the requests for rows that waited until those had left that leave, if worker ``by`` has let them."""
+        if not job.cuts:
+            tickets, job.rounds.held_back = job.rounds.held_back, []
+            self.answer(job, tickets, by, outbox)
 
     def _kept_answer(self, job: Job, durability: Durability, waiting: Waiting, outbox: Outbox) -> Frame:
         if waiting.handing_out is not None:
@@ -211,8 +223,12 @@ class StepRequests:
         rounds.previous = None
         dense = _dense_at(job, version - 1) if keep else []
         rounds.snapshot = None
+        shard.now = _time_at(job, contributions) or shard.now
+        cut_is_due = _is_cut_due(job, frozenset().union(*(each.used for each in contributions)))
         rows = shard.apply(contributions, keep=keep)
-        if not job.policy.awaits_answers:  # no answer would be there any sooner for who needs it
+        if cut_is_due:
+            rounds.cuts = None  # the answer says which
+        if not job.policy.awaits_answers or cut_is_due:  # no answer would be there any sooner for who needs it
             shard.apply_pending()
         rounds.previous = PreviousRound(version - 1, dense, rows) if keep else None
 
@@ -249,19 +265,21 @@ class StepRequests:
             if shard.compensation is not None:
                 handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
                 shard.compensation.handed_dense(worker, handed)
+        clocks = []
         try:
             for table, ids, training in wanted:
-                rows = shard.read(table, ids, training)
+                rows = shard.read(table, ids, training, before_cut=previous is not None)
                 if previous is not None:
                     previous.restore(table, ids, rows)
                 tensors.append(WireTensor.of(rows))
-                reply.table_clocks.append(shard.tables[table].step)
+                clocks.append(shard.table(table).step)
                 if shard.compensation is not None and training:
                     shard.compensation.handed_rows(worker, table, ids, rows)
                 if shard.changes is not None and training:
                     shard.changes.hold(worker, table, ids)
         except FleetError as error:
             return error_reply(error)
+        reply.table_clocks.extend(clocks)
         return Frame(reply, tensors)
 
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
@@ -272,6 +290,7 @@ class StepRequests:
         values.message.wanted = job.states.wanted(step)
         values.message.others_give = job.states.others_give(worker)
         shard = job.held()
+        values.message.cuts.extend(job.cuts)
         if shard.changes is not None:
             for table, ids in shard.changes.take(worker, step).items():
                 values.message.changed.append(table)
@@ -299,15 +318,16 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
     tables = {index: shard.table(index).spec for index in push.row_tables}
     if len(tables) != len(push.row_tables):
         raise ProtocolError("a push names a table twice", got=list(push.row_tables)[:20])
-    if len(tensors) != of_dense + sum(1 + narrow.parts(table.dtype) for table in tables.values()):
+    if len(tensors) != of_dense + sum(
+        1 + narrow.parts(table.dtype) + table.goes_by_weight for table in tables.values()
+    ):
         raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
     if len(push.rows_read_at) != len(push.row_tables):
         raise ProtocolError("a push does not say when its rows were read", got=len(push.rows_read_at))
-    rest = list(tensors[of_dense:])
-    rows, nbytes = {}, 0
+    rest = iter(tensors[of_dense:])
+    rows, weights, nbytes = {}, {}, 0
     for index, table in tables.items():
-        ids, *encoded = rest[: 1 + narrow.parts(table.dtype)]
-        del rest[: 1 + len(encoded)]
+        ids, encoded = next(rest), list(itertools.islice(rest, narrow.parts(table.dtype)))
         nbytes += ids.array.size * table.dim * DTYPES[table.dtype]
         if not narrow.is_plain and nbytes > job.most_bytes:
             raise ProtocolError(
@@ -315,8 +335,9 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
                 expected=f"at most {job.most_bytes >> 20} MiB, in {table.dtype} (FLEET_MAX_MESSAGE_MB)",
                 got=f"{nbytes / (1 << 20):.1f} MiB",
             )
-        grads = narrow.decode(encoded, table.dtype, (ids.array.size, table.dim))
-        rows[index] = (ids.numpy(), grads.numpy())
+        rows[index] = ids.numpy(), narrow.decode_rows(encoded, table.dtype, (ids.array.size, table.dim))
+        if table.goes_by_weight:
+            weights[index] = next(rest).numpy()
     dense = present, narrow.decode_flats(tensors[:of_dense], sizes)
     contribution = Contribution(
         worker=request.worker,
@@ -326,9 +347,38 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
         used=frozenset(push.used_tables) | frozenset(push.row_tables),
         read_at=push.read_at,
         rows_read_at=dict(zip(push.row_tables, push.rows_read_at, strict=True)),
+        weights=weights or None,
+        now=_time_of(push) if any(table.goes_by_time for table in shard.plan.spec.tables) else None,
     )
     shard.check(contribution)
     return contribution
+
+
+def _time_of(push: Any) -> float:
+    """Return the time by the worker's clock."""
+    now: float = push.now
+    if not 0 < now < math.inf:
+        raise ProtocolError("a push does not say what time it is", got=now)
+    return now
+
+
+def _time_at(job: Job, contributions: Sequence[Contribution]) -> float | None:
+    """Return the time by the clock of the first worker that there is, if a rule asks for it and that one has pushed."""
+    first = min(job.rounds.gate.clocks, default=0)
+    return next((each.now for each in contributions if each.worker == first), None)
+
+
+def _is_cut_due(job: Job, used: Iterable[int]) -> bool:
+    """Say whether the round that uses these tables is one after which rows leave that all servers have to agree on."""
+    shard = job.held()
+    tables = [shard.tables[index] for index in used] if job.is_limited else []
+    return any(table.spec.most_rows is not None and (table.step + 1) % shard.evict_every == 0 for table in tables)
+
+
+def _reads_on(job: Job, waiting: Waiting) -> bool:
+    """Say whether a request asks for rows as they are after the step at which some leave."""
+    is_before = job.rounds.previous_for(waiting.worker, waiting.version) is not None
+    return waiting.has_rows and not is_before
 
 
 def _dense_at(job: Job, version: int) -> list[torch.Tensor]:

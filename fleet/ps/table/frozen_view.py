@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 from fleet.numeric.jit import Array, Ids
+from fleet.ps.table.eviction import Cut
+from fleet.ps.table.living_table import LivingTable
+from fleet.ps.table.store import Batch
 from fleet.ps.table.table import Table
 
 #: Rows that are set aside are handed on in pieces of about this size.
@@ -36,12 +39,32 @@ def described(table: Table, step: int, ids: Ids, columns: Mapping[str, Array]) -
     return about, {"ids": ids, **columns}
 
 
+def without(cut: Cut | None, batch: Batch) -> Batch:
+    """Return rows without those that a cut takes."""
+    if cut is None:
+        return batch
+    ids, columns = batch
+    left = ~cut.takes(ids, columns)
+    return ids[left], {name: values[left] for name, values in columns.items()}
+
+
 class FrozenView:
     def __init__(self, tables: Sequence[Table], since: int, until: int, hand_on: HandOn) -> None:
         """``hand_on`` gets rows as they were before a change: those last changed in the epoch ``since`` or later that
         change now, in the epoch ``until`` or later."""
         self.since, self.until = since, until
         self.steps = [table.step for table in tables]
+        for table in tables if since else ():
+            table.settle()
+        #: what the rows that are gone are told by, and those that were removed
+        self.cuts = [table.cut for table in tables]
+        self.removed = [table.removed_since(since) for table in tables]
+        #: what is counted of ids without a row, by table
+        self.counts = {
+            index: view
+            for index, table in enumerate(tables)
+            if isinstance(table, LivingTable) and (view := table.counts(frozen=True)) is not None
+        }
         self._failure: Exception | None = None
         self._tables = tuple(tables)
         #: others that an optimizer asks for later are in every row as in untouched ones
@@ -68,10 +91,12 @@ class FrozenView:
         """Keep nothing any more."""
         for table, watcher in zip(self._tables, self._watchers, strict=True):
             table.unwatch(watcher)
+        for view in self.counts.values():
+            view.leave()
 
     def _set_aside(self, index: int, slots: Ids) -> None:
         table = self._tables[index]
-        ids, columns = table.rows_at(table.of_epochs(slots, self.since, self.until))
+        ids, columns = without(self.cuts[index], table.rows_of(slots, self.since, self.until))
         self._aside[index].append((ids, columns))
         self._held += ids.nbytes + sum(values.nbytes for values in columns.values())
         if self._held >= _HELD_BYTES:

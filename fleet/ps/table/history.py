@@ -21,6 +21,8 @@ class History:
         self._last: tuple[str, int] = ("", 0)
         #: one that is being written, and its epoch
         self._begun: tuple[str, int] = ("", 0)
+        #: who goes on from something that was saved, and the epochs that began with it
+        self._bases: dict[str, tuple[int, ...]] = {}
 
     @property
     def epoch(self) -> int:
@@ -45,9 +47,21 @@ class History:
         ``after``; 0 means that all rows do."""
         known, since = self._last
         self._begun = (checkpoint, self.next_epoch())
-        return since if after and after == known else 0
+        self.goes_on_from("checkpoint", *(epoch for _, epoch in (self._last, self._begun) if epoch))
+        return since if after and after == known and self.knows_removed(since) else 0
 
     def exists(self, checkpoint: str) -> None:
         """Note that the checkpoint that was begun has been written."""
         if self._begun[0] == checkpoint:
             self._last = self._begun
+            self.goes_on_from("checkpoint", self._last[1])
+
+    def knows_removed(self, since: int) -> bool:
+        """Say whether it is known which rows were removed in an epoch or later."""
+        return all(table.knows_removed(since) for table in self._tables)
+
+    def goes_on_from(self, who: str, *epochs: int) -> None:
+        """Note from which epochs on somebody may ask for what has changed; nobody else needs to be known to."""
+        self._bases[who] = epochs
+        for table in self._tables:
+            table.forget_removed(min(min(each) for each in self._bases.values()))

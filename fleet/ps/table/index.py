@@ -10,6 +10,10 @@ homes along. Which of the two tables has an id follows from its home in the old 
 move up to an empty place, so that an entry that lies behind its home goes with it. What has moved stays in the old
 table until that goes as a whole, since probes for others lead over it. So to move an entry too early does no harm, nor
 to move it twice: those that lie at the beginning because the end was full are.
+
+An id that is removed leaves a dead entry, as probes for others lead over it. A dead entry keeps its 24 bits and leads
+to one of two slots that no row has. Each of these holds an id, and a dead entry leads to the one whose id has other 24
+bits, so that no probe takes it for what it looks for. Dead entries go when their table does.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ _SLOT_MASK = np.uint64((1 << _SLOT_BITS) - 1)
 
 #: The table begins to grow when more than this part of it is taken.
 _MAX_LOAD = 0.6
+#: Where ids were removed, a table that is no fuller than this without them is left for one of the same size.
+_ROOMY_LOAD = 0.4
 #: Homes that move with an id that comes in: by the time that all have, the old table is a fifth of its places fuller.
 MOVED_PER_ID = 5
 _SMALLEST = 128
@@ -40,7 +46,8 @@ class Index:
     """Finds slots by id. The caller keeps the ids themselves: ``keys`` has the id of every slot."""
 
     def __init__(self) -> None:
-        self._count = 0
+        #: the next slot, the ids that are there, and the places that they take, with those of dead entries
+        self._count = self._live = self._taken = 0
         self._now: Entries = np.zeros(_SMALLEST, np.uint64)
         #: the table that is left, and how many of its homes have moved, from the first one on
         self._old: Entries | None = None
@@ -59,12 +66,38 @@ class Index:
     def insert(self, keys: Rows, ids: Ids) -> tuple[Ids, int]:
         """Return the slot of every id, where new ids get the next slots, and how many there are now. ``keys`` has room
         for all of them, and the new ids are put there."""
-        if self._count + ids.size > self._now.size * _MAX_LOAD:
-            self.reserve(keys, self._count + int((self.find(keys, ids) < 0).sum()))
+        if self._taken + ids.size > self._now.size * _MAX_LOAD:
+            self._provide(keys, int((self.find(keys, ids) < 0).sum()))
         self._move(keys, MOVED_PER_ID * ids.size)
-        slots = np.empty(ids.size, np.int64)
-        self._count = int(_insert(*self._tables(), keys, ids, slots, self._count))
+        slots, before = np.empty(ids.size, np.int64), self._count
+        self._count = int(_insert(*self._tables(), keys, ids, slots, before))
+        self._note(self._count - before)
         return slots, self._count
+
+    def enter(self, keys: Rows, ids: Ids, slots: Ids, count: int) -> None:
+        """Give these slots to ids that are new and distinct; after that, ``count`` is the next slot."""
+        self._provide(keys, ids.size)
+        self._move(keys, MOVED_PER_ID * ids.size)
+        _enter_at(*self._tables(), keys, ids, slots)
+        self._count = count
+        self._note(ids.size)
+
+    def remove(self, keys: Rows, ids: Ids, dead: Ids) -> Ids:
+        """Return the slots that ids, which are distinct, have had until now, -1 where there was none. ``dead`` are two
+        slots that no id has, and ``keys`` has two ids of other hashes there."""
+        slots = np.full(ids.size, -1)
+        for entries in [self._now] if self._old is None else [self._old, self._now]:
+            # One that has moved has stayed where it was as well, and would move again where it lies at the beginning.
+            _remove(entries, _shift(entries), keys, ids, dead, slots)
+        self._live -= int((slots >= 0).sum())
+        return slots
+
+    def skip(self, slots: int) -> None:
+        """Give the next slots to no id."""
+        self._count += slots
+
+    def _note(self, ids: int) -> None:
+        self._live, self._taken = self._live + ids, self._taken + ids
 
     def _tables(self) -> tuple[Entries, int, Entries, int, int]:
         """Return the present table, the one that is being left, and how many of its homes have moved."""
@@ -74,13 +107,19 @@ class Index:
 
     def reserve(self, keys: Rows, count: int) -> None:
         """Provide places for so many ids in all."""
-        size = self._now.size
-        while count > size * _MAX_LOAD:
+        self._provide(keys, count - self._live)
+
+    def _provide(self, keys: Rows, more: int) -> None:
+        """Provide places for so many more ids."""
+        if self._taken + more <= self._now.size * _MAX_LOAD:
+            return
+        size, load = self._now.size, _MAX_LOAD if self._taken == self._live else _ROOMY_LOAD
+        while self._live + more > size * load:
             size *= 2
-        if size > self._now.size:
-            if self._old is not None:  # as many ids come at once as there are places
-                self._move(keys, self._old.size)
-            self._old, self._now, self._moved = self._now, np.zeros(size, np.uint64), 0
+        if self._old is not None:  # as many ids come at once as there are places
+            self._move(keys, self._old.size)
+        self._old, self._now, self._moved = self._now, np.zeros(size, np.uint64), 0
+        self._taken = self._live
 
     def touch(self) -> None:
         """Make the system provide the memory of all places. Any thread may call this, and while ids come."""
@@ -211,9 +250,50 @@ def _move(old: Entries, now: Entries, shift: int, keys: Rows, start: int, homes:
         prefetch(keys, _slot(old[(start + done + _APART) & (old.size - 1)]))
         entry = old[(start + done) & (old.size - 1)]
         done += 1
-        if entry != 0:
-            at = np.int64(mix(np.uint64(row(keys, _slot(entry))[0])) >> np.uint64(shift))
+        if entry == 0:
+            continue
+        hashed = mix(np.uint64(row(keys, _slot(entry))[0]))
+        if entry ^ (hashed << _TAG_SHIFT) <= _SLOT_MASK:  # else it is dead
+            at = np.int64(hashed >> np.uint64(shift))
             while now[at] != 0 and now[at] != entry:
                 at = (at + 1) & (now.size - 1)
             now[at] = entry
     return done
+
+
+@compiled
+def _enter_at(
+    now: Entries, shift: int, old: Entries, old_shift: int, moved: int, keys: Rows, ids: Ids, slots: Ids
+) -> None:
+    for k in range(ids.size):
+        hashed = mix(np.uint64(ids[k]))
+        entry = (hashed << _TAG_SHIFT) | np.uint64(slots[k] + 1)
+        home = np.int64(hashed >> np.uint64(old_shift))
+        if home < moved:
+            at = np.int64(hashed >> np.uint64(shift))
+            while now[at] != 0:
+                at = (at + 1) & (now.size - 1)
+            now[at] = entry
+        else:
+            while old[home] != 0:
+                home = (home + 1) & (old.size - 1)
+            old[home] = entry
+        row(keys, slots[k])[0] = ids[k]
+
+
+@compiled
+def _remove(entries: Entries, shift: int, keys: Rows, ids: Ids, dead: Ids, slots: Ids) -> None:
+    for k in range(ids.size):
+        at = _searched(entries, shift, keys, ids[k])
+        if entries[at] != 0:
+            slots[k] = _slot(entries[at])
+            entries[at] = _dead(keys, ids[k], dead)
+
+
+@compiled
+def _dead(keys: Rows, id: np.int64, dead: Ids) -> np.uint64:
+    """Return the entry that takes the place of an id's."""
+    tag, slot = mix(np.uint64(id)) << _TAG_SHIFT, dead[0]
+    if mix(np.uint64(row(keys, slot)[0])) << _TAG_SHIFT == tag:
+        slot = dead[1]
+    return tag | np.uint64(slot + 1)

@@ -4,20 +4,24 @@ A column grows by whole segments, and nothing is moved for it. They are large, s
 pages, and zeros nobody has written yet, which take no memory where pages are handed out when they are touched. Only
 while a column is small its one segment is short, and copied into longer ones. Compiled functions find a row by the
 addresses of the segments.
+
+Segments stay when rows are removed, and rows that come take the slots that are free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fleet.errors import ConfigurationError
-from fleet.numeric.ids import gather, packed_ids, touch_pages
+from fleet.numeric.ids import gather, packed_ids, scatter, stamp, touch_pages, unique
 from fleet.numeric.jit import Array, Ids, Segments
 from fleet.ps.table.index import Index
+from fleet.ps.table.row_file import Reading
+from fleet.ps.table.store import Batch, Between
 
 _SEGMENT_BYTES = 32 << 20
 #: No more than this is copied when a column grows.
@@ -28,10 +32,20 @@ _GROWTH = 1.5
 _CACHE_LINE = 64
 #: About so much memory is touched at a step.
 _TOUCHED_BYTES = 2 << 20
+#: Rows are looked through for some of them by so many at a time.
+_LOOKED_THROUGH = 1 << 20
+
+_NONE = np.empty(0, np.int64)
+#: What the two slots hold to which the index's dead entries lead.
+_DEAD_IDS = np.array([[0], [1]], np.int64)
 
 
 class MemoryStore:
-    """Implements ``Store`` for a table that fits into memory."""
+    """Implements ``Store`` for a table that fits into memory. Slots are given in the order of insertion, until rows
+    are removed."""
+
+    #: all rows are in memory
+    most = None
 
     def __init__(self, segment_bytes: int = _SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
@@ -40,28 +54,76 @@ class MemoryStore:
         self._keys = _Column(1, 0, np.dtype(np.int64), segment_bytes)
         self._columns: dict[str, _Column] = {}
         self._index = Index()
+        #: what is free, once a row was removed
+        self._free: _Free | None = None
+        self.created = _NONE
 
     def __len__(self) -> int:
-        return self._count
+        return self._count if self._free is None else self._count - self._free.slots_without_rows
 
     @property
     def nbytes(self) -> int:
-        return self._index.nbytes + self._count * sum(column.row_bytes for column in self._all())
+        free = 0 if self._free is None else self._free.nbytes
+        return self._index.nbytes + self._count * self.row_bytes + free
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(column.row_bytes for column in self._all())
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self._columns)
 
+    def figures(self) -> dict[str, int]:
+        return {"in_memory": len(self), "on_disk": 0}
+
+    def has(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        return self.find(ids) >= 0
+
     def find(self, ids: Ids) -> Ids:
         return self._index.find(self._keys.rows, packed_ids(ids))
 
     def insert(self, ids: Ids) -> Ids:
+        if self._free is not None:
+            return self._insert_where_free(packed_ids(ids), self._free)
         ids, before = packed_ids(ids), self._count
         self._keys.extend(before, before + ids.size)
         slots, self._count = self._index.insert(self._keys.rows, ids)
         for column in self._columns.values():
             column.extend(before, self._count)
+        self.created = np.flatnonzero(slots >= before) if self._count > before else _NONE
         return slots
+
+    def _insert_where_free(self, ids: Ids, free: _Free) -> Ids:
+        slots = self.find(ids)
+        self.created = np.flatnonzero(slots < 0)
+        if self.created.size:
+            new, places = unique(ids[self.created])
+            again, before = free.take(new.size), self._count
+            self._count += new.size - again.size
+            given = np.concatenate([again, np.arange(before, self._count)])
+            for column in self._all():
+                column.extend(before, self._count)
+                column.clear(again)
+            free.extend(self._count)
+            self._index.enter(self._keys.rows, new, given, self._count)
+            slots[self.created] = given[places]
+        return slots
+
+    def remove(self, ids: Ids) -> None:
+        if self._free is None:
+            dead = np.arange(self._count, self._count + 2)
+            self._count += 2
+            for column in self._all():
+                column.extend(dead[0], self._count)
+            scatter(self._keys.rows, dead, _DEAD_IDS)
+            self._index.skip(2)
+            self._free = _Free(dead, self._count, self._segment_bytes)
+        slots = self._index.remove(self._keys.rows, packed_ids(ids), self._free.dead)
+        self._free.give(slots[slots >= 0])
+
+    def write(self, slots: Ids) -> None:
+        """Do nothing: a row has one place."""
 
     def reserve(self, count: int) -> None:
         self._reserved = count
@@ -101,6 +163,40 @@ class MemoryStore:
     def column(self, name: str) -> Segments:
         return self._columns[name].rows
 
+    def reading(self, ids: Ids) -> None:
+        """Return nothing: all rows are in memory."""
+
+    def take(self, reading: Reading) -> None:
+        raise NotImplementedError("nothing is read")
+
+    def to_rewrite(self) -> None:
+        """Return nothing: there is no file."""
+
+    def rewrite(self, reading: Reading) -> None:
+        raise NotImplementedError("nothing is read")
+
+    def scan(
+        self, start: int, most: int, names: Sequence[str], only: Between | None = None
+    ) -> tuple[Batch, int | None]:
+        found, left = [_NONE], most
+        while start < self._count and left > 0:
+            is_chosen = only is not None or self._free is not None
+            slots = np.arange(start, min(start + (_LOOKED_THROUGH if is_chosen else left), self._count))
+            chosen = slots if self._free is None else self._free.without(slots)
+            chosen = (chosen if only is None else chosen[only(self._copied(only.column, chosen))])[:left]
+            left -= chosen.size
+            start = int(slots[-1] if left or not is_chosen else chosen[-1]) + 1
+            found.append(chosen)
+        slots = np.concatenate(found)
+        rows = {name: self._copied(name, slots) for name in names}
+        return (self.ids(slots), rows), start if start < self._count else None
+
+    def _copied(self, name: str, slots: Ids) -> Array:
+        column = self._columns[name]
+        rows = np.empty((slots.size, column.width), column.dtype)
+        gather(column.rows, slots, rows)
+        return rows
+
     def _all(self) -> Iterator[_Column]:
         yield self._keys
         yield from self._columns.values()
@@ -123,6 +219,11 @@ class _Column:
             for number in range(start >> self._bits, len(self._segments)):
                 begin = number << self._bits
                 self._segments[number][max(0, start - begin) : max(0, stop - begin)] = self.fill
+
+    def clear(self, slots: Ids) -> None:
+        """Make the rows at slots as untouched ones."""
+        if slots.size:
+            scatter(self.rows, slots, np.full((slots.size, self.width), self.fill, self.dtype))
 
     def reserve(self, count: int) -> None:
         """Provide segments for so many rows in all."""
@@ -156,3 +257,53 @@ class _Column:
         room = np.zeros(size + _CACHE_LINE, np.uint8)
         start = -room.ctypes.data % _CACHE_LINE
         return room[start : start + size].view(self.dtype).reshape(-1, self.width)
+
+
+class _Free:
+    """Knows the slots that have no row: those that are free, and two dead ones."""
+
+    def __init__(self, dead: Ids, count: int, segment_bytes: int) -> None:
+        self.dead = dead
+        #: the free slots, the one that was freed last at the end
+        self._slots = _Column(1, 0, np.dtype(np.int64), segment_bytes)
+        self._count = 0
+        #: for every slot, whether it has no row
+        self._has_none = _Column(1, 0, np.dtype(np.uint8), segment_bytes)
+        self._known = 0
+        self.extend(count)
+        stamp(self._has_none.rows, dead, 1)
+
+    @property
+    def slots_without_rows(self) -> int:
+        return self._count + self.dead.size
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self._slots.row_bytes + self._known
+
+    def extend(self, count: int) -> None:
+        """Know so many slots in all."""
+        self._has_none.extend(self._known, count)
+        self._known = count
+
+    def give(self, slots: Ids) -> None:
+        stamp(self._has_none.rows, slots, 1)
+        self._slots.reserve(self._count + slots.size)
+        scatter(self._slots.rows, np.arange(self._count, self._count + slots.size), slots.reshape(-1, 1))
+        self._count += slots.size
+
+    def take(self, most: int) -> Ids:
+        """Return at most so many slots, which are free no longer."""
+        taken = min(most, self._count)
+        self._count -= taken
+        slots = np.empty((taken, 1), np.int64)
+        gather(self._slots.rows, np.arange(self._count, self._count + taken), slots)
+        stamp(self._has_none.rows, slots[:, 0], 0)
+        return slots[:, 0]
+
+    def without(self, slots: Ids) -> Ids:
+        """Return those of the slots that have a row."""
+        has_none = np.empty((slots.size, 1), np.uint8)
+        gather(self._has_none.rows, slots, has_none)
+        left: Ids = slots[has_none[:, 0] == 0]
+        return left

@@ -17,27 +17,40 @@ import torch
 
 from fleet.checkpoint.entries import VALUE, cut, names, split
 from fleet.checkpoint.pieces import PIECE_BYTES
-from fleet.errors import ProtocolError
+from fleet.errors import ConfigurationError, ProtocolError
 from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge
+from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import Plan
 from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
-from fleet.ps.table.frozen_view import FrozenView, HandOn, described
+from fleet.ps.table.eviction import Last
+from fleet.ps.table.frozen_view import FrozenView, HandOn, described, without
 from fleet.ps.table.history import History
+from fleet.ps.table.living_table import Life, LivingTable
+from fleet.ps.table.row_file import Reading
 from fleet.ps.table.slot_cache import SlotCache
-from fleet.ps.table.table import Table
+from fleet.ps.table.stores import MemoryStores, NewStore, Stores
+from fleet.ps.table.table import EPOCH_BYTES, Table
 
 Array = np.ndarray[Any, Any]
+
+#: Makes a shard of a plan, for a server, from a seed and the options of its groups.
+MakeShard = Callable[[Plan, int, int, Sequence[str]], "Shard"]
 
 #: Where an export begins.
 FIRST = "dense:0:0"
 
-_CURSOR = re.compile(r"(?P<kind>dense|table):(?P<first>[0-9]{1,9}):(?P<second>[0-9]{1,18})")
+_CURSOR = re.compile(r"(?P<kind>dense|counts|removed|table):(?P<first>[0-9]{1,9}):(?P<second>[0-9]{1,36})")
+
+#: The least number of rows that is looked at after a round, to sweep those that are due.
+_SWEPT = 1 << 14
+#: An id and its count.
+_COUNT_BYTES = 16
 
 #: The options of one group are a few numbers.
 _MOST_OPTIONS = 64 << 10
@@ -55,6 +68,10 @@ class Contribution:
     #: the clocks of the dense values, and of the tables in ``rows``, when the worker read what this was computed on
     read_at: int
     rows_read_at: Mapping[int, int]
+    #: by table, the weights of the look-ups, one for each id in ``rows``; whoever gives none gives each of one
+    weights: Mapping[int, Array] | None = None
+    #: seconds since the epoch by the worker's clock, where a rule goes by time
+    now: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,15 +84,22 @@ class Piece:
 
 
 def is_of_rows(cursor: str) -> bool:
-    """Say whether rows begin at a cursor: all parameters come before them."""
-    return cursor.startswith("table:")
+    """Say whether rows, or what is known of rows, begin at a cursor: all parameters come before them."""
+    return bool(cursor) and not cursor.startswith("dense:")
 
 
 class Shard:
-    def __init__(self, plan: Plan, server: int, seed: int, options: Sequence[str]) -> None:
+    def __init__(
+        self, plan: Plan, server: int, seed: int, options: Sequence[str], new_store: NewStore | None = None
+    ) -> None:
+        """``new_store`` makes the stores of its tables, which are in memory unless it is given."""
         self.plan = plan
+        self.evict_every = plan.spec.settings.evict_every
+        #: the time in seconds, as worker 0 has told it last
+        self.now = 0.0
         self.server = server
         self._seed = seed
+        self._new_store = new_store or MemoryStores().share()
         self._options_text = tuple(options)
         self._options = self.check_options(plan, options)
         self.dense = DenseBlocks(plan, server, self._options)
@@ -86,6 +110,8 @@ class Shard:
         self.staleness = Staleness()
         self._slot_cache = SlotCache() if policy.applies_one_lookup(settings.worker_num) else None
         self._tables: list[Table] = []
+        #: those of rows that come and go
+        self._living: dict[int, LivingTable] = {}
         #: what is left of the last round
         self._pending: Callable[[], None] | None = None
         self.history = History()
@@ -114,13 +140,26 @@ class Shard:
 
     def _add_tables(self) -> None:
         self._tables += [self._make_table(index) for index in range(len(self._tables), len(self.plan.spec.tables))]
+        self._living = {index: table for index, table in enumerate(self._tables) if isinstance(table, LivingTable)}
         self.history.watch(self._tables)
 
     def _make_table(self, index: int) -> Table:
         spec = self.plan.spec.tables[index]
         rows = self.rule_of(self.plan, spec.group, rows=True).rows
         assert rows is not None
-        return Table(spec, rows, self._seed, slot_cache=self._slot_cache)
+        columns = rows.columns(self._options[spec.group], spec.dim).values()
+        row_bytes = (spec.dim + sum(column.width for column in columns)) * np.dtype(spec.dtype).itemsize + EPOCH_BYTES
+        store = self._new_store(spec.name, len(self.plan.spec.tables), row_bytes)
+        if spec.admit is not None or spec.evict:
+            if self.changes is not None:
+                raise ConfigurationError(
+                    "rows cannot come and go by rules where workers train copies of them",
+                    where=f"table {spec.name!r}",
+                    expected="a table without admit= and evict=, or another mode",
+                    got=f"{self.plan.spec.settings.mode} with admit={spec.admit}, evict={spec.evict}",
+                )
+            return LivingTable(spec, rows, self._seed, store, is_whole=self.plan.spec.settings.server_num == 1)
+        return Table(spec, rows, self._seed, store, slot_cache=self._slot_cache)
 
     @staticmethod
     def rule_of(plan: Plan, group: int, *, rows: bool) -> Rule:
@@ -158,17 +197,28 @@ class Shard:
         if contribution.options != self._options_text:
             self._check_kinds(self.check_options(self.plan, contribution.options))
         for index, (ids, grads) in contribution.rows.items():
-            spec = self.table(index).spec
-            expected = (ids.size, spec.dim)
-            if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype.name != spec.dtype:
+            table = self.table(index)
+            spec, expected = table.spec, (ids.size, table.spec.dim)
+            if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype != spec.dtype:
                 raise ProtocolError(
                     f"gradients for the rows of {spec.name!r} do not fit",
                     expected=f"int64 ids and {spec.dtype} {expected}",
                     got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
                 )
-            self.table(index).check_range(ids)
+            table.check_range(ids)
         for index in contribution.used:
             self.table(index)
+        for index, weights in (contribution.weights or {}).items():
+            self._check_weights(index, contribution.rows, weights)
+
+    def _check_weights(self, index: int, rows: Mapping[int, tuple[Array, Array]], weights: Array) -> None:
+        fits = index in rows and weights.shape == rows[index][0].shape and weights.dtype.kind == "f"
+        if not fits or not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ProtocolError(
+                f"weights of look-ups in {self.table(index).spec.name!r} do not fit",
+                expected="a number from 0 for each id",
+                got=f"{weights.dtype} {weights.shape}",
+            )
 
     def _check_kinds(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Refuse options of another kind: they may change from step to step, but a number stays a number."""
@@ -207,7 +257,7 @@ class Shard:
             self._options, self._options_text = self.check_options(self.plan, first.options), first.options
         self.dense.apply([c.dense for c in contributions], len(contributions), self._options)
         used = sorted(frozenset().union(*(c.used for c in contributions)))
-        self._pending = partial(self._apply_rows, [c.rows for c in contributions], used, before if keep else None)
+        self._pending = partial(self._apply_rows, contributions, used, before if keep else None, self.now)
         return before
 
     @property
@@ -228,22 +278,87 @@ class Shard:
 
     def _apply_rows(
         self,
-        contributions: Sequence[Mapping[int, tuple[Array, Array]]],
+        contributions: Sequence[Contribution],
         used: Sequence[int],
         before: dict[int, tuple[Array, Array]] | None,
+        now: float,
     ) -> None:
         """Update the rows of all tables; ``before``, if it is given, takes the weights that they had."""
         count = len(contributions)
+        for living in self._living.values():
+            living.sweep(max(_SWEPT, 2 * len(living) // self.evict_every))
         for index in used:
             table = self._tables[index]
             table.step += 1
-            rows = [each[index] for each in contributions if index in each]
-            if rows:
+            rows = [each.rows[index] for each in contributions if index in each.rows]
+            options = self._options[table.spec.group]
+            if rows and isinstance(table, LivingTable):
+                told = [(each.weights or {}).get(index) for each in contributions if index in each.rows]
+                ids, weights = table.train(rows, told, count, options, now, keep=before is not None)
+            elif rows:
                 ids, grads = merge(rows, count) if count > 1 else rows[0]
-                options = self._options[table.spec.group]
                 weights = table.apply(ids, grads, options, table.step, keep=before is not None)
-                if before is not None and weights is not None:
-                    before[index] = ids.copy(), weights  # a view of them would hold the whole push
+            if rows and before is not None and weights is not None:
+                before[index] = ids.copy(), weights  # a view of them would hold the whole push
+        for index in used:
+            if index in self._living and self._tables[index].step % self.evict_every == 0:
+                self._living[index].evict(now)
+
+    # ---------------------------------------------------------------- rows that come and go
+
+    def life(self, index: int) -> Life | None:
+        """Return how the rows of a table come and go; None if it has no rules for that."""
+        table = self.tables[index]
+        return table.life if isinstance(table, LivingTable) else None
+
+    @property
+    def past(self) -> dict[str, Any]:
+        """Return by table what it has to remember beside its rows and counts, as JSON has it."""
+        return {str(index): table.past for index, table in self._living.items()}
+
+    def resume_past(self, past: Mapping[str, Any], now: float) -> None:
+        """Go on from ``past``, at the time that was told last."""
+        self.now = now
+        for index, told in past.items():
+            self._living[int(index)].resume(told, now)
+
+    def shrink(self, now: float | None) -> None:
+        """Let rows leave that have to at this moment. ``now`` is the time in seconds, if it is told anew."""
+        self.apply_pending()
+        self.now = self.now if now is None else now
+        for table in self._living.values():
+            table.evict(self.now)
+
+    @property
+    def awaits_cut(self) -> list[tuple[int, str, int]]:
+        """Return what servers have to agree on before anybody reads or changes a table: the table, what ``MaxRows``
+        goes by, and how many of its rows may stay on all servers."""
+        self.apply_pending()
+        return [
+            (index, kind, most)
+            for index, table in self._living.items()
+            for kind, most in table.budgets.items()
+            if kind in table.awaits
+        ]
+
+    def bounds(self, index: int, kind: str) -> tuple[int, int]:
+        """Return the least score and the greatest here, while a cut is awaited."""
+        return self._awaiting(index, kind).ranking(kind).bounds
+
+    def rank(self, index: int, kind: str, score: int, id: int) -> int:
+        """Return how many rows stay here if this one is the last: those of greater scores, and of the same score those
+        whose id is not greater."""
+        return self._awaiting(index, kind).ranking(kind).rank((score, id))
+
+    def cut(self, index: int, kind: str, last: Last | None) -> None:
+        """Take the last row that stays, its score and its id, as the servers agree on it; None if all do."""
+        self._awaiting(index, kind).agree(kind, last)
+
+    def _awaiting(self, index: int, kind: str) -> LivingTable:
+        table = self.table(index)
+        if not isinstance(table, LivingTable) or kind not in table.awaits:
+            raise ProtocolError("no cut is awaited", where=f"table {table.spec.name!r}", got=kind[:80])
+        return table
 
     def _add(self, contribution: Contribution, changes: Changes) -> None:
         self.dense.add(contribution.dense)
@@ -257,8 +372,9 @@ class Shard:
         worker, (present, _) = contribution.worker, contribution.dense
         if any(present):
             self.staleness.add(worker, DENSE, max(0, self.dense.clock - contribution.read_at))
+        tables = self.tables
         for index, read_at in contribution.rows_read_at.items():
-            table = self.tables[index]
+            table = tables[index]
             self.staleness.add(worker, table.spec.name, max(0, table.step - read_at))
 
     def _compensated(self, contribution: Contribution, compensation: Compensation) -> Contribution:
@@ -277,10 +393,34 @@ class Shard:
         if self.readers is not None:
             self.readers.forget(worker)
 
-    def read(self, index: int, ids: Array, training: bool) -> Array:
+    def read(self, index: int, ids: Array, training: bool, *, before_cut: bool = False) -> Array:
+        """Return rows; with ``before_cut`` also those that have left since the last round."""
         if ids.ndim != 1 or ids.dtype != np.int64:
             raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
-        return self.table(index).read(ids, training)
+        table = self.table(index)
+        if before_cut and isinstance(table, LivingTable):
+            return table.read(ids, training, before_cut=True)
+        return table.read(ids, training)
+
+    def to_read(self, tables: Sequence[int], ids: Sequence[WireTensor]) -> list[tuple[Table, Reading]]:
+        """Return what has to be read from files for a look-up. What makes no sense is refused when it is done."""
+        wanted = [
+            (self._tables[index], each.array)
+            for index, each in zip(tables, ids, strict=False)
+            if index < len(self._tables)
+        ]
+        found = [
+            (table, table.reading(array)) for table, array in wanted if array.dtype == np.int64 and array.ndim == 1
+        ]
+        return [(table, reading) for table, reading in found if reading is not None]
+
+    def to_rewrite(self) -> tuple[Table, Reading] | None:
+        """Return a part of a file that should be written anew, with its table, if there is one."""
+        for table in self._tables:
+            reading = table.to_rewrite()
+            if reading is not None:
+                return table, reading
+        return None
 
     def upload_rows(self, index: int, ids: Array, values: Array) -> None:
         self.check_rows(index, ids, values)
@@ -320,19 +460,29 @@ class Shard:
         return FrozenView(self.tables, since, self.history.epoch, hand_on)
 
     def export(
-        self, cursor: str, since: int = 0, *, dense_state: bool = True, frozen: FrozenView | None = None
+        self,
+        cursor: str,
+        since: int = 0,
+        *,
+        dense_state: bool = True,
+        frozen: FrozenView | None = None,
+        counts: bool = True,
     ) -> Piece:
         """Return the part of this shard's state that begins at ``cursor``; the first is ``FIRST``. Of the tables it has
         only the rows that were changed in the epoch ``since`` or later, if that is given, or those still ``frozen``,
-        without tables that came later; of the blocks only the values, if their state is not wanted."""
+        without tables that came later; of the blocks only the values, if their state is not wanted; and what is counted
+        of ids without rows, if that is."""
         found = _CURSOR.fullmatch(cursor)
         if found and found["kind"] == "dense":
-            return self._export_dense(int(found["first"]), int(found["second"]), dense_state)
+            return self._export_dense(
+                int(found["first"]), int(found["second"]), since, state=dense_state, counts=counts
+            )
         if found and int(found["first"]) < len(self.tables):
-            return self._export_rows(int(found["first"]), int(found["second"]), since, frozen)
+            export = {"counts": self._export_counts, "removed": self._export_removed, "table": self._export_rows}
+            return export[found["kind"]](int(found["first"]), int(found["second"]), since, frozen)
         raise ProtocolError("an export's cursor is unknown", got=repr(cursor)[:60])
 
-    def _export_dense(self, position: int, start: int, state: bool) -> Piece:
+    def _export_dense(self, position: int, start: int, since: int, *, state: bool, counts: bool) -> Piece:
         """Export blocks from one on, a large one in parts."""
         about: list[dict[str, Any]] = []
         tensors: list[torch.Tensor | Array] = []
@@ -346,30 +496,67 @@ class Shard:
             tensors += copies
             left -= sum(tensor.nbytes for tensor in copies)
             position, start = (position, stop) if stop < slots[position].block.numel else (position + 1, 0)
-        following = f"dense:{position}:{start}" if position < len(slots) else _cursor(0, 0, len(self.tables))
+        following = (
+            f"dense:{position}:{start}"
+            if position < len(slots)
+            else self._cursor("counts" if counts else "removed", 0, since)
+        )
         named = dict(zip(names(about), tensors, strict=True))
         return Piece({"dense": about, "seed": self._seed}, named, following)
 
     def _export_rows(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
         table = self.tables[index]
-        until, step = None, self._step_to_keep(table)
+        until, step, cut = None, self._step_to_keep(table), table.cut
         if frozen is not None:
             frozen.check()
-            since, until, step = frozen.since, frozen.until, frozen.steps[index]
-        most = max(1, PIECE_BYTES // max(1, table.nbytes // max(1, len(table))))
-        if since:
-            slots, stop = table.changed(since, until, start, most)
-        else:
-            stop = min(len(table), start + most)
-            slots = np.arange(start, stop)
-            if until is not None:
-                slots = table.of_epochs(slots, since, until)
-        tables = len(self.tables if frozen is None else frozen.steps)
-        following = _cursor(index, stop, tables) if stop < len(table) else _cursor(index + 1, 0, tables)
-        piece = Piece(*described(table, step, *table.rows_at(slots)), following)
+            since, until, step, cut = frozen.since, frozen.until, frozen.steps[index], frozen.cuts[index]
+        # What rows take where they are loaded: with their part of an index.
+        row_bytes = max(table.row_bytes, table.nbytes // max(1, len(table)))
+        batch, stop = table.scan(start, max(1, PIECE_BYTES // row_bytes), since, until)
+        following = self._cursor("table", index + 1, since, frozen) if stop is None else f"table:{index}:{stop}"
+        piece = Piece(*described(table, step, *without(cut, batch)), following)
         if frozen is not None and not following:
             frozen.end()
         return piece
+
+    def _export_removed(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
+        table = self.tables[index]
+        if frozen is None:
+            table.settle()
+        parts = table.removed_since(since) if frozen is None else frozen.removed[index]
+        ids = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+        stop = start + PIECE_BYTES // ids.itemsize
+        following = f"removed:{index}:{stop}" if stop < ids.size else self._cursor("removed", index + 1, since, frozen)
+        about = {"table": table.spec.name, "step": 0, "rows": ids[start:stop].size, "columns": [], "removed": True}
+        return Piece(about, {"ids": ids[start:stop]}, following)
+
+    def _export_counts(self, index: int, start: int, since: int, frozen: FrozenView | None) -> Piece:
+        table = self.tables[index]
+        assert isinstance(table, LivingTable)
+        view = table.counts(frozen=False) if frozen is None else frozen.counts[index]
+        assert view is not None
+        arrays, stop = view.export(start, PIECE_BYTES // _COUNT_BYTES)
+        following = self._cursor("counts", index + 1, since, frozen) if stop is None else f"counts:{index}:{stop}"
+        servers = self.plan.spec.settings.server_num
+        place = {"start": start, "server": self.server, "servers": servers}
+        return Piece({"counts": table.spec.name, **table.about_counts(view), **place}, arrays, following)
+
+    def _cursor(self, kind: str, index: int, since: int, frozen: FrozenView | None = None) -> str:
+        """Return the cursor of the first part of something, from one kind and table on: what is counted, then what was
+        removed since, then the rows."""
+        tables = len(self._tables if frozen is None else frozen.steps)
+        living = {each: table for each, table in self._living.items() if each < tables}
+        if kind == "counts":
+            for each, table in living.items():
+                if each >= index and table.counts(frozen=False) is not None:
+                    return f"counts:{each}:0"
+            kind, index = "removed", 0
+        if kind == "removed":
+            for each in living:
+                if each >= index and since:
+                    return f"removed:{each}:0"
+            index = 0
+        return f"table:{index}:0" if index < tables else ""
 
     def _step_to_keep(self, table: Table) -> int:
         """Return the step count to keep with the rows' optimizer state; where workers have that state, it starts
@@ -377,9 +564,9 @@ class Shard:
         return table.step if self.changes is None else 0
 
 
-def _cursor(index: int, row: int, tables: int) -> str:
-    """Return the cursor at which the rows of one of so many tables go on."""
-    return f"table:{index}:{row}" if index < tables else ""
+def make_shard_in(stores: Stores, plan: Plan, server: int, seed: int, options: Sequence[str]) -> Shard:
+    """Make a shard whose tables keep their rows in ``stores``."""
+    return Shard(plan, server, seed, options, stores.share())
 
 
 def _is_plain(value: object) -> bool:

@@ -6,8 +6,6 @@ small part of the time that it takes to find every id once more.
 
 from __future__ import annotations
 
-import numpy as np
-
 from fleet.numeric.jit import Ids
 
 #: How many ids of all tables are remembered, 16 bytes each. The oldest look-ups are forgotten first.
@@ -19,7 +17,7 @@ _Key = tuple[str, int, int, int]
 
 class SlotCache:
     def __init__(self) -> None:
-        self._known: dict[_Key, tuple[Ids, Ids]] = {}
+        self._known: dict[_Key, tuple[bytes, Ids]] = {}
         self._count = 0
 
     def remember(self, table: str, ids: Ids, slots: Ids) -> None:
@@ -31,7 +29,7 @@ class SlotCache:
             self._forget(key)
         while self._count + ids.size > MOST_IDS:
             self._forget(next(iter(self._known)))
-        self._known[key] = ids.copy(), slots
+        self._known[key] = ids.tobytes(), slots
         self._count += ids.size
 
     def take(self, table: str, ids: Ids) -> Ids | None:
@@ -39,11 +37,11 @@ class SlotCache:
         if not ids.size or (key := _key(table, ids)) not in self._known:
             return None
         known, slots = self._forget(key)
-        return slots if np.array_equal(known, ids) else None
+        return slots if known == ids.tobytes() else None
 
-    def _forget(self, key: _Key) -> tuple[Ids, Ids]:
+    def _forget(self, key: _Key) -> tuple[bytes, Ids]:
         known = self._known.pop(key)
-        self._count -= known[0].size
+        self._count -= known[1].size
         return known
 
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
-from fleet.numeric.jit import Ids, Segments
+from fleet.numeric.jit import Array, Ids, Segments
+from fleet.ps.table.row_file import Reading
+
+
+class Between(NamedTuple):
+    """Chooses rows by the first number in a column: ``low`` or more, and less than ``high`` if that is given."""
+
+    column: str
+    low: int
+    high: int | None = None
+
+    def __call__(self, numbers: Array) -> npt.NDArray[np.bool_]:
+        """Return for every row, of which these are the numbers in the column, whether it is chosen."""
+        first = numbers[:, 0]
+        chosen: npt.NDArray[np.bool_] = first >= self.low
+        return chosen if self.high is None else chosen & (first < self.high)
+
+
+#: Rows of a store: their ids, and their columns by name.
+Batch = tuple[Ids, dict[str, Array]]
 
 
 class Store(Protocol):
-    """Keeps rows by id. A row has a slot, given in the order of insertion and never changed.
+    """Keeps rows by id. While a row is in memory it has a slot there, by which its columns are read and written.
+
+    A slot is good until the next call that finds, inserts or removes, and where rows stay in memory (``most`` is None)
+    for as long as the row is there.
 
     Not thread-safe: the caller holds a lock. No call takes longer because many rows are there: what growing costs is
     shared out among the rows that come.
@@ -24,14 +47,39 @@ class Store(Protocol):
         """Return the memory taken; room for growth counts where it takes any."""
 
     @property
+    def row_bytes(self) -> int:
+        """Return what one row has: its id, and a number or several in each column."""
+
+    @property
+    def most(self) -> int | None:
+        """Return how many ids may be found or inserted at once, as their rows have to be in memory together."""
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the columns, in the order they were made."""
+
+    def figures(self) -> dict[str, int]:
+        """Return where the rows are and what that took, by the names in ``figures.TABLE``; what is not named is 0."""
+
+    def has(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return for every id whether it has a row, wherever that lies."""
 
     def find(self, ids: Ids) -> Ids:
         """Return the slot of every id, -1 where there is none."""
 
     def insert(self, ids: Ids) -> Ids:
-        """Return the slot of every id; new ids get the next slots, with every column at its fill."""
+        """Return the slot of every id; new ids get a row, with every column at its fill."""
+
+    @property
+    def created(self) -> Ids:
+        """Return which of the ids that were inserted last were new: their places among them."""
+
+    def remove(self, ids: Ids) -> None:
+        """Take away the rows of ids, which are distinct; those that have none may be among them. The memory is for rows
+        that come."""
+
+    def write(self, slots: Ids) -> None:
+        """Note that the rows at slots are about to be written to."""
 
     def reserve(self, count: int) -> None:
         """Prepare for so many rows in all, so that nothing need be moved while they come. The number is only a
@@ -50,5 +98,25 @@ class Store(Protocol):
     def column(self, name: str) -> Segments:
         """Return the numbers of a column by slot, for compiled functions to read and write in place.
 
-        Good while the store lives and until the next call that inserts; only the first ``len(self)`` rows are there.
+        Good while the store lives and until the next call that inserts.
         """
+
+    def reading(self, ids: Ids) -> Reading | None:
+        """Return what has to be read from a file before ids can be found, if anything: its ``run`` waits for the disk,
+        and ``take`` brings the rows into memory. A caller that does without waits for the disk under its lock."""
+
+    def take(self, reading: Reading) -> None:
+        """Bring rows into memory that have been read."""
+
+    def to_rewrite(self) -> Reading | None:
+        """Return the part of a file that should be written anew, if there is one: its ``run`` waits for the disk."""
+
+    def rewrite(self, reading: Reading) -> None:
+        """Write anew what is still needed of that."""
+
+    def scan(
+        self, start: int, most: int, names: Sequence[str], only: Between | None = None
+    ) -> tuple[Batch, int | None]:
+        """Return copies of at most so many rows from a place on, with these columns, and the place at which the rest
+        begins, if there may be more; the first place is 0. ``only`` leaves out rows. Whoever goes through all places
+        gets every row that was there all the time at least once, and once if nothing was written meanwhile."""

@@ -17,18 +17,21 @@ from fleet.kernels.rule import RowKernel
 from fleet.numeric.ids import accumulate, bounds, gather, packed, packed_ids, scatter, stamp
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
+from fleet.plan.life import PREFIX
 from fleet.plan.specs import TableSpec
+from fleet.ps.table.eviction import Cut
 from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.memory_store import MemoryStore
+from fleet.ps.table.row_file import Reading
 from fleet.ps.table.slot_cache import SlotCache
-from fleet.ps.table.store import Store
+from fleet.ps.table.store import Batch, Between, Store
 
 #: The column that is the table; the others are the optimizer's, but for this one.
 WEIGHT = "weight"
 #: In which epoch a row was changed last, once epochs are counted.
 _CHANGED = "changed"
-#: Rows are looked through for changed ones by so many at a time.
-_LOOKED_THROUGH = 1 << 20
+#: what a row takes for that
+EPOCH_BYTES = 4
 
 #: The kinds of tables for which this process has everything compiled.
 _warm: set[tuple[TableSpec, RowKernel, str]] = set()
@@ -37,6 +40,9 @@ _warm: set[tuple[TableSpec, RowKernel, str]] = set()
 class Table:
     """Updates and reads rows. ``step`` is how many of the job's rounds used the table; the caller that drives the
     rounds counts them."""
+
+    #: says which rows are gone although they are still there
+    cut: Cut | None = None
 
     def __init__(
         self,
@@ -55,7 +61,7 @@ class Table:
         self._initial = InitialRows(spec, seed)
         self._store: Store = MemoryStore() if store is None else store
         self._store.ensure_column(WEIGHT, spec.dim, 0.0, self._dtype)
-        self._slot_cache = slot_cache
+        self._slot_cache = slot_cache if self._store.most is None else None  # else rows may have other slots by then
         self._epoch = 0
         self._watchers: tuple[Callable[[Ids], None], ...] = ()
 
@@ -66,6 +72,15 @@ class Table:
     def nbytes(self) -> int:
         return self._store.nbytes
 
+    def figures(self) -> dict[str, int]:
+        """Return what is told of the table, by the names in ``figures.TABLE``."""
+        return {"rows": len(self), "bytes": self.nbytes, **self._store.figures()}
+
+    @property
+    def row_bytes(self) -> int:
+        """Return what one row has: its id, its values and its optimizer's."""
+        return self._store.row_bytes
+
     @property
     def columns(self) -> list[str]:
         """Return the names of a row's columns: its values and its optimizer's."""
@@ -75,19 +90,22 @@ class Table:
         """Return the rows of ids, which may repeat. An unknown id reads its initial value, or outside training the mean
         of those."""
         ids = self._checked(ids)
-        slots = self._store.find(ids)
+        out = np.empty((ids.size, self.spec.dim), self._dtype)
+        for part in self._parts(ids):
+            self._read(ids[part], training, out[part])
+        return out
+
+    def _read(self, ids: Ids, training: bool, out: Array) -> None:
+        slots = self._find(ids)
         if training and self._slot_cache is not None:
             self._slot_cache.remember(self.spec.name, ids, slots)
-        out = np.empty((ids.size, self.spec.dim), self._dtype)
-        gather(self._store.column(WEIGHT), slots, out)
-        missing = _missing(slots)
+        missing = _missing(slots) if gather(self._store.column(WEIGHT), slots, out) else _NONE
         if missing.size and training:
             rows = np.empty((missing.size, self.spec.dim), self._dtype)
             self._initial.fill(ids[missing], rows)
             out[missing] = rows
         elif missing.size:
             out[missing] = self.spec.initializer.mean
-        return out
 
     def apply(
         self, ids: Ids, grads: Array, options: Mapping[str, Any], step: int, *, keep: bool = False
@@ -96,26 +114,30 @@ class Table:
         return the weights that they had before."""
         ids, grads = self._checked(ids), self._shaped(WEIGHT, grads, ids, self.spec.dim)
         names = self.prepare(options)
-        slots = self._insert(ids)
-        self._announce(slots)
-        before = self._copied(WEIGHT, slots) if keep else None
-        state = {name: self._store.column(name) for name in names}
-        self._kernel.step(self._store.column(WEIGHT), state, slots, grads, options, step)
+        before = np.empty_like(grads) if keep else None
+        for part in self._parts(ids):
+            slots = self._writable(ids[part])
+            weights = self._store.column(WEIGHT)
+            if before is not None:
+                gather(weights, slots, before[part])
+            state = {name: self._store.column(name) for name in names}
+            self._kernel.step(weights, state, slots, grads[part], options, step)
         self.step = step
-        self._mark(slots)
         return before
 
     def add(self, ids: Ids, changes: Array) -> None:
         """Add to the rows of ids, which are distinct; unknown ids get a row first."""
         ids, changes = self._checked(ids), self._shaped(WEIGHT, changes, ids, self.spec.dim)
-        slots = self._insert(ids)
-        self._announce(slots)
-        accumulate(slots, changes, self._store.column(WEIGHT))
-        self._mark(slots)
+        for part in self._parts(ids):
+            slots = self._writable(ids[part])
+            accumulate(slots, changes[part], self._store.column(WEIGHT))
 
     def known(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return for every id whether it has a row."""
-        return self._store.find(self._checked(ids)) >= 0
+        return self._store.has(self._checked(ids))
+
+    def _find(self, ids: Ids) -> Ids:
+        return self._store.find(ids)
 
     def prepare(self, options: Mapping[str, Any]) -> list[str]:
         """Create the columns that the kernel works on, filled with what untouched rows hold, and return their names."""
@@ -128,17 +150,34 @@ class Table:
         """Set columns of ids, which are distinct, from an upload or a checkpoint."""
         ids = self._checked(ids)
         widths = {name: np.shape(values)[-1] for name, values in columns.items()} | {WEIGHT: self.spec.dim}
-        rows = {name: self._shaped(name, values, ids, widths[name]) for name, values in columns.items()}
+        rows = {
+            name: self._shaped(name, values, ids, widths[name]) for name, values in columns.items() if self._keeps(name)
+        }
         for name in rows:
             if name not in self._store.columns:
                 # What untouched rows hold is the kernel's to say (prepare); this one it does not know.
                 self._store.ensure_column(name, widths[name], 0.0, self._dtype)
-        # Made-up weights would be written over at once.
-        slots = self._store.insert(ids) if WEIGHT in rows else self._insert(ids)
-        self._announce(slots)
-        for name, values in rows.items():
-            scatter(self._store.column(name), slots, values)
-        self._mark(slots)
+        for part in self._parts(ids):
+            # Made-up weights would be written over at once.
+            slots = self._writable(ids[part], is_filled=WEIGHT not in rows)
+            for name, values in rows.items():
+                scatter(self._store.column(name), slots, values[part])
+
+    def reading(self, ids: Ids) -> Reading | None:
+        """Return what has to be read from a file before ids can be looked up, if anything, for ``take``."""
+        return self._store.reading(packed_ids(ids))
+
+    def take(self, reading: Reading) -> None:
+        """Bring rows into memory that have been read."""
+        self._store.take(reading)
+
+    def to_rewrite(self) -> Reading | None:
+        """Return the part of a file that should be written anew, if there is one, for ``rewrite``."""
+        return self._store.to_rewrite()
+
+    def rewrite(self, reading: Reading) -> None:
+        """Write anew what is still needed of a part of a file that has been read."""
+        self._store.rewrite(reading)
 
     def expect(self, rows: int) -> None:
         """Prepare for about so many rows, which will be there soon."""
@@ -156,6 +195,26 @@ class Table:
         self._epoch = epoch
         self._store.ensure_column(_CHANGED, 1, epoch, np.uint32)
 
+    def remove(self, ids: Ids) -> None:
+        """Take away the rows of ids, which are distinct, while a checkpoint is loaded."""
+        self._store.remove(self._checked(ids))
+
+    def settle(self) -> None:
+        """Take out all rows that are due: none."""
+
+    def removed_since(self, epoch: int) -> list[Ids]:
+        """Return the rows that were removed in an epoch or later: none."""
+        del epoch
+        return []
+
+    def knows_removed(self, since: int) -> bool:
+        """Say whether all rows are known that were removed in an epoch or later."""
+        del since
+        return True
+
+    def forget_removed(self, before: int) -> None:
+        """Forget the rows that were removed before an epoch."""
+
     def watch(self, watcher: Callable[[Ids], None]) -> None:
         """Give ``watcher`` the slots of rows that are about to change, from now on."""
         self._watchers += (watcher,)
@@ -164,38 +223,27 @@ class Table:
         """Stop giving ``watcher`` slots; one that does not watch may be named as well."""
         self._watchers = tuple(each for each in self._watchers if each is not watcher)
 
-    def _announce(self, slots: Ids) -> None:
-        for watcher in self._watchers:
-            watcher(slots)
+    def scan(self, start: int, most: int, since: int = 0, until: int | None = None) -> tuple[Batch, int | None]:
+        """Return copies of at most so many rows from a place on, and where the rest begins (``Store.scan``): those last
+        changed in the epoch ``since`` or later, and before ``until``."""
+        only = None if not since and until is None else Between(_CHANGED, since, until)
+        return self._store.scan(start, most, self.columns, only)
 
-    def _mark(self, slots: Ids) -> None:
-        if self._epoch:
-            stamp(self._store.column(_CHANGED), slots, self._epoch)
+    def export(self) -> Batch:
+        """Return copies of all rows."""
+        found: list[Batch] = []
+        start: int | None = 0
+        while start is not None:
+            batch, start = self.scan(start, max(1, len(self)))
+            found.append(batch)
+        columns = {name: np.concatenate([rows[name] for _, rows in found]) for name in self.columns}
+        return np.concatenate([ids for ids, _ in found]), columns
 
-    def export(self, start: int = 0, stop: int | None = None) -> tuple[Ids, dict[str, Array]]:
-        """Return copies of the ids from the ``start``-th to the ``stop``-th created, and of all their columns."""
-        return self.rows_at(np.arange(start, len(self) if stop is None else min(stop, len(self))))
-
-    def rows_at(self, slots: Ids) -> tuple[Ids, dict[str, Array]]:
-        """Return copies of the ids at slots, and of all their columns."""
+    def rows_of(self, slots: Ids, since: int, until: int) -> Batch:
+        """Return copies of those rows at slots that were last changed in the epoch ``since`` or later, and before
+        ``until``."""
+        slots = slots[Between(_CHANGED, since, until)(self._copied(_CHANGED, slots))]
         return self._store.ids(slots), {name: self._copied(name, slots) for name in self.columns}
-
-    def of_epochs(self, slots: Ids, since: int, until: int | None = None) -> Ids:
-        """Return those slots whose rows were last changed in the epoch ``since`` or later, and before ``until``."""
-        epochs = self._copied(_CHANGED, slots)[:, 0]
-        return slots[(epochs >= since) if until is None else (epochs >= since) & (epochs < until)]
-
-    def changed(self, since: int, until: int | None, start: int, most: int) -> tuple[Ids, int]:
-        """Return, from slot ``start`` on, at most so many slots whose rows are ``of_epochs``; and the slot up to which
-        was looked."""
-        found, left = [np.empty(0, np.int64)], most
-        while start < len(self) and left > 0:
-            slots = np.arange(start, min(start + _LOOKED_THROUGH, len(self)))
-            changed = self.of_epochs(slots, since, until)[:left]
-            left -= changed.size
-            start = int(slots[-1] if left else changed[-1]) + 1
-            found.append(changed)
-        return np.concatenate(found), start
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
         """Compile, or load, everything that a table of this kind runs, on a table of a few rows that is thrown away."""
@@ -216,25 +264,42 @@ class Table:
             trial.read(ids, training=True)
         trial.apply(*merge([(ids, rows)], 1), options, step=1)
         trial.add(ids + ids.size, rows)  # new ones, whose rows have to be made up
+        trial.scan(0, ids.size, since=1)
         _warm.add(kind)
 
-    def _insert(self, ids: Ids) -> Ids:
-        before = len(self._store)
+    def _parts(self, ids: Ids) -> list[slice]:
+        """Return parts of ids of which each may be in memory as a whole."""
+        most = self._store.most
+        if most is None or ids.size <= most:
+            return _WHOLE
+        return [slice(start, start + most) for start in range(0, ids.size, most)]
+
+    def _writable(self, ids: Ids, *, is_filled: bool = True) -> Ids:
+        """Return the slots of ids, for the caller to write to; unknown ids get a row, with its initial values if it is
+        to be filled."""
         known = None if self._slot_cache is None else self._slot_cache.take(self.spec.name, ids)
-        slots = self._store.insert(ids) if known is None else self._completed(ids, known)
-        if len(self._store) > before:
-            fresh = np.arange(before, len(self._store))
+        if known is None:
+            slots, fresh = self._store.insert(ids), self._store.created
+        else:
+            slots, fresh = self._completed(ids, known)
+        if fresh.size and is_filled:
             rows = np.empty((fresh.size, self.spec.dim), self._dtype)
-            self._initial.fill(self._store.ids(fresh), rows)
-            scatter(self._store.column(WEIGHT), fresh, rows)
+            self._initial.fill(ids[fresh], rows)
+            scatter(self._store.column(WEIGHT), slots[fresh], rows)
+        for watcher in self._watchers:
+            watcher(slots)
+        self._store.write(slots)
+        if self._epoch:
+            stamp(self._store.column(_CHANGED), slots, self._epoch)
         return slots
 
-    def _completed(self, ids: Ids, slots: Ids) -> Ids:
-        """Return the slots of ids, of which some had none."""
+    def _completed(self, ids: Ids, slots: Ids) -> tuple[Ids, Ids]:
+        """Return the slots of ids, of which some had none, and the places of the new ones."""
         missing = _missing(slots)
-        if missing.size:
-            slots[missing] = self._store.insert(ids[missing])
-        return slots
+        if not missing.size:
+            return slots, missing
+        slots[missing] = self._store.insert(ids[missing])
+        return slots, missing[self._store.created]  # others have come since they were looked up
 
     def _copied(self, name: str, slots: Ids) -> Array:
         column = self._store.column(name)
@@ -270,10 +335,19 @@ class Table:
                 expected=(ids.size, width),
                 got=np.shape(values),
             )
-        return packed(values, self._dtype)
+        return packed(values, self._type_of(name))
+
+    def _keeps(self, column: str) -> bool:
+        """Say whether a column that is loaded belongs here: those of rules that the table does not have do not."""
+        return not column.startswith(PREFIX)
+
+    def _type_of(self, column: str) -> np.dtype[Any]:
+        del column
+        return self._dtype
 
 
 _NONE = np.empty(0, np.int64)
+_WHOLE = [slice(None)]
 
 
 def _missing(slots: Ids) -> Ids:

@@ -14,6 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -94,22 +95,36 @@ class Frame:
         """Return the frame's bytes where they are; tensors are not copied."""
         message: Message = self.message
         del message.tensors[:]  # type: ignore[attr-defined]
+        descriptions = [message.SerializeToString()]
         payload: list[bytes | memoryview] = []
         size = 0
-        descriptions = message.tensors  # type: ignore[attr-defined]
         for tensor in self.tensors:  # hundreds of them where tables are many and small
-            description = descriptions.add()
-            description.dtype = tensor.dtype
-            description.shape.extend(tensor.shape)
+            descriptions.append(_described(tensor.dtype, tensor.shape))
             nbytes = tensor.nbytes
             whole = padded(nbytes)
             size += whole
             payload += tensor.buffers
             if whole > nbytes:
                 payload.append(_PADDING[: whole - nbytes])
-        header = message.SerializeToString()
+        header = b"".join(descriptions)
         gap = bytes(padded(_PREFIX.size + len(header)) - _PREFIX.size - len(header))
         return [_PREFIX.pack(_MAGIC, len(header), size) + header + gap, *payload]
+
+
+@lru_cache(1 << 14)
+def _described(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return a tensor's description as it stands in a header: of all fields it has the highest number, so descriptions
+    come last."""
+    return pb.Request(tensors=[pb.Tensor(dtype=dtype, shape=shape)]).SerializeToString()
+
+
+@lru_cache(1 << 14)
+def _read_description(description: bytes) -> tuple[str, tuple[int, ...], int]:
+    """Return a tensor's element type and shape, and how many bytes it takes in a payload. Most are the same from step
+    to step."""
+    tensor = pb.Tensor.FromString(description)
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    return dtype, shape, padded(checked_size(dtype, shape))
 
 
 #: Writes the next bytes that arrive over all of the memory it is given.
@@ -200,9 +215,9 @@ def _layout(message: Any, payload_size: int) -> list[tuple[int, str, tuple[int, 
         raise ProtocolError("a frame has too many tensors", expected=MAX_TENSORS, got=len(message.tensors))
     announced, offset = [], 0
     for tensor in message.tensors:
-        dtype, shape = tensor.dtype, tuple(tensor.shape[:])
+        dtype, shape, size = _read_description(tensor.SerializeToString())
         announced.append((offset, dtype, shape))
-        offset += padded(checked_size(dtype, shape))
+        offset += size
         if offset > payload_size:
             break
     if offset != payload_size:

@@ -19,6 +19,7 @@ import torch
 
 from fleet.errors import ProtocolError
 from fleet.numeric import buffers
+from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 
 #: Elements of a flat tensor that share a scale: it costs 1.6 % of float32's bytes.
@@ -105,6 +106,12 @@ class Narrow:
         """Return the flat tensors, one an element type, that have travelled one after the other."""
         rest = iter(parts)
         return {dtype: self.decode([*islice(rest, self.parts(dtype))], dtype, (size,)) for dtype, size in sizes.items()}
+
+    def decode_rows(self, parts: Sequence[WireTensor], dtype: str, shape: tuple[int, int]) -> Array:
+        """Return rows that have travelled, as ``decode`` does."""
+        if self._format is None and len(parts) == 1 and parts[0].dtype == dtype and parts[0].shape == shape:
+            return parts[0].numpy()
+        return self.decode(parts, dtype, shape).numpy()
 
     def decode(self, parts: Sequence[WireTensor], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of this type and shape that has travelled; nothing is taken for one that does not fit."""

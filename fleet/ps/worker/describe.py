@@ -16,6 +16,7 @@ from fleet.nn.handle import TableHandle, handle_of
 from fleet.nn.trainables import ElementTypes, Member, groups, members, refuse_overlap
 from fleet.optimizer import has_stepped
 from fleet.plan.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
+from fleet.ps.consistency import policy_of
 from fleet.strategy.parameter_server import Strategy
 
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
@@ -128,6 +129,7 @@ def describe(
     strategy: Strategy,
     server_num: int,
     worker_num: int,
+    evict_every: int = PlanSettings.evict_every,
 ) -> Description:
     """Describe the optimizers' groups; whatever a server could not do exactly as torch does is refused by name."""
     params: list[ParamSpec] = []
@@ -150,6 +152,7 @@ def describe(
         else:
             handle.name = member.name
             check_table(member)
+            _refuse_rules(member.name, handle, strategy)
             tables.append(_table_spec(member.name, handle, member.group))
             handles.append(handle)
     settings = PlanSettings(
@@ -165,6 +168,7 @@ def describe(
         elastic=strategy.elastic,
         wire_dtype=strategy.wire_dtype,
         needs_all_workers=strategy.needs_all_workers,
+        evict_every=evict_every,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
@@ -237,9 +241,30 @@ def check_table(member: Member) -> None:
         raise UnsupportedError(f"the table {name!r} is {dtype}", expected="one of " + ", ".join(TABLE_DTYPES))
 
 
+def _refuse_rules(name: str, handle: TableHandle, strategy: Strategy) -> None:
+    """Refuse rules for which rows there are where workers hold rows by themselves."""
+    if (handle.admit is not None or handle.evict) and policy_of(strategy).trains_on_workers:
+        raise UnsupportedError(
+            f"{name!r} has rules for which rows there are, and in GEO workers hold the rows that they train",
+            expected="no admit= and no evict=",
+            got=", ".join(map(repr, (() if handle.admit is None else (handle.admit,)) + handle.evict)),
+            todo="Leave them out, or choose another mode.",
+        )
+
+
 def _table_spec(name: str, handle: TableHandle, group: int) -> TableSpec:
     dtype = _DTYPE_NAMES[handle.weight.dtype]
-    return TableSpec(name, handle.dim, dtype, group, handle.num_embeddings, handle.initializer, handle.uploaded)
+    return TableSpec(
+        name,
+        handle.dim,
+        dtype,
+        group,
+        handle.num_embeddings,
+        handle.initializer,
+        handle.uploaded,
+        handle.admit,
+        handle.evict,
+    )
 
 
 def _plain(value: Any, name: str) -> Any:

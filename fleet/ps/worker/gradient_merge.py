@@ -1,7 +1,7 @@
 """Merges the gradients of several steps into one push: adds them up, rows by id, and takes the mean where that is due.
 
 Summing keeps what plain SGD would have done step by step; for every other optimizer the mean is a gradient of the usual
-size. Each param group is decided on its own.
+size. Each param group is decided on its own. Weights of look-ups are summed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fleet.nn.lookup_weights import summed
+from fleet.numeric.jit import Array, Ids
 from fleet.numeric.merge import merge
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.push import Clocks, Gradients, Rows
@@ -30,6 +32,7 @@ class GradientMerge:
         self._dense: list[torch.Tensor | None] = []
         self._dense_counts: list[int] = []
         self._rows: dict[int, list[Rows]] = {}
+        self._weights: dict[int, list[tuple[Ids, Array]]] = {}
         self._read = Clocks()
         self._options: Sequence[str] = ()
         self._state: np.ndarray[Any, Any] | None = None
@@ -49,6 +52,8 @@ class GradientMerge:
                 self._dense_counts[place] += 1
         for table, pair in gradients.rows.items():
             self._rows.setdefault(table, []).append(pair)
+        for table, weights in gradients.weights.items():
+            self._weights.setdefault(table, []).append((gradients.rows[table][0], weights))
         self._read, self._options = self._read.or_earlier(gradients.read), gradients.options
         self._state = self._state if gradients.state is None else gradients.state
         return self.rest() if self._count == self.steps else None
@@ -65,8 +70,12 @@ class GradientMerge:
         for table, pairs in self._rows.items():
             divisor = 1 if self._sums(spec.tables[table].group) else len(pairs)
             rows[table] = merge(pairs, divisor)
-        merged = Gradients(self._dense, rows, self._read, self._options, self._count, state=self._state)
+        weights = {table: summed(parts, rows[table][0], otherwise=0) for table, parts in self._weights.items()}
+        merged = Gradients(
+            self._dense, rows, self._read, self._options, self._count, state=self._state, weights=weights
+        )
         self._count, self._dense, self._dense_counts, self._rows, self._read = 0, [], [], {}, Clocks()
+        self._weights = {}
         self._state = None
         return merged
 

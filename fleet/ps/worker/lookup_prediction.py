@@ -22,7 +22,7 @@ from fleet.base.turns import PerThread, Turns
 from fleet.errors import UnsupportedError
 from fleet.nn import EmbeddingGroup
 from fleet.nn.embedding import BAGS, EMBEDDINGS, is_remote
-from fleet.nn.handle import TableHandle, Wanted
+from fleet.nn.handle import Wanted
 from fleet.numeric.compiler import uncompiled
 from fleet.ps.worker.lookups import Prefetched
 
@@ -34,6 +34,9 @@ HOPE = 20
 
 #: What is seen of a forward is kept as long as it weighs no more than this, in ids; a look-up weighs some by itself.
 MOST_IDS, IDS_OF_ONE = 1 << 24, 1 << 8
+
+#: Stands for ids that are not kept.
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 #: Arguments are searched so deep, and collections of so many entries.
 DEPTH, WIDTH = 6, 1000
@@ -64,8 +67,7 @@ class View:
 class Expected:
     """Describes a look-up that is expected of a forward."""
 
-    handle: TableHandle
-    training: bool
+    wanted: Wanted  #: but for the ids, of which it has none, and their weights
     view: View
 
 
@@ -187,7 +189,7 @@ class LookupPrediction:
         for each in known.plan:
             ids = each.view.of(forward.inputs)
             if ids is not None:
-                forward.expected.append(each.handle.wanted(ids, each.training))
+                forward.expected.append(each.wanted._replace(ids=ids))
         if forward.expected:
             forward.fetched = self._fetch(forward.expected)
 
@@ -214,7 +216,7 @@ class LookupPrediction:
         known.plan = []
         if len(forward.seen) > 1:
             views = [(each, _view(each.ids, forward.inputs)) for each in seen]
-            known.plan = [Expected(each.handle, each.training, view) for each, view in views if view]
+            known.plan = [Expected(each._replace(ids=_NO_IDS, weights=None), view) for each, view in views if view]
         known.in_vain = 0 if known.plan else known.in_vain + 1
 
     def _place(self, module: torch.nn.Module) -> int | None:

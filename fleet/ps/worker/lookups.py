@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from fleet.base.turns import PerThread
 from fleet.errors import IdOutOfRangeError
-from fleet.nn.handle import Lookup, TableHandle, Wanted
-from fleet.numeric.ids import partition, unique
+from fleet.nn.expand import ForeseenLookups
+from fleet.nn.handle import Foreseen, Lookup, TableHandle, Wanted
+from fleet.numeric.ids import partition, unique, unique_each
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import TableSpec
@@ -54,8 +55,11 @@ class HeldRows(Protocol):
     def missing(self, index: int, ids: Ids) -> Ids: ...
 
 
-@dataclass(frozen=True)
-class Query:
+#: The places of ids that go to one server.
+Part: TypeAlias = Ids | slice
+
+
+class Query(NamedTuple):
     """Asks for distinct ids of one table, and says whether unknown ones read their initial value (training) or its
     mean."""
 
@@ -93,7 +97,7 @@ class Fetch:
         return self._rows[place]
 
     def _arrive(self) -> None:
-        parts: list[list[tuple[Ids, Array]]] = [[] for _ in self._queries]
+        parts: list[list[tuple[Part, Array]]] = [[] for _ in self._queries]
         for asked in self._asked:
             with ProfilerRange("fleet.wait"):
                 reply = asked.pending.result()
@@ -113,7 +117,7 @@ class Fetch:
                 asked.pending.abandon()
 
 
-def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Ids, Array]]) -> Array:
+def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Part, Array]]) -> Array:
     """Return all rows of a query, each in its place."""
     if len(parts) == 1:
         return parts[0][1]
@@ -128,24 +132,46 @@ class Asked:
     """Describes a request to one server: of which queries, by position, it asks for which ids, by position."""
 
     server: int
-    parts: Sequence[tuple[int, Ids]]
+    parts: Sequence[tuple[int, Part]]
     pending: PendingRows
+
+
+class Known(NamedTuple):
+    """Holds the ids of look-ups of one table, the distinct ones, and for every id its place among these."""
+
+    table: int
+    training: bool
+    ids: torch.Tensor
+    distinct: torch.Tensor
+    inverse: torch.Tensor
 
 
 @dataclass
 class Prefetched:
     """Holds what was fetched ahead for one table and one batch."""
 
-    ids: torch.Tensor
-    distinct: Ids
-    inverse: Ids
-    training: bool
+    known: Known
     asked: Ids  #: of the distinct ids those that were asked for
+    has_all: bool  #: whether these are all of them
     fetch: Fetch
     place: int  #: of this table among the fetch's queries
     version: int
     completed: int  #: how many steps the worker had completed when it was asked for
     replaced: int  #: how often the servers' values had been replaced by then, as far as this worker knew
+    #: other tables of the same forward, if it was foreseen
+    foreseen: Foreseen | None = None
+    made: Lookup | None = None
+
+    def is_of(self, ids: torch.Tensor, training: bool) -> bool:
+        """Say whether these very ids were asked for, or are held."""
+        return self.known.training == training and torch.equal(self.known.ids, ids)
+
+    def lookup(self, read_at: dict[tuple[int, int], int]) -> Lookup:
+        """Return the look-up that was expected, of which all ids were asked for."""
+        rows = self.fetch.rows(self.place, read_at)
+        if self.made is None:
+            self.made = Lookup(self.known.distinct, torch.from_numpy(rows), self.known.inverse, self.foreseen)
+        return self.made
 
 
 class RowReader:
@@ -178,38 +204,83 @@ class RowReader:
     # ---------------------------------------------------------------- a forward
 
     def lookup(self, wanted: Sequence[Wanted], completed: int, held: HeldRows | None) -> list[Lookup]:
-        known = [self._known(*each) for each in wanted]  # and none is out of range
         found: dict[int, Lookup] = {}
-        asking: list[tuple[int, Query, Ids]] = []
-        for place, ((_, _, training), (index, distinct, inverse, ahead)) in enumerate(zip(wanted, known, strict=True)):
+        rest: list[tuple[int, Prefetched | None]] = []
+        fresh: list[Wanted] = []
+        for place, each in enumerate(wanted):
+            ahead = self._ahead_of(self._tables[id(each.handle)])
+            if ahead is None or not ahead.is_of(_flat(each.ids), each.training):
+                fresh.append(each)
+                rest.append((place, None))
+            elif held is None and ahead.has_all and self._is_new_enough(ahead, completed):
+                found[place] = ahead.lookup(self.read_at)
+            else:
+                rest.append((place, ahead))
+        if not rest:
+            return [found[place] for place in range(len(wanted))]
+        return self._look_up(
+            wanted, found, rest, self._distinct([[each] for each in fresh], keep=False), completed, held
+        )
+
+    def _look_up(
+        self,
+        wanted: Sequence[Wanted],
+        found: dict[int, Lookup],
+        rest: Sequence[tuple[int, Prefetched | None]],
+        fresh: Sequence[Known],
+        completed: int,
+        held: HeldRows | None,
+    ) -> list[Lookup]:
+        """Complete what was ``found`` by the ``rest``: look-ups that were known ahead, and ``fresh`` ones."""
+        coming = iter(fresh)
+        asking: list[tuple[int, Known]] = []
+        for place, expected in rest:
+            known = next(coming) if expected is None else expected.known
+            ahead = self._ahead_of(known.table)
+            distinct = known.distinct.numpy()
             if held is None:
-                rows = self._prefetched(ahead, distinct, training, completed)
+                rows = self._prefetched(ahead, distinct, known.training, completed)
             else:
                 if ahead is not None and ahead.completed != completed:
                     ahead = None  # the servers may have told of changes to rows that are not held yet
-                rows = held.lookup(index, distinct, training, partial(self._missing, index, ahead, training, completed))
+                missing = partial(self._missing, known.table, ahead, known.training, completed)
+                rows = held.lookup(known.table, distinct, known.training, missing)
             if rows is None:
-                asking.append((place, Query(index, distinct, training), inverse))
+                asking.append((place, known))
             else:
-                found[place] = _lookup(distinct, rows, inverse)
+                found[place] = Lookup(known.distinct, torch.from_numpy(rows), known.inverse)
         if asking:
-            fetched = self._now([query for _, query, _ in asking], completed)
-            for (place, query, inverse), rows in zip(asking, fetched, strict=True):
-                found[place] = _lookup(query.ids, rows, inverse)
+            queries = [Query(known.table, known.distinct.numpy(), known.training) for _, known in asking]
+            for (place, known), rows in zip(asking, self._now(queries, completed), strict=True):
+                found[place] = Lookup(known.distinct, torch.from_numpy(rows), known.inverse)
         return [found[place] for place in range(len(wanted))]
 
-    def _known(
-        self, handle: TableHandle, given: torch.Tensor, training: bool
-    ) -> tuple[int, Ids, Ids, Prefetched | None]:
-        """Return the table of a look-up, its distinct ids and the places of all among them, and what was fetched
-        ahead."""
-        index, ids = self._tables[id(handle)], _flat(given)
-        ahead = self._offered.get(index) or self._innermost(index)
-        if ahead is not None and ahead.training == training and torch.equal(ahead.ids, ids):
-            return index, ahead.distinct, ahead.inverse, ahead
-        distinct, inverse = unique(ids.numpy())
-        handle.check_range(distinct)
-        return index, distinct, inverse, ahead
+    def _distinct(self, by_table: Sequence[Sequence[Wanted]], *, keep: bool) -> list[Known]:
+        """Return, for each of some tables, the distinct ones of the ids that are wanted of it; none is out of range.
+        With ``keep`` the ids are a copy, which stays as it is."""
+        if not by_table:
+            return []
+        flat = [[_flat(each.ids) for each in same] for same in by_table]
+        sizes = [sum(map(len, each)) for each in flat]
+        parts = [part for each in flat for part in each]
+        ids = parts[0] if len(parts) == 1 and not keep else torch.cat(parts)
+        found = unique_each(ids.numpy(), np.cumsum(sizes))
+        counts = np.diff(found.stops, prepend=0).tolist()
+        for same, count, low, high in zip(by_table, counts, found.low.tolist(), found.high.tolist(), strict=True):
+            if count:
+                same[0].handle.check_range(low, high)
+        split = zip(
+            by_table,
+            ids.split_with_sizes(sizes),
+            torch.from_numpy(found.ids).split_with_sizes(counts),
+            torch.from_numpy(found.inverse).split_with_sizes(sizes),
+            strict=True,
+        )
+        return [Known(self._tables[id(same[0].handle)], same[0].training, *each) for same, *each in split]
+
+    def _ahead_of(self, index: int) -> Prefetched | None:
+        """Return what was fetched ahead of a table."""
+        return self._offered.get(index) or self._innermost(index)
 
     @property
     def _predicted(self) -> list[Mapping[int, Prefetched]]:
@@ -218,7 +289,10 @@ class RowReader:
 
     def _innermost(self, index: int) -> Prefetched | None:
         """Return what the last forward that predicted anything of a table has predicted."""
-        return next((predicted[index] for predicted in reversed(self._predicted) if index in predicted), None)
+        for predicted in reversed(self._predicted):
+            if index in predicted:
+                return predicted[index]
+        return None
 
     def _missing(self, index: int, ahead: Prefetched | None, training: bool, completed: int, ids: Ids) -> Array:
         """Return rows that the worker does not hold."""
@@ -257,22 +331,22 @@ class RowReader:
 
     def _prefetched(self, ahead: Prefetched | None, ids: Ids, training: bool, completed: int) -> Array | None:
         """Return rows that were fetched ahead, if all are there and as new as they have to be."""
-        if (
-            ahead is None
-            or ahead.fetch.failed
-            or ahead.training != training
-            or ahead.replaced != self._replaced
-            or not self._version_after(0) <= ahead.version <= completed
-        ):
+        if ahead is None or ahead.known.training != training or not self._is_new_enough(ahead, completed):
             return None
-        if ids is ahead.distinct and ids is ahead.asked:
-            return ahead.fetch.rows(ahead.place, self.read_at).copy()
         # What was asked for comes first and is distinct, so its places are its positions.
         _, places = unique(np.concatenate([ahead.asked, ids]))
         places = places[len(ahead.asked) :]
         if (places >= len(ahead.asked)).any():
             return None
         return ahead.fetch.rows(ahead.place, self.read_at)[places]
+
+    def _is_new_enough(self, ahead: Prefetched, completed: int) -> bool:
+        """Say whether rows that were fetched ahead are as new as they have to be, and no newer."""
+        return (
+            not ahead.fetch.failed
+            and ahead.replaced == self._replaced
+            and self._version_after(0) <= ahead.version <= completed
+        )
 
     # ---------------------------------------------------------------- ahead of it
 
@@ -290,25 +364,45 @@ class RowReader:
         by_table: dict[int, list[Wanted]] = {}
         for each in wanted:
             by_table.setdefault(self._tables[id(each.handle)], []).append(each)
-        prepared = []
-        for index, same in by_table.items():
-            ids, training = torch.cat([_flat(each.ids) for each in same]), same[0].training
-            there = None if ahead else self._innermost(index)
-            if there is not None and there.training == training and torch.equal(there.ids, ids):
-                continue
-            distinct, inverse = unique(ids.numpy())
-            same[0].handle.check_range(distinct)
-            asked = distinct if held is None else held.missing(index, distinct)
-            prepared.append((index, ids, distinct, inverse, training, asked))
-        if not prepared:
+        if not ahead and self._predicted:
+            by_table = {index: same for index, same in by_table.items() if not self._is_predicted(index, same)}
+        if not by_table:
             return {}
-        queries = [Query(index, asked, training) for index, _, _, _, training, asked in prepared]
+        known = self._distinct([*by_table.values()], keep=True)
+        asked = [each.distinct.numpy() for each in known]
+        if held is not None:
+            asked = [held.missing(each.table, ids) for each, ids in zip(known, asked, strict=True)]
+        queries = [Query(each.table, ids, each.training) for each, ids in zip(known, asked, strict=True)]
         # Replies for which nobody waits yet must not be in the way of those that somebody does.
         fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._predicted))
-        return {
-            index: Prefetched(ids, distinct, inverse, training, asked, fetch, place, version, completed, self._replaced)
-            for place, (index, ids, distinct, inverse, training, asked) in enumerate(prepared)
+        begun = {
+            each.table: Prefetched(
+                each, ids, len(ids) == len(each.distinct), fetch, place, version, completed, self._replaced
+            )
+            for place, (each, ids) in enumerate(zip(known, asked, strict=True))
         }
+        if not ahead and held is None:
+            self._expand_together(by_table, begun)
+        return begun
+
+    def _is_predicted(self, index: int, same: Sequence[Wanted]) -> bool:
+        """Say whether a forward around this one has asked for exactly this."""
+        there = self._innermost(index)
+        return there is not None and there.is_of(torch.cat([_flat(each.ids) for each in same]), same[0].training)
+
+    def _expand_together(self, by_table: Mapping[int, Sequence[Wanted]], begun: Mapping[int, Prefetched]) -> None:
+        """Let rows of tables that are looked up once each be expanded together, but for look-ups that are weighed:
+        their weights are not foreseen."""
+        single = {
+            index: same[0]
+            for index, same in by_table.items()
+            if len(same) == 1 and same[0].expands and not same[0].handle.goes_by_weight
+        }
+        if len(single) > 1:
+            of_handle = {id(each.handle): begun[index] for index, each in single.items()}
+            foreseen = ForeseenLookups([*single.values()], lambda each: of_handle[id(each.handle)].lookup(self.read_at))
+            for each in of_handle.values():
+                each.foreseen = foreseen
 
     def offer(self, ahead: Mapping[int, Prefetched]) -> None:
         """Let forwards use this from now on, and nothing that was offered before."""
@@ -317,6 +411,8 @@ class RowReader:
 
     def abandon(self, ahead: Mapping[int, Prefetched]) -> None:
         """Give up what no forward will use."""
+        for each in ahead.values():
+            each.foreseen = each.made = None  # which know of it, too
         for fetch in {each.fetch for each in ahead.values()}:
             fetch.abandon()
 
@@ -329,7 +425,7 @@ class RowReader:
         try:
             begun = self._begin(rest, completed, 0, held, ahead=False)
         except IdOutOfRangeError:
-            rest = [each for each in rest if each.handle.has(_flat(each.ids).numpy())]
+            rest = [each for each in rest if not each.ids.numel() or each.handle.has(*_bounds(each.ids))]
             begun = self._begin(rest, completed, 0, held, ahead=False)
         self._predicted.append(begun)
         return begun
@@ -346,11 +442,14 @@ class RowReader:
     def _start(
         self, queries: Sequence[Query], completed: int, version: int, *, ahead: bool = False, aside: bool = False
     ) -> Fetch:
-        parts = [partition(query.ids, len(self._connections)) for query in queries]
+        if len(self._connections) == 1:
+            parts: list[list[Part]] = [[slice(0, len(query.ids))] for query in queries]
+        else:
+            parts = [[*partition(query.ids, len(self._connections))] for query in queries]
         asked: list[Asked] = []
         try:
             for server, connection in enumerate(self._connections):
-                here = [(place, split[server]) for place, split in enumerate(parts) if len(split[server])]
+                here = [(place, split[server]) for place, split in enumerate(parts) if _size(split[server])]
                 if here:
                     frame, what = self._pull(queries, here, connection, completed, version, ahead)
                     asked.append(Asked(server, here, connection.start(frame, what, ahead=aside)))
@@ -365,7 +464,7 @@ class RowReader:
     def _pull(
         self,
         queries: Sequence[Query],
-        here: Sequence[tuple[int, Ids]],
+        here: Sequence[tuple[int, Part]],
         connection: ServerLink,
         completed: int,
         version: int,
@@ -391,5 +490,10 @@ def _flat(ids: torch.Tensor) -> torch.Tensor:
     return ids if ids.dim() == 1 else ids.reshape(-1)
 
 
-def _lookup(distinct: Ids, rows: Array, inverse: Ids) -> Lookup:
-    return Lookup(torch.from_numpy(distinct), torch.from_numpy(rows), torch.from_numpy(inverse))
+def _size(part: Part) -> int:
+    return part.stop if isinstance(part, slice) else len(part)
+
+
+def _bounds(ids: torch.Tensor) -> tuple[int, int]:
+    low, high = _flat(ids).aminmax()
+    return int(low), int(high)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.nn import EmbeddingGroup, embedding
 from fleet.nn.embedding import is_remote
-from fleet.nn.handle import Asking, Wanted
+from fleet.nn.handle import Wanted
 from fleet.ps.worker.runtime import WorkerRuntime
 
 Batch = TypeVar("Batch")
@@ -43,7 +43,7 @@ def prefetch(
 def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
     if not isinstance(asked, Mapping):
         raise ArgumentTypeError("lookup(batch) must return a dict of ids by embedding module", got=type(asked).__name__)
-    asking: list[Asking] = []
+    asking: list[Wanted] = []
     for module, ids in asked.items():
         if isinstance(module, EmbeddingGroup):
             asking += module.asking(ids).values()
@@ -59,4 +59,5 @@ def _wanted(worker: WorkerRuntime, asked: object) -> list[Wanted]:
     for each in asking:
         if each.handle.running() is not worker:
             raise ConfigurationError(f"lookup(batch) names {each.handle.name!r}, a table of another job")
-    return [each.handle.wanted(each.ids, each.training) for each in asking]
+        each.handle.check_ids(each.ids)
+    return asking

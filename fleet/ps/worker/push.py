@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from fleet.base.clock import wall_time
 from fleet.base.turns import run_uninterrupted
 from fleet.errors import DeadlineError, FleetError
 from fleet.numeric import buffers
@@ -35,6 +36,7 @@ from fleet.ps.worker.connection import Connection, Connections
 from fleet.ps.worker.handshake import check_delivered
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.row_cuts import RowCuts
 from fleet.ps.worker.trained_model import Flat, TrainedModel
 from fleet.telemetry.worker_figures import WorkerFigures
 
@@ -73,6 +75,8 @@ class Gradients:
     steps: int = 1
     ahead: int = 0  #: the attempt under which servers have further gradients of the step; 0 for none
     state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
+    #: how much the look-ups of each id in ``rows`` count, for tables whose rules ask for it
+    weights: Mapping[int, Array] = field(default_factory=dict)
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
@@ -266,16 +270,21 @@ class Pusher:
         figures: WorkerFigures,
         worker: int,
         wire_dtype: str | None,
+        cuts: RowCuts,
         reload: Callable[[], None],
+        wall_time: Callable[[], float] = wall_time,
     ) -> None:
-        """``reload`` is called when a server says that its values have been replaced."""
+        """``cuts`` agrees on the rows that leave after a push; ``reload`` is called when a server says that its values
+        have been replaced."""
         self._connections = connections
         self._trained = trained
         self._progress = progress
         self._own_states = own_states
         self._figures = figures
         self._worker = worker
+        self._cuts = cuts
         self._reload = reload
+        self._now = wall_time
         self._narrow = Narrow(wire_dtype)
         self._in_doubt: Push | None = None
         self.drop_residues()
@@ -312,6 +321,7 @@ class Pusher:
             run_uninterrupted(lambda: self._finish(push, step, replies), "fleet-exchange")
         else:
             self._finish(push, step, replies)
+        self._cuts.settle()
         self.reload_if_replaced()
 
     def reload_if_replaced(self) -> None:
@@ -332,6 +342,7 @@ class Pusher:
     def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
         progress = self._progress
         progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
+        self._cuts.notice([reply.message for reply in replies])
         push.take(replies)
 
     def deliver_behind(self, gradients: Gradients, brings_values: bool, *, at_once: int) -> list[Frame]:
@@ -344,6 +355,7 @@ class Pusher:
         arrived()
         progress.notice(replies)  # long before values are fetched again, perhaps
         progress.completed, progress.steps = step, progress.steps + gradients.steps
+        self._cuts.settle_behind([reply.message for reply in replies])
         return replies
 
     def send_early(self, attempt: int, param: int, grad: torch.Tensor) -> bool:
@@ -392,7 +404,11 @@ class Pusher:
     ) -> list[Frame]:
         """Make frames of every server's blocks and of every table's rows, as they travel."""
         step = self._progress.completed + 1
-        by_table = {index: self._by_server(tensors) for index, tensors in rows.items()}
+        by_table = {
+            index: self._by_server([*tensors, *_weighed(gradients.weights.get(index))])
+            for index, tensors in rows.items()
+        }
+        now = self._now() if any(table.goes_by_time for table in self._trained.plan.spec.tables) else 0.0
 
         def push(server: int, connection: Connection) -> Frame:
             here = {index: parts[server] for index, parts in by_table.items() if parts[server][0].array.size}
@@ -407,6 +423,7 @@ class Pusher:
                 read_at=gradients.read.dense[server],
                 attempt=gradients.ahead,
                 rows_read_at=[gradients.read.rows[server, index] for index in here],
+                now=now,
             )
             own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
             return Frame(connection.request(step, push=message), [*tensors, *chain(*here.values()), *own])
@@ -421,7 +438,10 @@ class Pusher:
             chance = None
             if self._narrow.is_whole:
                 chance = torch.from_numpy(noise(packed_ids(ids), grads.shape[1], worker, step))
-            sent[index] = [WireTensor.of(ids), *self._narrow.encode(torch.from_numpy(grads), chance)]
+            if self._narrow.is_plain:
+                sent[index] = [WireTensor.of(ids), WireTensor.of(grads)]
+            else:
+                sent[index] = [WireTensor.of(ids), *self._narrow.encode(torch.from_numpy(grads), chance)]
         return sent
 
     def _by_server(self, tensors: Sequence[WireTensor]) -> list[Sequence[WireTensor]]:
@@ -430,7 +450,11 @@ class Pusher:
         if servers == 1:
             return [tensors]
         parts = partition(tensors[0].array, servers)
-        return [[replace(tensor, array=tensor.array[part]) for tensor in tensors] for part in parts]
+        return [[WireTensor(tensor.dtype, tensor.array[part]) for tensor in tensors] for part in parts]
+
+
+def _weighed(weights: Array | None) -> list[WireTensor]:
+    return [] if weights is None else [WireTensor.of(weights)]
 
 
 def _is_unanswered(error: BaseException) -> bool:

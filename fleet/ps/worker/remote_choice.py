@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fleet.errors import ArgumentTypeError, UnsupportedError
-from fleet.nn.embedding import check_remote, make_remote
+from fleet.nn.embedding import check_remote, make_remote, refuse_idle_rules
 from fleet.nn.table_weight import TableWeight
 from fleet.nn.trainables import members
 from fleet.ps.worker.describe import check_table
@@ -36,6 +36,9 @@ class RemoteChoice:
         if model is None:
             return
         given = {id(member.param): member for member in members(optimizers, model)}
+        for name, module in model.named_modules():
+            if id(getattr(module, "weight", None)) in given:
+                refuse_idle_rules(module, name or type(model).__name__)
         trained = {
             name: module
             for name, module in model.named_modules()

@@ -44,6 +44,7 @@ from fleet.ps.worker.lookups import Prefetched, RowReader
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
+from fleet.ps.worker.row_cuts import RowCuts
 from fleet.ps.worker.state_reader import exported_dense
 from fleet.ps.worker.step import RemoteTraining, UserGradients
 from fleet.ps.worker.summary import summary
@@ -96,8 +97,9 @@ class WorkerRuntime:
         self.own_states = own = OwnStates(first_server, progress, settings.security.max_message_bytes)
         check_finite = strategy.check_finite or settings.check_finite
         gradients = UserGradients(trained, values, rows, own, progress, worker, check_finite=check_finite)
+        self.cuts = cuts = RowCuts(connections, trained, progress, shares_steps=policy.shares_steps)
         self._pusher = pusher = Pusher(
-            connections, trained, progress, own, figures, worker, strategy.wire_dtype, self.reload
+            connections, trained, progress, own, figures, worker, strategy.wire_dtype, cuts, self.reload
         )
         communication = replace(settings.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
         self._training = RemoteTraining(
@@ -151,6 +153,9 @@ class WorkerRuntime:
             self.progress.resume(answers)
             if resumed is not None:
                 self.progress.go_back(resumed)
+            if not self.policy.shares_steps or len({answer.version for answer in answers}) == 1:
+                self.cuts.notice(answers)  # of a step that was over before this process began
+                self.cuts.settle()
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
             self._begin_from(self._values.fetch("initial parameters"))
@@ -289,11 +294,15 @@ class WorkerRuntime:
     def finish_interrupted(self, call: str) -> None:
         """Finish what was interrupted, before anything else happens in a call's turn."""
         with self.turns:  # what another thread has under way is not interrupted
-            self._refuse_late(call)
-            if self._pusher.is_in_doubt:
-                self._edits.find()  # lest they are written over
-                self._pusher.finish_interrupted()
-            self._barrier.finish_interrupted()
+            self._finish_interrupted(call)
+
+    def _finish_interrupted(self, call: str) -> None:
+        self._refuse_late(call)
+        if self._pusher.is_in_doubt:
+            self._edits.find()  # lest they are written over
+            self._pusher.finish_interrupted()
+        self.cuts.settle()
+        self._barrier.finish_interrupted()
 
     def _refuse_late(self, call: str) -> None:
         if self.stopped:
@@ -320,7 +329,7 @@ class WorkerRuntime:
         if self.turns.is_fork:
             return self._forked_reader().lookup(wanted, self.replica)
         with self.turns:
-            self.finish_interrupted("a look-up")
+            self._finish_interrupted("a look-up")
             self._send_edits_of(each.handle for each in wanted)
             with self.figures.pull:
                 found = self.rows.lookup(wanted, self.progress.completed, self.replica)
@@ -372,6 +381,11 @@ class WorkerRuntime:
         """Let forwards use this from now on, and nothing that was offered before."""
         with self.turns:
             self.rows.offer(prefetched)
+
+    def forget_rows(self) -> None:
+        """Forget rows that were fetched ahead, or as a whole: others are there now."""
+        self.rows.discard_fetched()
+        self.trained.forget_whole_tables()
 
     # ---------------------------------------------------------------- among workers
 

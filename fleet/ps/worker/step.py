@@ -6,7 +6,7 @@ half-asynchronous mode makes one push of several steps. In the asynchronous mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -63,7 +63,8 @@ class UserGradients:
             dense = [None if index in sent else grad for index, grad in enumerate(dense)]
         # When the values were read that the gradients were computed on; rows are read anew in the next step.
         rows, read = self.rows(), Clocks(self._values.read_at, self._table_rows.take_clocks())
-        return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step())
+        weights = self.weights(rows)
+        return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step(), weights=weights)
 
     def end_step(self) -> Array | None:
         """Count a step; return the state of the worker's own objects that goes with it."""
@@ -109,6 +110,12 @@ class UserGradients:
                 raise self._not_finite(f"the gradient of a row of {handle.name!r}", got)
             rows[index] = (ids, grads)
         return rows
+
+    def weights(self, rows: Mapping[int, Rows]) -> dict[int, Array]:
+        """Return how much the look-ups count that are behind these rows, for the tables whose rules ask for it."""
+        handles = self._trained.description.handles
+        found = {index: handles[index].weights_of(ids) for index, (ids, _) in rows.items()}
+        return {index: weights for index, weights in found.items() if weights is not None}
 
     def _name(self, index: int) -> str:
         return repr(self._trained.plan.spec.params[index].name)

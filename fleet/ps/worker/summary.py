@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleet.ps.consistency.staleness import total
-from fleet.telemetry.figures import Figures
+from fleet.telemetry.figures import Figures, hit_rate, in_all
 
 
 def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures: Figures) -> dict[str, Any]:
     """Summarize the job. ``surveys`` holds the JSON text of each server, ``figures`` are the worker's."""
     servers: list[dict[str, Any]] = [json.loads(text) for text in surveys]
-    tables: dict[str, dict[str, int]] = {}
-    for each in servers:
-        for name, sizes in each["tables"].items():
-            table = tables.setdefault(name, dict.fromkeys(sizes, 0))
-            for key, size in sizes.items():
-                table[key] += size
+    names = dict.fromkeys(name for each in servers for name in each["tables"])
+    tables = {name: in_all(each["tables"].get(name, {}) for each in servers) for name in names}
     counts = total(_numbered(each["staleness"]) for each in servers)
     return {
         "worker": worker,
@@ -26,7 +22,7 @@ def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures:
         "steps": steps,
         "figures": dict(figures),
         "steps_by_worker": {int(index): count for index, count in servers[0]["steps"].items()},
-        "tables": tables,
+        "tables": {name: {**table, "hit_rate": hit_rate(table)} for name, table in tables.items()},
         "staleness": {
             index: {name: _described(histogram) for name, histogram in by_name.items()}
             for index, by_name in counts.items()

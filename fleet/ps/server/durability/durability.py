@@ -42,7 +42,7 @@ from fleet.ps.server.job import Job, new_job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Outbox
-from fleet.ps.table.shard import Piece, Shard
+from fleet.ps.table.shard import MakeShard, Piece, Shard
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame, read_frame
 
@@ -50,7 +50,10 @@ _log = logging.getLogger("fleet.server")
 
 #: Requests that change what a server would do next.
 NOTED = frozenset(
-    ("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "give", "bye", "abort")
+    (
+        *("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "give", "bye", "abort"),
+        *("shrink", "cut"),
+    )
 )
 
 
@@ -240,11 +243,12 @@ class Durability:
         assert shard is not None
         self._forget_finished(job)
         state = state_of(job, shard, self._members.dump(), self._unfinished)
-        (last, since), whole = self._kept, sum(table.nbytes for table in shard.tables)
-        on_top = last is shard and self._directory.table_bytes < 2 * whole
+        (last, since), whole = self._kept, sum(len(table) * table.row_bytes for table in shard.tables)
+        on_top = last is shard and self._directory.table_bytes < 2 * whole and shard.history.knows_removed(since)
         epoch = shard.history.next_epoch()
+        shard.history.goes_on_from("snapshot", *((since, epoch) if on_top else (epoch,)))
         carried = carried_over(job, shard, self._unfinished)
-        parameters, rows = parameters_of(shard)
+        parameters, rows = parameters_of(shard, since if on_top else 0)
         draft = self._directory.begin(state, carried, on_top=on_top, behind=behind)
         frozen = shard.freeze(since if on_top else 0, draft.pieces.add)
         self._wanted = draft.number
@@ -276,6 +280,7 @@ class Durability:
             self._check_wanted(shot)  # else it may stay: it leads to where others do
             self._directory.adopt(shot.draft, snapshot)
             self._kept = shot.shard, shot.epoch
+            shot.shard.history.goes_on_from("snapshot", shot.epoch)
         self._directory.clean()
 
     def _check_wanted(self, shot: Shot) -> None:
@@ -289,6 +294,7 @@ class Durability:
         running: Callable[[], Job | None],
         *,
         begin: Callable[[Job], None],
+        make_shard: MakeShard,
         begin_with: Callable[[Origin], None],
         ask: Callable[[Frame], object],
         hand_out: Callable[[Job, Frame], None],
@@ -296,7 +302,7 @@ class Durability:
     ) -> None:
         """Become the server whose directory this is: ``begin`` its job, or ``begin_with`` the checkpoint that it began
         with, ``ask`` what was asked, ``hand_out`` what workers were given, ``lose`` whom it gave up on."""
-        self._begin_from_snapshot(begin)
+        self._begin_from_snapshot(begin, make_shard)
         self.replaying = True
         try:
             for kind, data in self._directory.records():
@@ -328,7 +334,7 @@ class Durability:
         if (job := running()) is not None:
             self._go_on(job)
 
-    def _begin_from_snapshot(self, begin: Callable[[Job], None]) -> None:
+    def _begin_from_snapshot(self, begin: Callable[[Job], None], make_shard: MakeShard) -> None:
         if self._directory.snapshot is None:
             return
         state = self._directory.snapshot.state
@@ -339,8 +345,10 @@ class Durability:
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
             raise _placed_otherwise(self.directory)
-        shard = restore(job, state, self._directory.pieces(), self._clock.now())
-        self._kept = shard, shard.history.next_epoch()
+        shard = restore(job, state, self._directory.pieces(), self._clock.now(), make_shard)
+        epoch = shard.history.next_epoch()
+        self._kept = shard, epoch
+        shard.history.goes_on_from("snapshot", epoch)
         begin(job)
         self._members.restore(spec.settings, state["members"])
 

@@ -23,7 +23,7 @@ from fleet.ps.server.durability.state_directory import Draft, Kind
 from fleet.ps.server.job import Job
 from fleet.ps.table.frozen_view import FrozenView
 from fleet.ps.table.previous_round import PreviousRound
-from fleet.ps.table.shard import FIRST, Piece, Shard, is_of_rows
+from fleet.ps.table.shard import FIRST, MakeShard, Piece, Shard, is_of_rows
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.wire_errors import raise_if_error
@@ -49,7 +49,7 @@ class Shot:
     frozen: FrozenView
 
     def export(self, cursor: str) -> Piece:
-        return self.shard.export(cursor, frozen=self.frozen)
+        return self.shard.export(cursor, self.frozen.since, frozen=self.frozen)
 
 
 # ---------------------------------------------------------------- out of a job
@@ -78,7 +78,10 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "options": shard.options,
         "clock": shard.dense.clock,
         "table_steps": [table.step for table in shard.tables],
+        "past": shard.past,
+        "now": shard.now,
         "staleness": total([shard.staleness.counts]),
+        "agreed": job.rounds.agreed,
         "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()},
         "gone": rounds.gate.gone,
         "version": rounds.gate.version,
@@ -110,11 +113,11 @@ def carried_over(job: Job, shard: Shard, unfinished: Unfinished) -> Iterator[Rec
     return chain(small, _given(shard))
 
 
-def parameters_of(shard: Shard) -> tuple[list[Piece], str]:
-    """Return copies of all parameters, and the cursor at which the rows begin."""
+def parameters_of(shard: Shard, since: int) -> tuple[list[Piece], str]:
+    """Return copies of all parameters, and the cursor at which the rows begin that were changed ``since``."""
     pieces, cursor = [], FIRST
     while cursor and not is_of_rows(cursor):
-        pieces.append(shard.export(cursor))
+        pieces.append(shard.export(cursor, since))
         cursor = pieces[-1].next_cursor
     return pieces, cursor
 
@@ -141,18 +144,24 @@ def _previous_frame(previous: PreviousRound) -> Frame:
 
 
 def restore(
-    job: Job, state: Mapping[str, Any], pieces: Iterable[tuple[dict[str, Any], list[Any]]], now: float
+    job: Job,
+    state: Mapping[str, Any],
+    pieces: Iterable[tuple[dict[str, Any], list[Any]]],
+    now: float,
+    make_shard: MakeShard,
 ) -> Shard:
     """Make a new job the one that this was written of, and return its shard."""
-    shard = Shard(job.plans.current, state["server"], state["seed"], state["options"])
+    shard = make_shard(job.plans.current, state["server"], state["seed"], state["options"])
     fill_own(shard, pieces)
     shard.dense.clock = state["clock"]
     for table, step in zip(shard.tables, state["table_steps"], strict=True):
         table.step = step
+    shard.resume_past(state.get("past", {}), state.get("now", 0.0))
     shard.staleness.resume(state["staleness"])
     shard.warm()
     job.shard, job.initialized = shard, True
     job.rounds.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"])
+    job.rounds.agreed = {int(index): tuple(each) for index, each in state.get("agreed", {}).items()}
     job.reductions.restore(_by_worker(state["came"]))
     job.claims.restore(state["claims"], now)
     progress, plans = job.progress, job.plans

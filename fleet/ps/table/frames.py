@@ -1,0 +1,336 @@
+"""Keeps those rows of a table in memory that are asked for most, where not all fit.
+
+A frame is the place of one row: its id, its columns, the record of the file that is the same, if there is one, and how
+often it was used of late. Frames are numbered from 0: these are the slots of a store. There may become more of them or
+fewer, and memory that none needs goes back to the system.
+
+When room is needed, a hand goes round over all frames. A row that was used since it last passed gets another chance for
+each use, up to a few; the use that it came for does not count. One that a request waits for gets one more until then.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fleet.numeric.ids import gather
+from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, compiled, prefetch, row
+
+#: A column takes memory from the system by so much.
+_SEGMENT_BYTES = 256 << 10
+#: Beside its columns a frame has an id, a record's number and its uses.
+FRAME_BYTES = 8 + 8 + 1
+
+#: A frame without a row, and a row that is not in the file as it is in memory.
+FREE, CHANGED = -2, -1
+
+#: A row that was used so often has as many chances as one can have.
+_MOST_USES = 7
+#: This bit beside its uses says that a request will use it, for which the row came or which was counted already.
+_AWAITED = 64
+#: This bit beside its uses keeps a row where it is.
+_HELD = 128
+
+
+class FrameColumn:
+    """Holds one number, or several, for each frame."""
+
+    def __init__(self, width: int, fill: float, dtype: np.dtype[Any]) -> None:
+        self.width = width
+        self.fill = fill
+        self.dtype = dtype
+        self.row_bytes = width * dtype.itemsize
+        self._bits = max(1, _SEGMENT_BYTES // self.row_bytes).bit_length() - 1
+        self._segments: list[Array] = []
+        self.resize(1)
+
+    def resize(self, count: int) -> None:
+        """Have room for so many frames, and keep little more."""
+        wanted = max(1, (count + (1 << self._bits) - 1) >> self._bits)
+        del self._segments[wanted:]
+        while len(self._segments) < wanted:
+            room = mmap.mmap(-1, self.row_bytes << self._bits)  # the system takes it back when nobody refers to it
+            self._segments.append(np.frombuffer(room, self.dtype).reshape(-1, self.width))
+        addresses = np.array([segment.ctypes.data for segment in self._segments], np.uint64)
+        first = self._segments[0]
+        self.rows = Segments(addresses, first, self._bits)
+        #: the same, as bytes
+        self.raw = Segments(addresses, first.view(np.uint8), self._bits)
+
+    def fill_rows(self, frames: Ids) -> None:
+        """Set rows to what the column is filled with."""
+        _fill(self.rows, frames, float(self.fill))
+
+    def set(self, frames: Ids, value: int) -> None:
+        """Set rows to a number."""
+        _fill(self.rows, frames, float(value))
+
+    def put(self, frames: Ids, values: Ids) -> None:
+        """Set rows of one number."""
+        _put(self.rows, frames, values)
+
+    def get(self, frames: Ids) -> Ids:
+        """Return rows of one number."""
+        out: Ids = np.empty((frames.size, 1), self.dtype)
+        gather(self.rows, frames, out)
+        first: Ids = out[:, 0]
+        return first
+
+
+class Frames:
+    def __init__(self) -> None:
+        self.count = 0
+        #: what a frame takes
+        self.frame_bytes = FRAME_BYTES
+        self.columns: dict[str, FrameColumn] = {}
+        self._keys = FrameColumn(1, 0, np.dtype(np.int64))
+        self._records = FrameColumn(1, FREE, np.dtype(np.int64))
+        self._uses = FrameColumn(1, 0, np.dtype(np.uint8))
+        self._free = np.empty(0, np.int64)
+        self._hand = 0
+
+    @property
+    def free(self) -> int:
+        """Return how many frames have no row."""
+        return self._free.size
+
+    @property
+    def keys(self) -> Rows:
+        """Return the ids by frame."""
+        return self._keys.rows
+
+    def ensure_column(self, name: str, width: int, fill: float, dtype: np.dtype[Any]) -> None:
+        if name not in self.columns:
+            self.frame_bytes += width * dtype.itemsize
+            self.columns[name] = made = FrameColumn(width, fill, dtype)
+            made.resize(self.count)
+            made.fill_rows(np.arange(self.count))
+        self.columns[name].fill = fill
+
+    def grow(self, more: int) -> None:
+        """Make so many more frames, which are free."""
+        before, self.count = self.count, self.count + more
+        self._resize()
+        fresh = np.arange(before, self.count)
+        self._records.set(fresh, FREE)
+        self._free = np.concatenate([self._free, fresh])
+
+    def shrink(self, fewer: int) -> tuple[Ids, Ids]:
+        """Give up so many frames, of which as many are free. Return which rows have moved for it, and whither."""
+        count = self.count - fewer
+        taken = np.arange(count, self.count)
+        moved = taken[self.records(taken) != FREE]
+        free = self._free[self._free < count]
+        into, self._free = free[: moved.size], free[moved.size :]
+        for column in (self._keys, self._records, self._uses, *self.columns.values()):
+            _copy(column.raw, moved, into)
+        self.count = count
+        self._hand = 0 if self._hand >= count else self._hand
+        self._resize()
+        return moved, into
+
+    def _resize(self) -> None:
+        for column in (self._keys, self._records, self._uses, *self.columns.values()):
+            column.resize(self.count)
+
+    def take(self, count: int) -> Ids:
+        """Take free frames for rows that come."""
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def put_back(self, frames: Ids) -> None:
+        """Free frames whose rows have left."""
+        self._records.set(frames, FREE)
+        self._uses.set(frames, 0)
+        self._free = np.concatenate([self._free, frames])
+
+    def settle(self, frames: Ids, ids: Ids, records: Ids, *, awaited: bool = False) -> None:
+        """Say which rows are in frames, which records of the file are the same, and if the request that they come for
+        is yet to use them."""
+        self._keys.put(frames, ids)
+        self._records.put(frames, records)
+        self._uses.set(frames, _AWAITED if awaited else 0)
+
+    def fill(self, frames: Ids) -> None:
+        """Give rows that are new what every column is filled with."""
+        for column in self.columns.values():
+            column.fill_rows(frames)
+
+    def ids(self, frames: Ids) -> Ids:
+        return self._keys.get(frames)
+
+    def changed(self, start: int, stop: int) -> Ids:
+        """Return the frames from ``start`` to ``stop`` whose rows are not in the file as they are."""
+        frames = np.arange(start, min(stop, self.count))
+        changed: Ids = frames[self.records(frames) == CHANGED]
+        return changed
+
+    def copied(self, name: str, frames: Ids) -> Array:
+        """Return copies of a column's rows."""
+        column = self.columns[name]
+        out = np.empty((frames.size, column.width), column.dtype)
+        gather(column.rows, frames, out)
+        return out
+
+    @property
+    def record_rows(self) -> Rows:
+        """Return what ``records`` returns, by frame."""
+        return self._records.rows
+
+    def records(self, frames: Ids) -> Ids:
+        """Return the records that are the same as the rows in frames, ``CHANGED`` or ``FREE``."""
+        return self._records.get(frames)
+
+    def change(self, frames: Ids) -> Ids:
+        """Note that rows differ from the file from now on, and return the records that are no longer needed. A frame
+        may come twice."""
+        records = np.empty(frames.size, np.int64)
+        return records[: _change(self._records.rows, frames, records)]
+
+    # ---------------------------------------------------------------- what stays
+
+    def hold(self, frames: Ids) -> None:
+        """Keep rows where they are until they are released."""
+        _hold(self._uses.rows, frames)
+
+    def release(self, frames: Ids) -> None:
+        """Let rows go that were held."""
+        _release(self._uses.rows, frames)
+
+    def expect(self, frames: Ids) -> None:
+        """Note that rows will be used."""
+        _expect(self._uses.rows, frames)
+
+    def use(self, frames: Ids) -> None:
+        """Note that rows are used."""
+        _use(self._uses.rows, frames)
+
+    def victims(self, count: int) -> Ids:
+        """Return the frames of so many rows that were used least, or fewer if the others are held."""
+        out = np.empty(count, np.int64)
+        found, self._hand = _sweep(self._uses.rows, self._records.rows, self.count, self._hand, out)
+        return out[:found]
+
+    # ---------------------------------------------------------------- to and from records
+
+    def pack(self, frames: Ids, offsets: Mapping[str, int], raw: Array) -> None:
+        """Write columns of rows into ``raw``, which has a line of bytes for each."""
+        for name, offset in offsets.items():
+            _pack(self.columns[name].raw, frames, raw, offset)
+
+    def unpack(self, frames: Ids, offsets: Mapping[str, int], raw: Array) -> None:
+        """Read columns of rows from ``raw``."""
+        for name, offset in offsets.items():
+            _unpack(self.columns[name].raw, frames, raw, offset)
+
+
+@compiled
+def _fill(rows: Rows, frames: Ids, value: float) -> None:
+    for k in range(frames.size):
+        if k + AHEAD < frames.size:
+            prefetch(rows, frames[k + AHEAD])
+        here = row(rows, frames[k])
+        for j in range(here.size):
+            here[j] = value
+
+
+@compiled
+def _put(rows: Rows, frames: Ids, values: Ids) -> None:
+    for k in range(frames.size):
+        row(rows, frames[k])[0] = values[k]
+
+
+@compiled
+def _change(rows: Rows, frames: Ids, records: Ids) -> int:
+    count = 0
+    for k in range(frames.size):
+        if k + AHEAD < frames.size:
+            prefetch(rows, frames[k + AHEAD])
+        here = row(rows, frames[k])
+        if here[0] >= 0:
+            records[count] = here[0]
+            count += 1
+        here[0] = CHANGED
+    return count
+
+
+@compiled
+def _copy(raw: Rows, start: Ids, into: Ids) -> None:
+    for k in range(start.size):
+        source, target = row(raw, start[k]), row(raw, into[k])
+        for j in range(source.size):
+            target[j] = source[j]
+
+
+@compiled
+def _expect(uses: Rows, frames: Ids) -> None:
+    for k in range(frames.size):
+        here = row(uses, frames[k])
+        if here[0] < _AWAITED:
+            here[0] = min(here[0] + 1, _MOST_USES) | _AWAITED
+
+
+@compiled
+def _use(uses: Rows, frames: Ids) -> None:
+    for k in range(frames.size):
+        here = row(uses, frames[k])
+        if here[0] & _AWAITED:
+            here[0] -= _AWAITED
+        elif here[0] < _MOST_USES:
+            here[0] += 1
+
+
+@compiled
+def _hold(uses: Rows, frames: Ids) -> None:
+    for k in range(frames.size):
+        row(uses, frames[k])[0] |= _HELD
+
+
+@compiled
+def _release(uses: Rows, frames: Ids) -> None:
+    for k in range(frames.size):
+        row(uses, frames[k])[0] &= _HELD - 1
+
+
+@compiled
+def _sweep(uses: Rows, records: Rows, count: int, hand: int, out: Ids) -> tuple[int, int]:
+    found, passed = 0, 0
+    while found < out.size and passed <= (_MOST_USES + 2) * count:
+        here = row(uses, hand)
+        if here[0] < _HELD and row(records, hand)[0] != FREE:
+            if here[0] == 0:
+                out[found] = hand
+                found += 1
+                here[0] = _HELD  # it is not found again
+            elif here[0] & _AWAITED:
+                here[0] -= _AWAITED
+            else:
+                here[0] -= 1
+        hand += 1
+        if hand == count:
+            hand = 0
+        passed += 1
+    return found, hand
+
+
+@compiled
+def _pack(raw: Rows, frames: Ids, lines: Array, offset: int) -> None:
+    for k in range(frames.size):
+        if k + AHEAD < frames.size:
+            prefetch(raw, frames[k + AHEAD])
+        here, line = row(raw, frames[k]), lines[k]
+        for j in range(here.size):
+            line[offset + j] = here[j]
+
+
+@compiled
+def _unpack(raw: Rows, frames: Ids, lines: Array, offset: int) -> None:
+    for k in range(frames.size):
+        if k + AHEAD < frames.size:
+            prefetch(raw, frames[k + AHEAD])
+        here, line = row(raw, frames[k]), lines[k]
+        for j in range(here.size):
+            here[j] = line[offset + j]

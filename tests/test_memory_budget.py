@@ -1,0 +1,302 @@
+"""Jobs whose servers have little memory for rows end to the bit where others end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dying import ENVIRON, DyingJob, every
+from harness import PATIENT, SOON, Job, run_job
+from inside import flush, take_fresh, tiny_tiers
+
+import fleet.nn
+from fleet import Fleet
+from fleet.base.unknown_variables import remarks
+from fleet.errors import ConfigurationError, TableFileError
+from fleet.ps.table import row_file
+from fleet.strategy.parameter_server import StrategyFactory
+
+ROWS, DIM = 120, 4
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+#: Every optimizer of rows, with as much state as it can have.
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "ftrl": lambda p: fleet.optim.Ftrl(p, lr=0.1),
+    "decayed adagrad": lambda p: fleet.optim.DecayedAdagrad(p, lr=0.1),
+}
+
+#: With one worker all of these are reproducible.
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "sync": StrategyFactory.create_sync_strategy,
+    "async": StrategyFactory.create_async_strategy,
+    "half-async": StrategyFactory.create_half_async_strategy,
+    "geo": lambda: StrategyFactory.create_geo_strategy(2),
+    "ssp": StrategyFactory.create_ssp_strategy,
+    "dc-asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_tiers(monkeypatch)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = fleet.nn.Embedding(None, DIM)
+        self.known = fleet.nn.Embedding(ROWS, DIM)
+        self.head = torch.nn.Linear(DIM, 2)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.head.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) + number)
+
+    def loss(self, step: int, worker: int) -> torch.Tensor:
+        ids = torch.randint(0, ROWS, (16, 2), generator=torch.Generator().manual_seed(97 * step + worker))
+        rows = torch.tanh(self.open(ids * 7 - 30).mean(1) + self.known(ids).mean(1))
+        return (self.head(rows) - 1).square().mean()
+
+
+def trains(
+    optimizer: str, strategy: str = "sync", steps: int = 5, at: Callable[[Fleet, int, int], None] | None = None
+) -> Callable[[Fleet, int], Any]:
+    def body(made: Fleet, index: int) -> dict[str, torch.Tensor]:
+        model = Model()
+        wrapped = made.distributed_optimizer(
+            OPTIMIZERS[optimizer](model.parameters()), STRATEGIES[strategy](), model=model
+        )
+        made.init_worker()
+        for step in range(steps):
+            wrapped.minimize(model.loss(step, index))
+            if strategy in ("async", "dc-asgd"):  # else what has arrived by now depends on the machine
+                flush(made)
+                take_fresh(wrapped)
+            if at is not None:
+                at(made, index, step)
+        made.barrier_worker()
+        return {name: value.clone() for name, value in made.state_dict(model).items()}
+
+    return body
+
+
+def budget(directory: Path, environ: dict[str, str] = PATIENT) -> dict[str, str]:
+    return {**environ, "FLEET_TABLE_MEMORY_MB": "1", "FLEET_TABLE_DIR": str(directory)}
+
+
+@cache
+def unbounded(optimizer: str, strategy: str, workers: int, servers: int) -> Any:
+    return run_job(trains(optimizer, strategy), workers, servers)[0]
+
+
+def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(got[key], value), key
+
+
+# ---------------------------------------------------------------- to the bit
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_ends_where_it_does_without_a_bound(tmp_path: Path, optimizer: str) -> None:
+    got = run_job(trains(optimizer), 1, 1, environ=budget(tmp_path))[0]
+    same(got, unbounded(optimizer, "sync", 1, 1))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_mode_ends_where_it_does_without_a_bound(tmp_path: Path, strategy: str) -> None:
+    got = run_job(trains("adagrad", strategy), 1, 2, environ=budget(tmp_path))[0]
+    same(got, unbounded("adagrad", strategy, 1, 2))
+
+
+def test_two_workers_and_two_servers(tmp_path: Path) -> None:
+    for result in run_job(trains("adam"), 2, 2, environ=budget(tmp_path)):
+        same(result, unbounded("adam", "sync", 2, 2))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "geo"])
+def test_servers_that_are_killed(tmp_path: Path, strategy: str) -> None:
+    workers = 2 if strategy == "sync" else 1
+    job = DyingJob(
+        trains("adam" if strategy == "sync" else "adagrad", strategy),
+        tmp_path / "durable",
+        plan=every(5, 2),
+        workers=workers,
+        environ=budget(tmp_path / "rows", ENVIRON),
+    )
+    got = job.run()[0]
+    assert job.kills
+    same(got, unbounded("adam" if strategy == "sync" else "adagrad", strategy, workers, 2))
+    assert not list((tmp_path / "rows").iterdir())
+
+
+def test_checkpoints_come_from_and_go_to_jobs_with_other_bounds(tmp_path: Path) -> None:
+    def saving(made: Fleet, _: int, step: int) -> None:
+        if step == 2:
+            made.save_persistables(tmp_path / "saved")
+
+    run_job(trains("adam", steps=3, at=saving), 1, 2, environ=budget(tmp_path / "rows"))
+    ends = [
+        run_job(trains("adam"), 1, 1, environ=environ, model_dir=str(tmp_path / "saved"))[0]
+        for environ in (PATIENT, budget(tmp_path / "rows"))
+    ]
+    same(ends[1], ends[0])
+
+
+def test_values_that_are_read_beside_the_training(tmp_path: Path) -> None:
+    def back(made: Fleet, _: int, step: int) -> None:
+        if step == 1:
+            made.save_persistables(saved)
+        if step == 3:
+            made.load_persistables(saved)
+
+    saved = tmp_path / "one"
+    expected = run_job(trains("adam", at=back), 1, 1)[0]
+    saved = tmp_path / "other"
+    same(run_job(trains("adam", at=back), 1, 1, environ=budget(tmp_path / "rows"))[0], expected)
+
+
+def test_rows_do_lie_in_files(tmp_path: Path) -> None:
+    found: list[Path] = []
+    run_job(trains("adam", at=lambda *_: found.extend(tmp_path.rglob("*.rows"))), 1, 1, environ=budget(tmp_path))
+    assert found
+
+
+# ---------------------------------------------------------------- a disk that fails
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1 << 30) -> None:
+    left, write = [times], os.pwrite
+
+    def fails(file: int, data: memoryview, start: int) -> int:
+        if not left[0]:
+            return write(file, data, start)
+        left[0] -= 1
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(row_file.os, "pwrite", fails)
+
+
+def test_a_full_disk_ends_the_job_for_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, errno.ENOSPC)
+    job = Job(trains("adam", steps=60), 2, 1, environ=budget(tmp_path, SOON))
+    job.join(job.start())
+    assert job.errors.keys() == {"server 0", "worker 0", "worker 1"}
+    for error in job.errors.values():
+        assert isinstance(error, TableFileError), error
+        assert str(tmp_path) in str(error)
+        assert "more bytes" in str(error)
+
+
+@pytest.mark.parametrize("harm", ["full", "damaged"])
+def test_a_durable_server_goes_on_with_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    times, write = iter(range(3)), os.pwrite
+
+    def harmed(file: int, data: memoryview, start: int) -> int:
+        if next(times, None) is None:
+            return write(file, data, start)
+        if harm == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, bytes(len(data)), start)
+
+    monkeypatch.setattr(row_file.os, "pwrite", harmed)
+    job = DyingJob(
+        trains("adam"), tmp_path / "durable", workers=2, servers=1, environ=budget(tmp_path / "rows", ENVIRON)
+    )
+    for result in job.run():
+        same(result, run_job(trains("adam"), 2, 1)[0])
+    assert job.hosts[0].losses
+    assert all(isinstance(each, TableFileError) for each in job.hosts[0].losses)
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "much", "nan"])
+def test_a_bound_that_is_none(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="FLEET_TABLE_MEMORY_MB"):
+        Fleet(environ={"FLEET_TABLE_MEMORY_MB": value}).init()
+
+
+def test_a_bound_that_is_too_small_for_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_tiers(monkeypatch, segment_bytes=256 << 10)
+    job = Job(trains("adam"), 1, 1, environ=budget(tmp_path, SOON))
+    job.join(job.start())
+    assert job.errors.keys() == {"server 0", "worker 0"}
+    for error in job.errors.values():
+        assert "the tables of a server do not fit" in str(error)
+        assert "FLEET_TABLE_MEMORY_MB=1" in str(error)
+
+
+def test_a_directory_without_a_bound_is_told() -> None:
+    (said,) = remarks({"FLEET_TABLE_DIR": "/somewhere"})
+    assert said == "the environment variable FLEET_TABLE_DIR has no effect without FLEET_TABLE_MEMORY_MB"
+    assert not remarks({"FLEET_TABLE_DIR": "/somewhere", "FLEET_TABLE_MEMORY_MB": "64"})
+
+
+@pytest.mark.slow
+def test_a_server_takes_no_more_than_it_may(tmp_path: Path) -> None:
+    taken = {}
+    for rows in (0, 2_000_000):
+        environ = {**os.environ, "FLEET_TABLE_DIR": str(tmp_path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", FILLS, str(rows)], env=environ, capture_output=True, text=True, timeout=300
+        )
+        assert not ran.returncode, ran.stderr
+        taken[rows] = int(ran.stdout)
+    assert taken[2_000_000] - taken[0] < 1.15 * (64 << 20)
+
+
+#: Fills a table and looks rows up, and prints the most memory that took.
+FILLS = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from fleet.ps.table.stores import TieredStores
+from fleet.base.settings import PROCESS_ENVIRONMENT
+
+stores = TieredStores(Path(PROCESS_ENVIRONMENT["FLEET_TABLE_DIR"]), "fills", 64 << 20, 60.0)
+store = stores.share()("rows", 1, 68)
+store.ensure_column("weight", 16, 0.0, np.float32)
+def fill(rows):
+    for start in range(0, rows, 4096):
+        for part in range(start, start + 4096, max(1, store.most)):
+            ids = np.arange(part, min(part + store.most, start + 4096))
+            store.write(store.insert(ids))
+    draw = np.random.default_rng(1)
+    for _ in range(50):
+        store.find(draw.integers(0, rows, 1024))
+    place = 0
+    while place is not None:
+        _, place = store.scan(place, 4096, ["weight"])
+fill(20480)  # compiles
+fill(int(sys.argv[1])) if int(sys.argv[1]) else None
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+stores.close()
+"""
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    job = Job(trains("adam"), 1, 1, environ=budget(tmp_path / "file", {**SOON, "FLEET_STARTUP_DEADLINE_S": "1"}))
+    job.join(job.start())
+    assert "FLEET_TABLE_DIR cannot be used" in str(job.errors["server 0"])
