@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,13 +20,14 @@ from fleet.plan.life import Admission, CountFilter, Eviction, MaxRows, Probabili
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import GroupSpec, Initializer, JobSpec, PlanSettings, TableSpec
 from fleet.ps.server.checkpoint_reader import fill_own
-from fleet.ps.table.eviction import Ranking, last_here, last_that_stays
+from fleet.ps.table.eviction import Last, Ranking, last_here
 from fleet.ps.table.exact_counts import ExactCounts
 from fleet.ps.table.frozen_view import FrozenView
 from fleet.ps.table.living_table import LivingTable
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.shard import FIRST, Contribution, Piece, Shard
 from fleet.ps.table.sketch import Sketch, cells_of
+from fleet.ps.worker.row_cuts import Span, search
 
 SPEC = TableSpec("user", 2, "float32", 0, None, Initializer.parse("constant(0.5)"))
 KERNEL = RULES["SGD"].rows
@@ -299,16 +301,45 @@ def test_servers_find_the_last_row_that_stays(rows: dict[int, int], most: int, s
     for id, score in rows.items():
         parts[id % servers][id] = score
     rankings = [Ranking(some_ids(*part), some_ids(*part.values())) for part in parts]
-    low, high = zip(*(each.bounds for each in rankings), strict=True)
-    last = last_that_stays(lambda last: sum(each.rank(last) for each in rankings), (min(low), max(high)), most)
+    last = found_last([each.bounds for each in rankings], [each.rank for each in rankings], len(rows), most)
     order = sorted(rows, key=lambda id: (-rows[id], id))
-    here = last_here(some_ids(*rows), some_ids(*rows.values()), most)
-    assert (here is None) == (last is None)
-    if last is None or here is None:
-        assert len(rows) <= most
-    else:
-        assert [id for id in order if (-rows[id], id) <= (-last[0], last[1])] == order[:most]
-        assert order[most - 1] == here[1]
+    assert [id for id in order if (-rows[id], id) <= (-last[0], last[1])] == order[:most]
+
+
+def rank_in(shard: Shard, index: int, kind: str, last: Last) -> int:
+    return shard.rank(index, kind, *last)
+
+
+def found_last(bounds: list[tuple[int, int]], ranks: list[Callable[[Last], int]], rows: int, most: int) -> Last:
+    """Search for the last row that stays, as a worker does among its servers."""
+    low, high = zip(*bounds, strict=True)
+    searching = search(Span(rows, min(low), max(high)), most)
+    try:
+        asked = next(searching)
+        while True:
+            asked = searching.send([sum(rank(last) for rank in ranks) for last in asked])
+    except StopIteration as found:
+        return cast("Last", found.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.dictionaries(st.integers(-2000, 2000), st.integers(0, 5), min_size=2, max_size=60),
+    share=st.floats(0, 1),
+    batch=st.integers(1, 20),
+    sampled=st.lists(st.tuples(st.integers(-2000, 2000), st.integers(0, 9)), max_size=40, unique=True),
+)
+def test_the_last_row_that_stays_is_found_whatever_the_sample(
+    rows: dict[int, int], share: float, batch: int, sampled: list[tuple[int, int]]
+) -> None:
+    most = min(len(rows) - 1, max(1, round(share * len(rows))))
+    items = list(rows.items())
+    batches = [items[start : start + batch] for start in range(0, len(items), batch)]
+    arrays = [(some_ids(*(id for id, _ in each)), some_ids(*(score for _, score in each))) for each in batches]
+    sample = some_ids(*(id for id, _ in sampled)), some_ids(*(score for _, score in sampled))
+    found = last_here(lambda: iter(arrays), sample, len(rows), most)
+    order = sorted(rows, key=lambda id: (-rows[id], id))
+    assert found == (rows[order[most - 1]], order[most - 1])
 
 
 # ---------------------------------------------------------------------------------------------- counting
@@ -449,11 +480,8 @@ class Servers:
         assert all(each == asked[0] for each in asked)
         for index, kind, most in asked[0]:
             bounds = [shard.bounds(index, kind) for shard in self.shards]
-            last = last_that_stays(
-                lambda last, index=index, kind=kind: sum(shard.rank(index, kind, *last) for shard in self.shards),
-                (min(low for low, _ in bounds), max(high for _, high in bounds)),
-                most,
-            )
+            ranks = [partial(rank_in, shard, index, kind) for shard in self.shards]
+            last = found_last(bounds, ranks, sum(len(shard.tables[index]) for shard in self.shards), most)
             for shard in self.shards:
                 shard.cut(index, kind, last)
 

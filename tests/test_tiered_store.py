@@ -312,6 +312,18 @@ def test_a_scan_may_choose(stores: TieredStores) -> None:
     assert (sorted(ids.tolist()), following) == (list(range(20, 30)), None)
 
 
+def test_a_sample_lies_evenly_among_all_rows(stores: TieredStores) -> None:
+    store = new_store(stores)
+    put(store, 0, 400)
+    store.remove(np.arange(0, 400, 7))
+    ids, rows = store.sample(40, ["weight"])
+    assert rows["weight"].tolist() == [[id] * 3 for id in ids.tolist()]
+    assert np.unique(ids).size == ids.size
+    assert np.all(ids % 7)
+    assert all(np.count_nonzero(ids // 100 == part) >= 4 for part in range(4))
+    assert set(store.sample(10_000, [])[0].tolist()) == {id for id in range(400) if id % 7}
+
+
 def test_what_is_asked_for_again_and_again_stays(stores: TieredStores) -> None:
     store = new_store(stores)
     put(store, 0, 200)

@@ -11,7 +11,7 @@ the order of the sums. Rows of one score stand in the order of their ids, the sm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,38 +162,62 @@ class Ranking:
         return sum(ids.size for ids, _ in self._parts[at + 1 :])
 
 
-def last_here(ids: Ids, scored: npt.NDArray[np.int64], most: int) -> Last | None:
-    """Return the last row that stays if ``most`` may, where all rows are here; None if all do."""
-    if ids.size <= most:
-        return None
+#: Ids of rows, and their scores.
+Scored = tuple[Ids, npt.NDArray[np.int64]]
+
+
+def last_here(batches: Callable[[], Iterable[Scored]], sample: Scored, rows: int, most: int) -> Last:
+    """Return the last row that stays if ``most`` may, where all rows are here. ``batches`` goes through all of them, of
+    which there are more, ``rows``; some, from anywhere, say about where to look.
+
+    What is kept is as little as the sample allows, and as a rule one pass is enough."""
+    order = np.lexsort((sample[0], -sample[1]))
+    likely = order.size * most / rows
+    margin = 4 * np.sqrt(likely * (1 - most / rows)) + 4
+    while True:
+        # Rows that come before the one at ``low`` are counted, and those up to the one at ``high`` are kept.
+        low, high = int(likely - margin), int(likely + margin)
+        better = _FIRST if low < 0 else _at(sample, order[low])
+        worse = _LAST if high >= order.size else _at(sample, order[high])
+        before, kept = 0, [_NOTHING]
+        for ids, scored in batches():
+            more, chosen = _sift(ids, scored, *better, *worse, np.empty(ids.size, np.int64))
+            before += more
+            kept.append((ids[chosen], scored[chosen]))
+        ids, scored = (np.concatenate(each) for each in zip(*kept, strict=True))
+        if before < most <= before + ids.size:
+            return _last_of(ids, scored, most - before)
+        margin *= 8  # the sample was not like the rows
+
+
+def _at(sample: Scored, place: int) -> Last:
+    return int(sample[1][place]), int(sample[0][place])
+
+
+def _last_of(ids: Ids, scored: npt.NDArray[np.int64], most: int) -> Last:
+    """Return the row that is number ``most``."""
     score = int(np.partition(scored, ids.size - most)[ids.size - most])
     left = most - int(np.count_nonzero(scored > score))
     return score, int(np.partition(ids[scored == score], left - 1)[left - 1])
 
 
-def last_that_stays(rank: Callable[[Last], int], bounds: tuple[int, int], most: int) -> Last | None:
-    """Return the same of rows on several servers. ``rank`` says how many rows stay, on all
-    servers, if one is the last; ``bounds`` are the least score and the greatest."""
-    low, high = bounds
-    if rank((low, _GREATEST_ID)) <= most:
-        return None
-    # The smallest score of which all rows and those above it are no more than may stay.
-    high += 1
-    while low + 1 < high:
-        middle = (low + high) // 2
-        found = rank((middle, _GREATEST_ID))
-        if found == most:
-            return middle, _GREATEST_ID
-        low, high = (low, middle) if found <= most else (middle, high)
-    # Of those one lower, the ones of small ids.
-    score, low, high = low, _LEAST_ID - 1, _GREATEST_ID
-    while low + 1 < high:
-        middle = (low + high) // 2
-        found = rank((score, middle))
-        if found == most:
-            return score, middle
-        low, high = (middle, high) if found <= most else (low, middle)
-    return (score, low) if low >= _LEAST_ID else (score + 1, _GREATEST_ID)
+#: All rows come after the one, and before the other.
+_FIRST, _LAST = (np.iinfo(np.int64).max, _LEAST_ID), (-1, _GREATEST_ID)
+
+
+@compiled
+def _sift(
+    ids: Ids, scored: npt.NDArray[np.int64], high: int, first: int, low: int, last: int, out: Ids
+) -> tuple[int, Ids]:
+    """Return how many rows come before the first, and which do not but come no later than the last."""
+    before, found = 0, 0
+    for k in range(ids.size):
+        if scored[k] > high or (scored[k] == high and ids[k] < first):
+            before += 1
+        elif scored[k] > low or (scored[k] == low and ids[k] <= last):
+            out[found] = k
+            found += 1
+    return before, out[:found]
 
 
 @compiled

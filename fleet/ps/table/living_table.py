@@ -9,8 +9,9 @@ Not thread-safe: the caller holds a lock around every call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from fleet.ps.table.eviction import (
     Cut,
     Last,
     Ranking,
+    Scored,
     budgets,
     columns_of,
     cut_of,
@@ -44,6 +46,8 @@ from fleet.ps.table.tombstones import Tombstones
 
 #: Rows are looked at by so many at once.
 _AT_ONCE = 1 << 16
+#: So many rows say about where a cut will be.
+_SAMPLE = 1 << 14
 #: So many rows that are due are counted where somebody asks for the number of rows.
 _COUNTED = 1 << 20
 
@@ -232,7 +236,8 @@ class LivingTable(Table):
     def _last_of(self, by: str, most: int) -> Last | None:
         if len(self) <= most:
             return None
-        return last_here(*self._scored(by), most)
+        ids, columns = self._store.sample(_SAMPLE, [score_column(by)])
+        return last_here(partial(self._scored, by), (ids, scores(by, columns)), len(self), most)
 
     def _tell(self, now: float) -> None:
         self._now, self._began = now, self._began or now
@@ -240,18 +245,16 @@ class LivingTable(Table):
     def ranking(self, by: str) -> Ranking:
         """Return the rows as they are ranked now, while a cut is awaited."""
         if by not in self._rankings:
-            self._rankings[by] = Ranking(*self._scored(by))
+            every, scored = (np.concatenate(each) for each in zip((_NONE, _NONE), *self._scored(by), strict=True))
+            self._rankings[by] = Ranking(every, scored)
         return self._rankings[by]
 
-    def _scored(self, by: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """Return the ids and the scores of all rows."""
-        found: list[tuple[Ids, Array]] = [(_NONE, _NONE)]
+    def _scored(self, by: str) -> Iterator[Scored]:
+        """Yield the ids and the scores of all rows, some at a time."""
         place: int | None = 0
         while place is not None:
             (ids, columns), place = self._store.scan(place, _AT_ONCE, [score_column(by)])
-            found.append((ids, scores(by, columns)))
-        every, scored = (np.concatenate(each) for each in zip(*found, strict=True))
-        return every, scored
+            yield ids, scores(by, columns)
 
     def agree(self, by: str, last: Last | None) -> None:
         """Take the last row that stays, by one thing that ``MaxRows`` goes by; None if all do."""

@@ -180,16 +180,23 @@ class MemoryStore:
     ) -> tuple[Batch, int | None]:
         found, left = [_NONE], most
         while start < self._count and left > 0:
-            is_chosen = only is not None or self._free is not None
-            slots = np.arange(start, min(start + (_LOOKED_THROUGH if is_chosen else left), self._count))
-            chosen = slots if self._free is None else self._free.without(slots)
+            slots = np.arange(start, min(start + (left if only is None else _LOOKED_THROUGH), self._count))
+            chosen = self._with_rows(slots)
             chosen = (chosen if only is None else chosen[only(self._copied(only.column, chosen))])[:left]
             left -= chosen.size
-            start = int(slots[-1] if left or not is_chosen else chosen[-1]) + 1
+            start = int(slots[-1] if left or only is None else chosen[-1]) + 1
             found.append(chosen)
-        slots = np.concatenate(found)
-        rows = {name: self._copied(name, slots) for name in names}
-        return (self.ids(slots), rows), start if start < self._count else None
+        return self._batch(np.concatenate(found), names), start if start < self._count else None
+
+    def sample(self, count: int, names: Sequence[str]) -> Batch:
+        slots = np.linspace(0, self._count, min(count, self._count), endpoint=False, dtype=np.int64)
+        return self._batch(self._with_rows(slots), names)
+
+    def _with_rows(self, slots: Ids) -> Ids:
+        return slots if self._free is None else self._free.without(slots)
+
+    def _batch(self, slots: Ids, names: Sequence[str]) -> Batch:
+        return self.ids(slots), {name: self._copied(name, slots) for name in names}
 
     def _copied(self, name: str, slots: Ids) -> Array:
         column = self._columns[name]

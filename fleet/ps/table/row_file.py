@@ -416,6 +416,13 @@ class RowFile:
             start = max(0, segment) * self._segment_bytes
             os.posix_fadvise(self.number, start, self._segment_bytes, os.POSIX_FADV_WILLNEED)
 
+    def spread(self, count: int) -> Ids:
+        """Return about so many records, live or not, that lie evenly among all of them, in order."""
+        ends = np.cumsum(self._counts)
+        chosen = np.linspace(0, ends[-1], min(count, int(ends[-1])), endpoint=False, dtype=np.int64)
+        segments = np.searchsorted(ends, chosen, side="right")
+        return (segments << _PLACE_BITS) + chosen - (ends - self._counts)[segments]
+
     def records_of(self, segment: int) -> Ids:
         """Return all records of a segment, live or not."""
         return (segment << _PLACE_BITS) + np.arange(self._segments[segment].count)

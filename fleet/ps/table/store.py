@@ -114,6 +114,9 @@ class Store(Protocol):
     def rewrite(self, reading: Reading) -> None:
         """Write anew what is still needed of that."""
 
+    def sample(self, count: int, names: Sequence[str]) -> Batch:
+        """Return copies of about so many rows with these columns, which lie evenly among all of them."""
+
     def scan(
         self, start: int, most: int, names: Sequence[str], only: Between | None = None
     ) -> tuple[Batch, int | None]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from fleet.errors import ConfigurationError
 from fleet.numeric.ids import packed_ids, unique
 from fleet.numeric.jit import Array, Ids, Segments
-from fleet.ps.table.frames import CHANGED, FRAME_BYTES, Frames
+from fleet.ps.table.frames import CHANGED, FRAME_BYTES, FREE, Frames
 from fleet.ps.table.memory_budget import MemoryBudget
 from fleet.ps.table.place_index import ELSEWHERE, ONLY_THERE, PlaceIndex
 from fleet.ps.table.row_file import Layout, Lines, Reading, RowFile, most_bytes, segment_of
@@ -398,14 +398,22 @@ class TieredStore:
         while place is not None and sum(ids.size for ids, _ in found) < most:
             batches, place = self._next(place, names, only)
             found += batches
-        ids = np.concatenate([ids for ids, _ in found])
-        rows = {name: np.concatenate([rows[name] for _, rows in found]) for name in names}
+        ids, rows = _joined(found, names)
         if place is None:
             self._file.let_go(first.begun)
         if place is None or place.phase == _LEFT:  # what has left memory may have been met there as well
             ids, chosen = np.unique(ids, return_index=True)
             rows = {name: values[chosen] for name, values in rows.items()}
         return (ids, rows), None if place is None else place.number
+
+    def sample(self, count: int, names: Sequence[str]) -> Batch:
+        warm = round(count * self.in_memory / max(1, len(self)))
+        records = self._file.spread(count - warm)
+        lines = self._read(records)
+        frames = np.linspace(0, self._frames.count, min(warm, self._frames.count), endpoint=False, dtype=np.int64)
+        there = frames[self._frames.records(frames) != FREE]
+        cold = self._rows_of(lines[self._trace(records, lines) == ONLY_THERE], names, None)
+        return _joined([cold, self._rows_at(there, names, None)], names)
 
     def _next(self, place: _Place, names: Sequence[str], only: Between | None) -> tuple[list[Batch], _Place | None]:
         """Return the rows at a place of a scan, and the place after it."""
@@ -468,6 +476,11 @@ class _Place(NamedTuple):
 def least_bytes(row_bytes: int, segment_bytes: int) -> int:
     """Return the memory that a table takes at least, whose rows have so many bytes."""
     return PlaceIndex.LEAST_BYTES + most_bytes(segment_bytes) + LEAST_FRAMES * (FRAME_BYTES + row_bytes)
+
+
+def _joined(batches: Sequence[Batch], names: Sequence[str]) -> Batch:
+    ids = np.concatenate([ids for ids, _ in batches])
+    return ids, {name: np.concatenate([rows[name] for _, rows in batches]) for name in names}
 
 
 def _ids_of(lines: Lines) -> Ids:
