@@ -4,8 +4,11 @@ A frame is the place of one row: its id, its columns, the record of the file tha
 often it was used of late. Frames are numbered from 0: these are the slots of a store. There may become more of them or
 fewer, and memory that none needs goes back to the system.
 
-When room is needed, a hand goes round over all frames. A row that was used since it last passed gets another chance for
-each use, up to a few; the use that it came for does not count. One that a request waits for gets one more until then.
+A row that comes is on trial, in a queue. When room is needed and the queue has more than a tenth of all rows, those at
+its head have their turn: the ones that were used again since they came may stay, the others leave. Of the rows that may
+stay, those leave that a hand finds which goes round over the frames; one that was used since it last passed gets
+another chance for each use, up to a few. The use that a row came for does not count, and one that a request waits for
+gets one more turn until then.
 """
 
 from __future__ import annotations
@@ -15,24 +18,33 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fleet.numeric.ids import gather
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, compiled, prefetch, row
 
+#: One of so many frames is for a row on trial, when there is no more room.
+_TRIAL_PART = 10
+
 #: A column takes memory from the system by so much.
 _SEGMENT_BYTES = 256 << 10
-#: Beside its columns a frame has an id, a record's number and its uses.
-FRAME_BYTES = 8 + 8 + 1
+#: Beside its columns a frame has an id, a record's number, its uses, and a place in the queue.
+FRAME_BYTES = 8 + 8 + 1 + 4
 
 #: A frame without a row, and a row that is not in the file as it is in memory.
 FREE, CHANGED = -2, -1
 
 #: A row that was used so often has as many chances as one can have.
 _MOST_USES = 7
+#: This bit beside its uses says that it is on trial.
+_ON_TRIAL = 32
 #: This bit beside its uses says that a request will use it, for which the row came or which was counted already.
 _AWAITED = 64
 #: This bit beside its uses keeps a row where it is.
 _HELD = 128
+
+
+Ring = npt.NDArray[np.int32]
 
 
 class FrameColumn:
@@ -91,6 +103,9 @@ class Frames:
         self._uses = FrameColumn(1, 0, np.dtype(np.uint8))
         self._free = np.empty(0, np.int64)
         self._hand = 0
+        #: the rows on trial, in a ring: the first one, and how many there are. Some may be gone.
+        self._trials = np.empty(1, np.int32)
+        self._first, self._tried = 0, 0
 
     @property
     def free(self) -> int:
@@ -129,12 +144,28 @@ class Frames:
             _copy(column.raw, moved, into)
         self.count = count
         self._hand = 0 if self._hand >= count else self._hand
+        tried = self._on_trial()
+        has_moved = np.isin(tried, moved)
+        tried[has_moved] = into[np.searchsorted(moved, tried[has_moved])]
+        self._tried = 0
         self._resize()
+        self._try(tried[tried < count])
         return moved, into
 
     def _resize(self) -> None:
         for column in (self._keys, self._records, self._uses, *self.columns.values()):
             column.resize(self.count)
+        tried, self._trials = self._on_trial(), np.empty(max(1, self.count), np.int32)
+        self._first = self._tried = 0
+        self._try(tried)
+
+    def _on_trial(self) -> Ids:
+        """Return the frames of rows on trial, in order."""
+        return self._trials[(self._first + np.arange(self._tried)) % self._trials.size].astype(np.int64)
+
+    def _try(self, frames: Ids) -> None:
+        """Let rows be on trial that are marked so; those that have been longest may stay if there is no room."""
+        self._first, self._tried = _queue(self._uses.rows, self._trials, self._first, self._tried, frames)
 
     def take(self, count: int) -> Ids:
         """Take free frames for rows that come."""
@@ -152,7 +183,8 @@ class Frames:
         is yet to use them."""
         self._keys.put(frames, ids)
         self._records.put(frames, records)
-        self._uses.set(frames, _AWAITED if awaited else 0)
+        self._uses.set(frames, _ON_TRIAL | _AWAITED if awaited else _ON_TRIAL)
+        self._try(frames)
 
     def fill(self, frames: Ids) -> None:
         """Give rows that are new what every column is filled with."""
@@ -210,8 +242,12 @@ class Frames:
 
     def victims(self, count: int) -> Ids:
         """Return the frames of so many rows that were used least, or fewer if the others are held."""
-        out = np.empty(count, np.int64)
-        found, self._hand = _sweep(self._uses.rows, self._records.rows, self.count, self._hand, out)
+        out, uses, records = np.empty(count, np.int64), self._uses.rows, self._records.rows
+        # As many will come, and need room in the queue.
+        left = max(0, self.count // _TRIAL_PART - count)
+        found, self._first, self._tried = _judge(uses, records, self._trials, self._first, self._tried, left, 0, out)
+        found, self._hand = _sweep(uses, records, self.count, self._hand, found, out)
+        found, self._first, self._tried = _judge(uses, records, self._trials, self._first, self._tried, 0, found, out)
         return out[:found]
 
     # ---------------------------------------------------------------- to and from records
@@ -270,7 +306,7 @@ def _expect(uses: Rows, frames: Ids) -> None:
     for k in range(frames.size):
         here = row(uses, frames[k])
         if here[0] < _AWAITED:
-            here[0] = min(here[0] + 1, _MOST_USES) | _AWAITED
+            here[0] += _AWAITED + (here[0] & _MOST_USES < _MOST_USES)
 
 
 @compiled
@@ -279,7 +315,7 @@ def _use(uses: Rows, frames: Ids) -> None:
         here = row(uses, frames[k])
         if here[0] & _AWAITED:
             here[0] -= _AWAITED
-        elif here[0] < _MOST_USES:
+        elif here[0] & _MOST_USES < _MOST_USES:
             here[0] += 1
 
 
@@ -296,11 +332,54 @@ def _release(uses: Rows, frames: Ids) -> None:
 
 
 @compiled
-def _sweep(uses: Rows, records: Rows, count: int, hand: int, out: Ids) -> tuple[int, int]:
-    found, passed = 0, 0
+def _queue(uses: Rows, ring: Ring, first: int, tried: int, frames: Ids) -> tuple[int, int]:
+    """Append to a ring what is marked, and return where it begins then and how long it is."""
+    for k in range(frames.size):
+        if not row(uses, frames[k])[0] & _ON_TRIAL:
+            continue
+        if tried == ring.size:
+            row(uses, ring[first])[0] &= ~_ON_TRIAL
+            first = (first + 1) % ring.size
+            tried -= 1
+        ring[(first + tried) % ring.size] = frames[k]
+        tried += 1
+    return first, tried
+
+
+@compiled
+def _judge(
+    uses: Rows, records: Rows, ring: Ring, first: int, tried: int, left: int, found: int, out: Ids
+) -> tuple[int, int, int]:
+    """Take rows from the head of a ring until there are ``left``, or enough of them leave: return how many do then,
+    where the ring begins, and how long it is."""
+    turns = 2 * tried
+    while found < out.size and tried > left and turns > 0:
+        turns -= 1
+        frame = ring[first]
+        first = (first + 1) % ring.size
+        tried -= 1
+        here = row(uses, frame)
+        if not here[0] & _ON_TRIAL or row(records, frame)[0] == FREE:
+            continue  # it is gone
+        if here[0] >= _AWAITED:
+            here[0] &= ~_AWAITED
+            ring[(first + tried) % ring.size] = frame
+            tried += 1
+        elif here[0] == _ON_TRIAL:
+            out[found] = frame
+            found += 1
+            here[0] = _HELD  # it is not found again
+        else:
+            here[0] -= _ON_TRIAL + 1
+    return found, first, tried
+
+
+@compiled
+def _sweep(uses: Rows, records: Rows, count: int, hand: int, found: int, out: Ids) -> tuple[int, int]:
+    passed = 0
     while found < out.size and passed <= (_MOST_USES + 2) * count:
         here = row(uses, hand)
-        if here[0] < _HELD and row(records, hand)[0] != FREE:
+        if here[0] < _HELD and not here[0] & _ON_TRIAL and row(records, hand)[0] != FREE:
             if here[0] == 0:
                 out[found] = hand
                 found += 1
