@@ -143,7 +143,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), ids=IDS)
     def begin_reading(self, which: int, ids: list[int]) -> None:
-        self.readings[which] = self.tables[which].reading(np.array(ids))
+        self.readings[which] = self.tables[which].reading(np.array(ids), expected=True)
 
     @precondition(lambda self: any(self.readings))
     @rule(which=st.integers(0, 1))
@@ -333,7 +333,7 @@ def test_rows_that_changed_since_they_were_read_are_left_alone(stores: TieredSto
     store = new_store(stores)
     put(store, 0, 200)
     cold = np.array([1, 2, 3, 5])
-    reading = store.reading(cold)
+    reading = store.reading(cold, expected=True)
     assert reading is not None
     reading.run()
     slots = store.find(cold)
@@ -350,7 +350,7 @@ def test_rows_that_changed_since_they_were_read_are_left_alone(stores: TieredSto
 def test_a_segment_that_is_used_again_meanwhile_is_not_taken(stores: TieredStores) -> None:
     store = new_store(stores)
     put(store, 0, 1000)
-    reading = store.reading(np.arange(8))
+    reading = store.reading(np.arange(8), expected=True)
     assert reading is not None
     store.remove(np.arange(1000))
     put(store, 5000, 1000)
@@ -460,6 +460,22 @@ def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         may_write.set()
         stores.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_who_is_about_to_write_may_wait_for_the_disk_before(stores: TieredStores) -> None:
+    store, blocked = new_store(stores), threading.Event()
+    stores._writer.submit(blocked.wait)
+    first = 0
+    while store.backlog() is None:
+        put(store, first, 4)
+        first += 4
+    backlog = store.backlog()
+    assert backlog is not None
+    put(store, first, 128)  # a segment more waits for nobody
+    blocked.set()
+    backlog.wait()
+    assert backlog.writing.done()
+    assert sorted(scanned(store)) == [*range(first + 128)]
 
 
 def test_a_disk_that_writes_a_little_at_a_time(stores: TieredStores, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ class TieredStores:
         ids = np.arange(2 * LEAST_FRAMES)
         store.write(store.insert(ids))
         store.give_back(store.spare_bytes)
-        reading = store.reading(ids)
+        reading = store.reading(ids, expected=True)
         assert reading is not None, "rows have left memory"
         reading.run()
         store.take(reading)
