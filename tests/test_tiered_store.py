@@ -24,7 +24,7 @@ from fleet.ps.table import row_file, tiered_store
 from fleet.ps.table.frames import FrameColumn
 from fleet.ps.table.place_index import PlaceIndex
 from fleet.ps.table.store import Between
-from fleet.ps.table.stores import TieredStores
+from fleet.ps.table.stores import NewStore, TieredStores
 from fleet.ps.table.tiered_store import TieredStore
 
 MIB = 1 << 20
@@ -43,8 +43,8 @@ def stores(tmp_path: Path) -> Iterator[TieredStores]:
         made.close()
 
 
-def new_store(stores: TieredStores, name: str = "a", width: int = 3) -> TieredStore:
-    store = stores.share()(name, 1, 4 * width)
+def new_store(stores: TieredStores, name: str = "a", width: int = 3, share: NewStore | None = None) -> TieredStore:
+    store = (share or stores.share())(name, 1, 4 * width)
     assert isinstance(store, TieredStore)
     store.ensure_column("weight", width, 0.5, np.float32)
     return store
@@ -490,7 +490,8 @@ def test_a_disk_that_writes_a_little_at_a_time(stores: TieredStores, monkeypatch
 
 
 def test_files_are_removed_with_their_tables(stores: TieredStores, tmp_path: Path) -> None:
-    store, other = new_store(stores), new_store(stores, "b")
+    share = stores.share()
+    store, other = new_store(stores, share=share), new_store(stores, "b", share=share)
     put(store, 0, 500)
     put(other, 0, 500)
     assert len(files(tmp_path)) == 2

@@ -7,11 +7,12 @@ more, under the lock: the numbers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from fleet.errors import FleetError
 from fleet.numeric.jit import Ids
+from fleet.plan.plan import Plan
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Outbox
@@ -59,6 +60,19 @@ class DiskWaits:
             with self._lock:
                 for table, reading in found:
                     table.take(reading)
+
+    def make_beside(self, plan: Plan, server: int, seed: int, options: Sequence[str]) -> Shard:
+        """Make a shard for other values while there is one that is trained, which makes room for it little by little.
+        Called on a thread of its own."""
+        new_store = self._stores.share()
+        job, has_room = self._running(), False
+        while job is not None and not has_room:
+            with self._lock:
+                has_room = job.shard is None or job.shard.give_way()
+                backlogs = [] if job.shard is None else job.shard.backlogs()
+            for backlog in backlogs:
+                backlog.wait()
+        return Shard(plan, server, seed, options, new_store)
 
     def after(self) -> None:
         """Write rows anew of a part of a file most of which is not needed any more."""

@@ -90,7 +90,7 @@ class Service:
         self._steps = steps = StepRequests(clock, end, statistics, durability)
         self._disk_waits = DiskWaits(lock, end, stores, self._found_job, self._send)
         make_shard = partial(make_shard_in, stores)
-        replacement = Replacement(lock, end, durability, make_shard)
+        replacement = Replacement(lock, end, durability, self._disk_waits.make_beside)
         initialization = Initialization(
             endpoint, lock, end, durability, steps, replacement, self._send, restore, make_shard
         )

@@ -409,6 +409,14 @@ class Shard:
             if index < len(self._tables) and each.dtype == np.int64 and each.ndim == 1
         ]
 
+    def give_way(self) -> bool:
+        """Give back a little of the memory that another shard is to have, and say whether that is all."""
+        return self._new_store.give_way()
+
+    def take_over(self) -> None:
+        """Note that this is the shard that is trained from now on."""
+        self._new_store.take_over()
+
     def backlogs(self) -> list[Backlog]:
         """Return what has to be written before more rows leave memory, if somebody would wait for it."""
         found = [table.backlog() for table in self._tables]
