@@ -174,13 +174,15 @@ def durability_of(service: Service) -> Durability:
 # ---------------------------------------------------------------- rows in files
 
 
-def tiny_tiers(patch: pytest.MonkeyPatch, rows: int = 8, segment_bytes: int = 4096) -> None:
-    """Let servers that have a memory budget keep so few rows of a table in memory, and write small segments."""
+def tiny_tiers(patch: pytest.MonkeyPatch, rows: int = 8, segment_bytes: int = 4096, *, full: bool = True) -> None:
+    """Let servers that have a memory budget keep so few rows of a table in memory, more only while the budget is not
+    ``full``, and write small segments."""
     patch.setattr(tiered_store, "LEAST_FRAMES", rows)
     patch.setattr(tiered_store, "_LEAVING", 2)
     patch.setattr(tiers, "_SMALLEST", segment_bytes)
     patch.setattr(tiers, "_LARGEST", segment_bytes)
-    patch.setattr(Account, "left", property(lambda _: 0))
+    if full:
+        patch.setattr(Account, "left", property(lambda _: 0))
 
 
 def abandon(stores: Stores) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,9 @@ import fleet.nn
 from fleet import Fleet
 from fleet.base.unknown_variables import remarks
 from fleet.errors import ConfigurationError, TableFileError
+from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.table import row_file
+from fleet.ps.table.row_file import Reading
 from fleet.strategy.parameter_server import StrategyFactory
 
 ROWS, DIM = 120, 4
@@ -179,6 +182,59 @@ def test_rows_do_lie_in_files(tmp_path: Path) -> None:
     found: list[Path] = []
     run_job(trains("adam", at=lambda *_: found.extend(tmp_path.rglob("*.rows"))), 1, 1, environ=budget(tmp_path))
     assert found
+
+
+# ---------------------------------------------------------------- who waits for the disk
+
+
+class Held(threading.local):
+    """Whether this thread holds a server's lock."""
+
+    lock = False
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async", "geo"])
+def test_no_request_waits_for_the_disk_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    tiny_tiers(monkeypatch, rows=160)  # room for what one step needs
+    held, waits = Held(), list[bool]()
+    enter, leave, run = DeferringLock.__enter__, DeferringLock.__exit__, Reading.run
+
+    def entered(lock: DeferringLock) -> None:
+        held.lock = True  # also by what was put off
+        enter(lock)
+
+    def left(lock: DeferringLock, *error: object) -> None:
+        leave(lock, *error)
+        held.lock = False
+
+    def ran(reading: Reading) -> None:
+        waits.append(held.lock)
+        run(reading)
+
+    monkeypatch.setattr(DeferringLock, "__enter__", entered)
+    monkeypatch.setattr(DeferringLock, "__exit__", left)
+    monkeypatch.setattr(Reading, "run", ran)
+
+    def body(made: Fleet, index: int) -> None:
+        table = fleet.nn.Embedding(None, DIM)
+        optimizer = made.distributed_optimizer(
+            torch.optim.Adagrad(table.parameters(), lr=0.1), STRATEGIES[strategy](), model=table
+        )
+        made.init_worker()
+        batches = [torch.arange(32) + start for start in range(0, 320, 32)]
+        for ids in batches * 2:
+            loss = table(ids).square().sum()
+            with torch.no_grad():  # rows leave memory between their look-up and their gradient
+                for other in batches:
+                    table(other)
+            optimizer.minimize(loss)
+            flush(made)
+
+    run_job(body, 1, 1, environ=budget(tmp_path))
+    assert waits
+    assert not any(waits)
 
 
 # ---------------------------------------------------------------- a disk that fails

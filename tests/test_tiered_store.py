@@ -24,7 +24,7 @@ from fleet.ps.table import row_file, tiered_store
 from fleet.ps.table.frames import FrameColumn
 from fleet.ps.table.place_index import PlaceIndex
 from fleet.ps.table.store import Between
-from fleet.ps.table.stores import TieredStores
+from fleet.ps.table.stores import NewStore, TieredStores
 from fleet.ps.table.tiered_store import TieredStore
 
 MIB = 1 << 20
@@ -43,8 +43,8 @@ def stores(tmp_path: Path) -> Iterator[TieredStores]:
         made.close()
 
 
-def new_store(stores: TieredStores, name: str = "a", width: int = 3) -> TieredStore:
-    store = stores.share()(name, 1, 4 * width)
+def new_store(stores: TieredStores, name: str = "a", width: int = 3, share: NewStore | None = None) -> TieredStore:
+    store = (share or stores.share())(name, 1, 4 * width)
     assert isinstance(store, TieredStore)
     store.ensure_column("weight", width, 0.5, np.float32)
     return store
@@ -143,7 +143,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), ids=IDS)
     def begin_reading(self, which: int, ids: list[int]) -> None:
-        self.readings[which] = self.tables[which].reading(np.array(ids))
+        self.readings[which] = self.tables[which].reading(np.array(ids), expected=True)
 
     @precondition(lambda self: any(self.readings))
     @rule(which=st.integers(0, 1))
@@ -345,7 +345,7 @@ def test_rows_that_changed_since_they_were_read_are_left_alone(stores: TieredSto
     store = new_store(stores)
     put(store, 0, 200)
     cold = np.array([1, 2, 3, 5])
-    reading = store.reading(cold)
+    reading = store.reading(cold, expected=True)
     assert reading is not None
     reading.run()
     slots = store.find(cold)
@@ -362,7 +362,7 @@ def test_rows_that_changed_since_they_were_read_are_left_alone(stores: TieredSto
 def test_a_segment_that_is_used_again_meanwhile_is_not_taken(stores: TieredStores) -> None:
     store = new_store(stores)
     put(store, 0, 1000)
-    reading = store.reading(np.arange(8))
+    reading = store.reading(np.arange(8), expected=True)
     assert reading is not None
     store.remove(np.arange(1000))
     put(store, 5000, 1000)
@@ -474,6 +474,22 @@ def test_a_disk_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_who_is_about_to_write_may_wait_for_the_disk_before(stores: TieredStores) -> None:
+    store, blocked = new_store(stores), threading.Event()
+    stores._writer.submit(blocked.wait)
+    first = 0
+    while store.backlog() is None:
+        put(store, first, 4)
+        first += 4
+    backlog = store.backlog()
+    assert backlog is not None
+    put(store, first, 128)  # a segment more waits for nobody
+    blocked.set()
+    backlog.wait()
+    assert backlog.writing.done()
+    assert sorted(scanned(store)) == [*range(first + 128)]
+
+
 def test_a_disk_that_writes_a_little_at_a_time(stores: TieredStores, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.pwrite
     monkeypatch.setattr(row_file.os, "pwrite", lambda file, data, start: write(file, data[:1000], start))
@@ -486,7 +502,8 @@ def test_a_disk_that_writes_a_little_at_a_time(stores: TieredStores, monkeypatch
 
 
 def test_files_are_removed_with_their_tables(stores: TieredStores, tmp_path: Path) -> None:
-    store, other = new_store(stores), new_store(stores, "b")
+    share = stores.share()
+    store, other = new_store(stores, share=share), new_store(stores, "b", share=share)
     put(store, 0, 500)
     put(other, 0, 500)
     assert len(files(tmp_path)) == 2

@@ -28,9 +28,10 @@ class Replacement:
         lock: AbstractContextManager[object],
         end: JobEnd,
         durability: Durability | None,
-        make_shard: MakeShard,
+        make_beside: MakeShard,
     ) -> None:
-        self._make_shard = make_shard
+        """``make_beside`` makes a shard while there is another, on a thread that may wait for that."""
+        self._make_beside = make_beside
         self._lock = lock
         self._end = end
         self._durability = durability
@@ -79,7 +80,7 @@ class Replacement:
                         got=f"checkpoint {restore.id}",
                         todo="Every server has to see the directory that the worker sees.",
                     )
-                shard = self._make_shard(job.plans.current, old.server, restore.seed, old.options)
+                shard = self._make_beside(job.plans.current, old.server, restore.seed, old.options)
                 restore.fill(shard, old.server)
                 states = restore.states() if old.server == 0 else {}
                 with self._lock:
@@ -110,6 +111,7 @@ class Replacement:
             if is_read:
                 assert loaded is not None
                 restore, job.shard = loaded.restore, loaded.shard
+                job.shard.take_over()
                 job.states.bring(loaded.states, restore.workers)
                 job.progress.go_on_from(restore, (worker for worker, _ in job.rounds.pushed))
                 background.finish_checkpoint(restore.id, restore.url)

@@ -26,6 +26,7 @@ from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.checkpoint_requests import CheckpointRequests
 from fleet.ps.server.deferring_lock import DeferringLock
 from fleet.ps.server.departure import Departure
+from fleet.ps.server.disk_waits import DiskWaits
 from fleet.ps.server.durability.durability import NOTED, Durability
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.handshake import Handshake
@@ -77,7 +78,7 @@ class Service:
         self._late: deque[tuple[Respond, Frame]] = deque()
         self._members = members = Members(endpoint, settings, clock)
         self._statistics = statistics = Statistics(clock)
-        self._stores = stores = stores or MemoryStores()
+        stores = stores or MemoryStores()
         self.end = end = JobEnd(
             members, clock, settings, name or f"server {endpoint}", where, stores.failure, is_kept=directory is not None
         )
@@ -87,10 +88,9 @@ class Service:
             durability = Durability(directory, lock, end, members, clock, settings, where, self._cannot_sync)
         self.durability = durability
         self._steps = steps = StepRequests(clock, end, statistics, durability)
-        #: whether rows of a file are being written anew
-        self._rewriting = False
+        self._disk_waits = DiskWaits(lock, end, stores, self._found_job, self._send)
         make_shard = partial(make_shard_in, stores)
-        replacement = Replacement(lock, end, durability, make_shard)
+        replacement = Replacement(lock, end, durability, self._disk_waits.make_beside)
         initialization = Initialization(
             endpoint, lock, end, durability, steps, replacement, self._send, restore, make_shard
         )
@@ -165,8 +165,7 @@ class Service:
         outbox: Outbox = []
         durability = self.durability
         try:
-            if kind == "pull":
-                self._read_ahead(frame)
+            self._disk_waits.before(frame)
             with self._lock, self._statistics.request(frame, outbox):
                 self.end.end_if_rows_are_lost(self.job, outbox)
                 if self.end.suspended:
@@ -205,45 +204,6 @@ class Service:
             self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
         return self._apply_pending
 
-    def _read_ahead(self, frame: Frame) -> None:
-        """Wait for the rows that lie in files and will be asked for, without the lock that others need."""
-        job = self.job
-        if not self._stores.has_files or job is None:
-            return
-        with self._lock:
-            shard = job.shard
-            readings = [] if shard is None else shard.to_read(frame.message.pull.tables, frame.tensors)
-        for _, reading in readings:
-            reading.run()
-        if readings:
-            with self._lock:
-                for table, reading in readings:
-                    table.take(reading)
-
-    def _rewrite(self) -> None:
-        """Write rows anew of a part of a file most of which is not needed any more. That, too, is done without the lock
-        as far as the disk is waited for."""
-        job = self.job
-        if not self._stores.has_files or job is None or self._rewriting:
-            return
-        self._rewriting = True
-        self._stores.remove_unused()
-        try:
-            with self._lock:
-                found = None if job.shard is None else job.shard.to_rewrite()
-            if found is not None:
-                table, reading = found
-                reading.run()
-                with self._lock:
-                    table.rewrite(reading)
-        except FleetError as error:
-            outbox: Outbox = []
-            with self._lock:
-                self.end.fail(error, job, outbox)
-            self._send(outbox)
-        finally:
-            self._rewriting = False
-
     def _check_member(self, request: Any, *, parting: bool) -> None:
         self.end.refuse_if_failed(request.worker)
         self._members.check(request, parting=parting)
@@ -262,7 +222,7 @@ class Service:
             with self._lock:
                 pass
             self._send([])
-        self._rewrite()
+        self._disk_waits.after()
 
     def _catch_up(self) -> None:
         """Do what is pending before anything else is done under the lock."""

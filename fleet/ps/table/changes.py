@@ -33,9 +33,13 @@ class _Held:
     def take(self, again: bool) -> Ids:
         if again:
             self._marked.insert(self._sent)
-        self._sent = self._marked.ids(np.arange(len(self._marked)))
+        self._sent = self.marked
         self._marked = MemoryStore()
         return self._sent
+
+    @property
+    def marked(self) -> Ids:
+        return self._marked.ids(np.arange(len(self._marked)))
 
     def dump(self) -> list[Ids]:
         return [*(store.ids(np.arange(len(store))) for store in (self._held, self._marked)), self._sent]
@@ -69,6 +73,10 @@ class Changes:
         self._sent_at[worker] = step
         taken = {table: held.take(again) for table, held in sorted(self._held.get(worker, {}).items())}
         return {table: ids for table, ids in taken.items() if len(ids)}
+
+    def marked(self, worker: int) -> dict[int, Ids]:
+        """Return by table the ids that others have changed since ``worker`` heard of them."""
+        return {table: held.marked for table, held in sorted(self._held.get(worker, {}).items())}
 
     def forget(self, worker: int) -> None:
         self._held.pop(worker, None)

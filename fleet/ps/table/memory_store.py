@@ -163,8 +163,11 @@ class MemoryStore:
     def column(self, name: str) -> Segments:
         return self._columns[name].rows
 
-    def reading(self, ids: Ids) -> None:
+    def reading(self, ids: Ids, *, expected: bool) -> None:
         """Return nothing: all rows are in memory."""
+
+    def backlog(self) -> None:
+        """Return nothing: no row leaves memory."""
 
     def take(self, reading: Reading) -> None:
         raise NotImplementedError("nothing is read")

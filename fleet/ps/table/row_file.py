@@ -20,7 +20,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as TooLateError
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +152,18 @@ class Reading:
             )
 
 
+class Backlog(NamedTuple):
+    """Follows what is on its way to the disk."""
+
+    writing: Future[None]
+    deadline_s: float
+
+    def wait(self) -> None:
+        """Wait until it is there, which may be done without the server's lock. Should it fail, or take too long, who
+        writes next hears of it."""
+        wait([self.writing], self.deadline_s)
+
+
 class RowFile:
     """Holds the records of one table."""
 
@@ -265,6 +277,14 @@ class RowFile:
         self._addresses[number], self._ages_of[number] = memory.ctypes.data, made.age
         self._counts[number] = self._lives[number] = 0
         return made
+
+    def backlog(self) -> Backlog | None:
+        """Return what has to be written before somebody who fills a few segments need not wait for it, if anything
+        does."""
+        if len(self._waiting) < _WAITING:
+            return None
+        _, writing = self._waiting[-_WAITING]
+        return None if writing.done() else Backlog(writing, self._deadline_s)
 
     def seal(self) -> None:
         """Let rows that are written from now on be in segments begun from now on."""

@@ -21,7 +21,6 @@ from fleet.errors import ConfigurationError, ProtocolError
 from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge
-from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import Plan
 from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
@@ -32,7 +31,7 @@ from fleet.ps.table.eviction import Last
 from fleet.ps.table.frozen_view import FrozenView, HandOn, described, without
 from fleet.ps.table.history import History
 from fleet.ps.table.living_table import Life, LivingTable
-from fleet.ps.table.row_file import Reading
+from fleet.ps.table.row_file import Backlog, Reading
 from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.stores import MemoryStores, NewStore, Stores
 from fleet.ps.table.table import EPOCH_BYTES, Table
@@ -402,17 +401,26 @@ class Shard:
             return table.read(ids, training, before_cut=True)
         return table.read(ids, training)
 
-    def to_read(self, tables: Sequence[int], ids: Sequence[WireTensor]) -> list[tuple[Table, Reading]]:
-        """Return what has to be read from files for a look-up. What makes no sense is refused when it is done."""
-        wanted = [
-            (self._tables[index], each.array)
+    def rows_of(self, tables: Sequence[int], ids: Sequence[Array]) -> list[tuple[Table, Array]]:
+        """Return the tables of a request with the ids that it names, without what makes no sense."""
+        return [
+            (self._tables[index], each)
             for index, each in zip(tables, ids, strict=False)
-            if index < len(self._tables)
+            if index < len(self._tables) and each.dtype == np.int64 and each.ndim == 1
         ]
-        found = [
-            (table, table.reading(array)) for table, array in wanted if array.dtype == np.int64 and array.ndim == 1
-        ]
-        return [(table, reading) for table, reading in found if reading is not None]
+
+    def give_way(self) -> bool:
+        """Give back a little of the memory that another shard is to have, and say whether that is all."""
+        return self._new_store.give_way()
+
+    def take_over(self) -> None:
+        """Note that this is the shard that is trained from now on."""
+        self._new_store.take_over()
+
+    def backlogs(self) -> list[Backlog]:
+        """Return what has to be written before more rows leave memory, if somebody would wait for it."""
+        found = [table.backlog() for table in self._tables]
+        return [backlog for backlog in found if backlog is not None]
 
     def to_rewrite(self) -> tuple[Table, Reading] | None:
         """Return a part of a file that should be written anew, with its table, if there is one."""

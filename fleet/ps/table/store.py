@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.numeric.jit import Array, Ids, Segments
-from fleet.ps.table.row_file import Reading
+from fleet.ps.table.row_file import Backlog, Reading
 
 
 class Between(NamedTuple):
@@ -101,12 +101,17 @@ class Store(Protocol):
         Good while the store lives and until the next call that inserts.
         """
 
-    def reading(self, ids: Ids) -> Reading | None:
+    def reading(self, ids: Ids, *, expected: bool) -> Reading | None:
         """Return what has to be read from a file before ids can be found, if anything: its ``run`` waits for the disk,
-        and ``take`` brings the rows into memory. A caller that does without waits for the disk under its lock."""
+        and ``take`` brings the rows into memory. A caller that does without waits for the disk under its lock.
+        ``expected`` says that they are found next, for which those in memory stay."""
 
     def take(self, reading: Reading) -> None:
         """Bring rows into memory that have been read."""
+
+    def backlog(self) -> Backlog | None:
+        """Return what has to be written before more rows leave memory, if a caller would wait for it under its
+        lock."""
 
     def to_rewrite(self) -> Reading | None:
         """Return the part of a file that should be written anew, if there is one: its ``run`` waits for the disk."""

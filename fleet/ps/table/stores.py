@@ -8,9 +8,7 @@ import os
 import re
 import tempfile
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -36,8 +34,17 @@ _PREFIX, _ENDING = "fleet-rows-", ".rows"
 _warm: list[bool] = []
 
 
-#: Makes the store of a table, of which there are so many, and whose rows have so many bytes.
-NewStore = Callable[[str, int, int], Store]
+class NewStore(Protocol):
+    """Makes the stores of one shard."""
+
+    def __call__(self, name: str, tables: int, row_bytes: int, /) -> Store:
+        """Make the store of a table, of which there are so many, and whose rows have so many bytes."""
+
+    def give_way(self) -> bool:
+        """Give back a little of the memory that another shard is to have, and say whether that is all."""
+
+    def take_over(self) -> None:
+        """Note that this is the shard that is trained from now on."""
 
 
 class Stores(Protocol):
@@ -46,8 +53,8 @@ class Stores(Protocol):
         """Say whether rows may lie in files, which have to be waited for."""
 
     def share(self) -> NewStore:
-        """Return what makes the stores of one shard. While there is another shard, as when other values are read, both
-        have half of the memory."""
+        """Return what makes the stores of one shard. While there is another, as when other values are read, it has what
+        that one gives back."""
 
     def remove_unused(self) -> None:
         """Remove the files of tables that are gone."""
@@ -59,13 +66,27 @@ class Stores(Protocol):
         """Remove everything, at the end."""
 
 
+class _InMemory:
+    """Implements ``NewStore``."""
+
+    def __call__(self, name: str, tables: int, row_bytes: int, /) -> Store:
+        del name, tables, row_bytes
+        return MemoryStore()
+
+    def give_way(self) -> bool:
+        return True
+
+    def take_over(self) -> None:
+        """Do nothing: there is no bound."""
+
+
 class MemoryStores:
     """Keeps all rows in memory."""
 
     has_files = False
 
     def share(self) -> NewStore:
-        return lambda name, tables, row_bytes: MemoryStore()  # noqa: ARG005
+        return _InMemory()
 
     def remove_unused(self) -> None:
         """Do nothing: there are no files."""
@@ -75,6 +96,18 @@ class MemoryStores:
 
     def close(self) -> None:
         """Do nothing: there are no files."""
+
+
+class _Tiered:
+    """Implements ``NewStore``."""
+
+    def __init__(self, stores: TieredStores, budget: MemoryBudget) -> None:
+        self._stores = stores
+        self._budget = budget
+        self.give_way, self.take_over = budget.give_way, budget.take_over
+
+    def __call__(self, name: str, tables: int, row_bytes: int, /) -> Store:
+        return self._stores.new(self._budget, name, tables, row_bytes)
 
 
 class TieredStores:
@@ -117,7 +150,7 @@ class TieredStores:
         ids = np.arange(2 * LEAST_FRAMES)
         store.write(store.insert(ids))
         store.give_back(store.spare_bytes)
-        reading = store.reading(ids)
+        reading = store.reading(ids, expected=True)
         assert reading is not None, "rows have left memory"
         reading.run()
         store.take(reading)
@@ -126,9 +159,10 @@ class TieredStores:
         store.remove(ids)
 
     def share(self) -> NewStore:
-        return partial(self._new, MemoryBudget(self._memory))
+        return _Tiered(self, MemoryBudget(self._memory))
 
-    def _new(self, budget: MemoryBudget, name: str, tables: int, row_bytes: int) -> Store:
+    def new(self, budget: MemoryBudget, name: str, tables: int, row_bytes: int) -> Store:
+        """Make a store that takes part in a budget."""
         segment_bytes = int(self._memory.nbytes * _PART / max(1, tables) / 4)
         segment_bytes = min(_LARGEST, max(_SMALLEST, segment_bytes)) // 4096 * 4096
         self.remove_unused()

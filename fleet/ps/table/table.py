@@ -22,7 +22,7 @@ from fleet.plan.specs import TableSpec
 from fleet.ps.table.eviction import Cut
 from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.memory_store import MemoryStore
-from fleet.ps.table.row_file import Reading
+from fleet.ps.table.row_file import Backlog, Reading
 from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.store import Batch, Between, Store
 
@@ -163,9 +163,14 @@ class Table:
             for name, values in rows.items():
                 scatter(self._store.column(name), slots, values[part])
 
-    def reading(self, ids: Ids) -> Reading | None:
-        """Return what has to be read from a file before ids can be looked up, if anything, for ``take``."""
-        return self._store.reading(packed_ids(ids))
+    def reading(self, ids: Ids, *, expected: bool) -> Reading | None:
+        """Return what has to be read from a file before ids can be found, if anything, for ``take``; ``expected`` says
+        that they will be looked up."""
+        return self._store.reading(packed_ids(ids), expected=expected)
+
+    def backlog(self) -> Backlog | None:
+        """Return what has to be written before more rows leave memory, if somebody would wait for it."""
+        return self._store.backlog()
 
     def take(self, reading: Reading) -> None:
         """Bring rows into memory that have been read."""

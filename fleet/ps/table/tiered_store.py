@@ -26,7 +26,7 @@ from fleet.numeric.jit import Array, Ids, Segments
 from fleet.ps.table.frames import CHANGED, FRAME_BYTES, FREE, Frames
 from fleet.ps.table.memory_budget import MemoryBudget
 from fleet.ps.table.place_index import ELSEWHERE, ONLY_THERE, PlaceIndex
-from fleet.ps.table.row_file import Layout, Lines, Reading, RowFile, most_bytes, segment_of
+from fleet.ps.table.row_file import Backlog, Layout, Lines, Reading, RowFile, most_bytes, segment_of
 from fleet.ps.table.store import Batch, Between
 
 #: No table is left fewer frames.
@@ -345,10 +345,17 @@ class TieredStore:
             lines[:, start : start + width] = self._fills[name] if before is None else given[:, before : before + width]
         return lines
 
-    def reading(self, ids: Ids) -> Reading | None:
-        """Return what has to be read for a look-up of ids, if anything."""
+    def backlog(self) -> Backlog | None:
+        return self._file.backlog()
+
+    def reading(self, ids: Ids, *, expected: bool) -> Reading | None:
+        """Return what has to be read before ids are found, if anything. They count as used if a look-up is ``expected``
+        to follow."""
+        if not expected and self.in_memory == len(self):
+            return None
         places, _ = self._index.find(self._frames.keys, packed_ids(ids))
-        self._frames.expect(places[(places >= 0) & (places & 1 == 1)] >> 1)
+        if expected:
+            self._frames.expect(places[(places >= 0) & (places & 1 == 1)] >> 1)
         cold = places[places & 1 == 0]
         return Reading(self._file, _sorted_once(cold >> 1)[: self.most]) if cold.size else None
 
