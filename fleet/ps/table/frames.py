@@ -28,8 +28,9 @@ _TRIAL_PART = 10
 
 #: A column takes memory from the system by so much.
 _SEGMENT_BYTES = 256 << 10
-#: Beside its columns a frame has an id, a record's number, its uses, and a place in the queue.
-FRAME_BYTES = 8 + 8 + 1 + 4
+#: Beside its columns a frame has an id, a record's number, its uses, and a place in the queue; and there is a quarter
+#: of what it takes to remember an id's frame.
+FRAME_BYTES = 8 + 8 + 1 + 4 + 4
 
 #: A frame without a row, and a row that is not in the file as it is in memory.
 FREE, CHANGED = -2, -1
@@ -95,6 +96,8 @@ class FrameColumn:
 class Frames:
     def __init__(self) -> None:
         self.count = 0
+        #: how often rows have left
+        self.departures = 0
         #: what a frame takes
         self.frame_bytes = FRAME_BYTES
         self.columns: dict[str, FrameColumn] = {}
@@ -174,6 +177,7 @@ class Frames:
 
     def put_back(self, frames: Ids) -> None:
         """Free frames whose rows have left."""
+        self.departures += 1
         self._records.set(frames, FREE)
         self._uses.set(frames, 0)
         self._free = np.concatenate([self._free, frames])
@@ -215,6 +219,11 @@ class Frames:
     def records(self, frames: Ids) -> Ids:
         """Return the records that are the same as the rows in frames, ``CHANGED`` or ``FREE``."""
         return self._records.get(frames)
+
+    def lost(self, frames: Ids, ids: Ids) -> Ids:
+        """Return which of the ids have no row in these frames, of which some may be negative."""
+        out = np.empty(ids.size, np.int64)
+        return out[: _lost(self._keys.rows, self._records.rows, frames, ids, out)]
 
     def change(self, frames: Ids) -> Ids:
         """Note that rows differ from the file from now on, and return the records that are no longer needed. A frame
@@ -277,6 +286,20 @@ def _fill(rows: Rows, frames: Ids, value: float) -> None:
 def _put(rows: Rows, frames: Ids, values: Ids) -> None:
     for k in range(frames.size):
         row(rows, frames[k])[0] = values[k]
+
+
+@compiled
+def _lost(keys: Rows, records: Rows, frames: Ids, ids: Ids, out: Ids) -> int:
+    count = 0
+    for k in range(frames.size):
+        if k + AHEAD < frames.size:
+            prefetch(keys, frames[k + AHEAD])
+            prefetch(records, frames[k + AHEAD])
+        frame = frames[k]
+        if frame < 0 or row(keys, frame)[0] != ids[k] or row(records, frame)[0] == FREE:
+            out[count] = k
+            count += 1
+    return count
 
 
 @compiled

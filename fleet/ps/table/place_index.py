@@ -140,6 +140,14 @@ def _search(entries: Rows, size: int, keys: Rows, id: int, tag: np.uint64, base:
 
 
 @compiled
+def _prefetch_home(entries: Rows, sizes: Sizes, ids: Ids, k: int) -> None:
+    """Ask for the entry where the search for an id begins, if there is such an id."""
+    if k < ids.size:
+        _, part, home = _start(ids[k], sizes)
+        prefetch(entries, (part << _RANGE_BITS) + home)
+
+
+@compiled
 def _find(entries: Rows, sizes: Sizes, keys: Rows, ids: Ids, places: Ids, numbers: Ids) -> None:
     # Entries are asked for some ids ahead, and the keys at their homes half as many.
     for k in range(-2 * AHEAD, ids.size):
@@ -169,6 +177,7 @@ def _find_next(entries: Rows, sizes: Sizes, keys: Rows, id: int, number: int) ->
 @compiled
 def _trace(entries: Rows, sizes: Sizes, keys: Rows, records_by_slot: Rows, ids: Ids, records: Ids, out: Ids) -> None:
     for k in range(ids.size):
+        _prefetch_home(entries, sizes, ids, k + AHEAD)
         tag, part, at = _start(ids[k], sizes)
         place, number = _search(entries, sizes[part], keys, ids[k], tag, part << _RANGE_BITS, at)
         while place >= 0 and place & 1 == 0 and place >> 1 != records[k]:
@@ -210,6 +219,7 @@ def _entry_of(entries: Rows, sizes: Sizes, id: int, place: int) -> Any:
 @compiled
 def _move(entries: Rows, sizes: Sizes, ids: Ids, old: Ids, new: Ids) -> None:
     for k in range(ids.size):
+        _prefetch_home(entries, sizes, ids, k + AHEAD)
         entry = row(entries, _entry_of(entries, sizes, ids[k], old[k]))
         entry[0] = (entry[0] & ~_PLACE_MASK) | np.uint64(new[k] + 1)
 

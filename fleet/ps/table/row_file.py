@@ -67,6 +67,8 @@ class Layout:
     """Says where the columns of a row lie in a record: their names, and what each is filled with in rows of before."""
 
     offsets: dict[str, int]
+    #: where the columns end
+    end: int
     size: int
 
     @classmethod
@@ -76,7 +78,7 @@ class Layout:
         for name, width in widths.items():
             offsets[name] = at
             at += width
-        return cls(offsets, -(-(at + 4) // 8) * 8)
+        return cls(offsets, at, -(-(at + 4) // 8) * 8)
 
 
 @dataclass

@@ -36,6 +36,8 @@ _LEAVING = 256
 #: What is asked for counts half after so many requests.
 _HALF_LIFE = 512
 
+#: An id is remembered for so many frames at most.
+_FOUND_PART = 4
 #: Frames are looked through for changed rows by so many at a time.
 _LOOKED_THROUGH = 1 << 20
 
@@ -56,6 +58,14 @@ class Traffic:
     bytes_read: int = 0
 
 
+class _Found(NamedTuple):
+    """Holds ids that were found, their slots, and how often rows had left memory by then."""
+
+    ids: Ids
+    slots: Ids
+    departures: int
+
+
 class TieredStore:
     """Implements ``Store`` for a table that may have more rows than memory has room for."""
 
@@ -74,6 +84,8 @@ class TieredStore:
         self._fills: dict[str, Array] = {}
         self._indexed = self._index.nbytes
         self.created = _NONE
+        #: what was found lately, the last first
+        self._found: list[_Found] = []
         self.traffic = Traffic()
         self.account.take(self._indexed + file.most_bytes)
 
@@ -200,7 +212,7 @@ class TieredStore:
 
     def _located(self, ids: Ids) -> tuple[Ids, Ids, Lines]:
         """Return the places of ids, those records that are among them, in order, and these records' lines."""
-        places, numbers = self._index.find(self._frames.keys, ids)
+        places, numbers = self._find(ids)
         while True:
             cold = np.flatnonzero(places & 1 == 0)
             if not cold.size:
@@ -214,6 +226,25 @@ class TieredStore:
             for k in others.tolist():
                 places[k], numbers[k] = self._index.find_next(self._frames.keys, int(ids[k]), int(numbers[k]))
 
+    def _find(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return what ``PlaceIndex.find`` does, for ids that were found lately where they were then if they still are."""
+        for before, slots, departures in self._found:
+            if np.array_equal(before, ids):
+                places, numbers = slots << 1 | 1, np.full(ids.size, -1)
+                has_lost = departures != self._frames.departures
+                lost = self._frames.lost(slots, ids) if has_lost else np.flatnonzero(slots < 0)
+                places[lost], numbers[lost] = self._index.find(self._frames.keys, ids[lost])
+                return places, numbers
+        return self._index.find(self._frames.keys, ids)
+
+    def _remember(self, ids: Ids, slots: Ids) -> None:
+        """Remember where ids were found: what is looked up is updated soon."""
+        kept = [each for each in self._found if not np.array_equal(each.ids, ids)]
+        room = self._frames.count // _FOUND_PART - ids.size
+        while kept and sum(each.ids.size for each in kept) > room:
+            kept.pop()
+        self._found = [_Found(ids.copy(), slots, self._frames.departures), *kept] if room >= 0 else kept
+
     def _bring(self, ids: Ids) -> Ids:
         """Return the slots of ids, -1 where there is no row; the others are in memory then."""
         self._pay()
@@ -226,6 +257,7 @@ class TieredStore:
             cold = np.flatnonzero(places & 1 == 0)
             slots[cold] = into[np.searchsorted(records, places[cold] >> 1)]
             self.traffic.read += records.size
+        self._remember(ids, slots)
         return slots
 
     def _admit(self, records: Ids, lines: Lines, held: Ids) -> Ids:
@@ -280,8 +312,8 @@ class TieredStore:
         return leaving.size
 
     def _packed(self, frames: Ids, ids: Ids) -> Lines:
-        lines = np.zeros((ids.size, self._layout.size), np.uint8)
-        lines[:, :8] = ids.view(np.uint8).reshape(-1, 8)
+        lines = np.empty((ids.size, self._layout.size), np.uint8)
+        lines[:, :8], lines[:, self._layout.end :] = ids.view(np.uint8).reshape(-1, 8), 0
         self._frames.pack(frames, self._layout.offsets, lines)
         return lines
 
@@ -291,6 +323,7 @@ class TieredStore:
         if frames.free < fewer:
             self._evict(fewer - frames.free)
         fewer = min(fewer, frames.free)
+        self._found.clear()
         moved, into = frames.shrink(fewer)
         self._index.move(frames.ids(into), moved << 1 | 1, into << 1 | 1)
         self.account.take(-fewer * frames.frame_bytes)
@@ -353,9 +386,12 @@ class TieredStore:
         to follow."""
         if not expected and self.in_memory == len(self):
             return None
-        places, _ = self._index.find(self._frames.keys, packed_ids(ids))
+        ids = packed_ids(ids)
+        places, _ = self._find(ids)
+        slots = np.where(places & 1 == 1, places >> 1, -1)
         if expected:
-            self._frames.expect(places[(places >= 0) & (places & 1 == 1)] >> 1)
+            self._frames.expect(slots[slots >= 0])
+            self._remember(ids, slots)
         cold = places[places & 1 == 0]
         return Reading(self._file, _sorted_once(cold >> 1)[: self.most]) if cold.size else None
 
