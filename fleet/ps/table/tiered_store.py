@@ -227,7 +227,7 @@ class TieredStore:
                 places[k], numbers[k] = self._index.find_next(self._frames.keys, int(ids[k]), int(numbers[k]))
 
     def _find(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return what ``PlaceIndex.find`` does, for ids that were found lately where they were then if they still are."""
+        """Return what ``PlaceIndex.find`` does. Ids that were found lately may still be where they were."""
         for before, slots, departures in self._found:
             if np.array_equal(before, ids):
                 places, numbers = slots << 1 | 1, np.full(ids.size, -1)
