@@ -4,7 +4,7 @@ A frame is the place of one row: its id, its columns, the record of the file tha
 often it was used of late. Frames are numbered from 0: these are the slots of a store. There may become more of them or
 fewer, and memory that none needs goes back to the system.
 
-A row that comes is on trial, in a queue. When room is needed and the queue has more than a tenth of all rows, those at
+A row that comes is on trial, in a queue. When room is needed and the queue has more than a quarter of all rows, those at
 its head have their turn: the ones that were used again since they came may stay, the others leave. Of the rows that may
 stay, those leave that a hand finds which goes round over the frames; one that was used since it last passed gets
 another chance for each use, up to a few. The use that a row came for does not count, and one that a request waits for
@@ -24,7 +24,7 @@ from fleet.numeric.ids import gather
 from fleet.numeric.jit import AHEAD, Array, Ids, Rows, Segments, compiled, prefetch, row
 
 #: One of so many frames is for a row on trial, when there is no more room.
-_TRIAL_PART = 10
+_TRIAL_PART = 4
 
 #: A column takes memory from the system by so much.
 _SEGMENT_BYTES = 256 << 10
@@ -241,9 +241,13 @@ class Frames:
         """Let rows go that were held."""
         _release(self._uses.rows, frames)
 
-    def expect(self, frames: Ids) -> None:
-        """Note that rows will be used."""
-        _expect(self._uses.rows, frames)
+    def expect(self, frames: Ids, *, counts: bool) -> None:
+        """Note that rows are about to be asked for; ``counts`` says that this is a use."""
+        _expect(self._uses.rows, frames, counts)
+
+    def serve(self, frames: Ids) -> None:
+        """Note that rows need not be waited for any longer, which is no use of them."""
+        _serve(self._uses.rows, frames)
 
     def use(self, frames: Ids) -> None:
         """Note that rows are used."""
@@ -325,11 +329,17 @@ def _copy(raw: Rows, start: Ids, into: Ids) -> None:
 
 
 @compiled
-def _expect(uses: Rows, frames: Ids) -> None:
+def _expect(uses: Rows, frames: Ids, counts: bool) -> None:
     for k in range(frames.size):
         here = row(uses, frames[k])
         if here[0] < _AWAITED:
-            here[0] += _AWAITED + (here[0] & _MOST_USES < _MOST_USES)
+            here[0] += _AWAITED + (counts and here[0] & _MOST_USES < _MOST_USES)
+
+
+@compiled
+def _serve(uses: Rows, frames: Ids) -> None:
+    for k in range(frames.size):
+        row(uses, frames[k])[0] &= ~_AWAITED
 
 
 @compiled

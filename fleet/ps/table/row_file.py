@@ -504,20 +504,28 @@ def segment_of(records: Ids) -> Ids:
 
 @compiled
 def _read(memory: Rows, starts: Ids, file: int, lines: Lines) -> int:
-    size, waiting = lines.shape[1], 0
-    waits = np.empty(starts.size, np.int64)
-    for k in range(starts.size):
+    """Read records from where they are, and return which one cannot be read, or how many there are. Those that follow
+    one another in the file are read at once."""
+    size, waiting, k = lines.shape[1], 0, 0
+    waits, lengths = np.empty(starts.size, np.int64), np.ones(starts.size, np.int64)
+    while k < starts.size:
         if starts[k] < 0:
             line, here = lines[k], row(memory, k)
             for j in range(size):
                 line[j] = here[j]
-        elif read_cached(lines, k, file, starts[k], size) != size:
-            announce_read(file, starts[k], size)
-            waits[waiting] = k
-            waiting += 1
-    for k in waits[:waiting]:
-        if read_file(lines, k, file, starts[k], size) != size:
-            return int(k)
+        else:
+            while k + lengths[k] < starts.size and starts[k + lengths[k]] == starts[k] + lengths[k] * size:
+                lengths[k] += 1
+            if read_cached(lines, k, file, starts[k], lengths[k] * size) != lengths[k] * size:
+                announce_read(file, starts[k], lengths[k] * size)
+                waits[waiting] = k
+                waiting += 1
+        k += lengths[k]
+    for first in waits[:waiting]:
+        if read_file(lines, first, file, starts[first], lengths[first] * size) != lengths[first] * size:
+            for each in range(first, first + lengths[first]):
+                if read_file(lines, each, file, starts[each], size) != size:
+                    return int(each)
     return starts.size
 
 

@@ -185,6 +185,7 @@ class TieredStore:
         ids = packed_ids(ids)
         self.traffic.asked += ids.size
         slots = self._bring(ids)
+        self._frames.serve(slots[slots >= 0])
         self.created = np.flatnonzero(slots < 0)
         if self.created.size:
             new, places = unique(ids[self.created])
@@ -389,8 +390,8 @@ class TieredStore:
         ids = packed_ids(ids)
         places, _ = self._find(ids)
         slots = np.where(places & 1 == 1, places >> 1, -1)
+        self._frames.expect(slots[slots >= 0], counts=expected)
         if expected:
-            self._frames.expect(slots[slots >= 0])
             self._remember(ids, slots)
         cold = places[places & 1 == 0]
         return Reading(self._file, _sorted_once(cold >> 1)[: self.most]) if cold.size else None
