@@ -4,9 +4,9 @@ A frame is the place of one row: its id, its columns, the record of the file tha
 often it was used of late. Frames are numbered from 0: these are the slots of a store. There may become more of them or
 fewer, and memory that none needs goes back to the system.
 
-A row that comes is on trial, in a queue. When room is needed and the queue has more than a quarter of all rows, those at
-its head have their turn: the ones that were used again since they came may stay, the others leave. Of the rows that may
-stay, those leave that a hand finds which goes round over the frames; one that was used since it last passed gets
+A row that comes is on trial, in a queue. When room is needed and the queue has more than a quarter of all rows, those
+at its head have their turn: the ones that were used again since they came may stay, the others leave. Of the rows that
+may stay, those leave that a hand finds which goes round over the frames; one that was used since it last passed gets
 another chance for each use, up to a few. The use that a row came for does not count, and one that a request waits for
 gets one more turn until then.
 """
