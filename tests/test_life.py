@@ -62,9 +62,18 @@ class Model:
     step: int = 0
     evicted: int = 0
     dropped: int = 0
+    now: float = 0
+    #: the first time that was told; who came before came then
+    began: float = 0
+
+    def edit(self, ids: Sequence[int], value: float) -> None:
+        for id in ids:
+            row = self.rows.setdefault(id, Row([], self.step, self.now, 1, 1.0))
+            row.value = [value, value]
+            self.counts.pop(id, None)
 
     def train(self, pushes: list[dict[int, tuple[float, float]]], now: float) -> None:
-        self.step += 1
+        self.step, self.now, self.began = self.step + 1, now, self.began or now
         for id in dict.fromkeys(id for push in pushes for id in push):
             mine = [push[id] for push in pushes if id in push]
             looked, weighed = len(mine), sum(weight for _, weight in mine)
@@ -83,11 +92,13 @@ class Model:
 
     def shrink(self, now: float) -> None:
         gone = set[int]()
+        if self.evict:
+            self.now, self.began = now, self.began or now
         for rule in self.evict:
             if isinstance(rule, Unused) and rule.steps is not None:
                 gone |= {id for id, row in self.rows.items() if self.step - row.used >= rule.steps}
             elif isinstance(rule, Unused) and rule.seconds is not None:
-                gone |= {id for id, row in self.rows.items() if now - row.time >= rule.seconds}
+                gone |= {id for id, row in self.rows.items() if now - (row.time or self.began) >= rule.seconds}
             elif isinstance(rule, SmallNorm):
                 gone |= {id for id, row in self.rows.items() if np.hypot(*row.value) < rule.below}
             elif isinstance(rule, MaxRows):
@@ -114,6 +125,7 @@ operations_st = st.lists(
         st.tuples(st.just("sweep"), st.integers(1, 5)),
         st.tuples(st.just("look"), st.none()),
         st.tuples(st.just("save"), st.none()),
+        st.tuples(st.just("edit"), st.lists(ids_st, max_size=5, unique=True)),
     ),
     max_size=30,
 )
@@ -227,6 +239,9 @@ def test_a_table_with_rules_is_a_dict(
             model.shrink(now + what)
         elif kind == "sweep":
             table.sweep(what)
+        elif kind == "edit":
+            table.load(some_ids(*what), {"weight": np.full((len(what), 2), epoch, np.float32)})
+            model.edit(what, epoch)
         elif kind == "save":
             saved.append(Saved(table, epoch, model))
         else:

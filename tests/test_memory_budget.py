@@ -165,6 +165,20 @@ def test_checkpoints_come_from_and_go_to_jobs_with_other_bounds(tmp_path: Path) 
     same(ends[1], ends[0])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deltas_go_to_another_number_of_servers_in_every_mode(tmp_path: Path, strategy: str) -> None:
+    def saving(made: Fleet, _: int, step: int) -> None:
+        if step in (1, 3):
+            made.save_persistables(folder / str(step), mode="full" if step == 1 else "delta")
+
+    ends = []
+    for number, environ in enumerate((PATIENT, budget(tmp_path / "rows"))):
+        folder = tmp_path / str(number)
+        run_job(trains("adam", strategy, steps=4, at=saving), 1, 2, environ=environ)
+        ends += run_job(trains("adam", strategy, steps=3), 1, 3, environ=environ, model_dir=str(folder / "3"))
+    same(ends[1], ends[0])
+
+
 def test_values_that_are_read_beside_the_training(tmp_path: Path) -> None:
     def back(made: Fleet, _: int, step: int) -> None:
         if step == 1:

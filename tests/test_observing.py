@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import itertools
 import json
@@ -10,8 +11,10 @@ import math
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -766,6 +769,25 @@ def test_the_view_is_taken_off_before_it_is_drawn_again(tmp_path: Path) -> None:
         assert "worker 0" in view.draw(100.6).decode()
         view.ended("worker 1", "exit code 3")
         assert "exit code 3" in view.draw(100.7).decode()
+    finally:
+        record.close()
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_the_view_has_tables_whose_rows_lie_in_files_or_leave(tmp_path: Path) -> None:
+    record = Record(tmp_path, "server 0")
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+    try:
+        none = {"on_disk": 0, "in_memory": 1000}
+        tables = {"plain": table(**none), "in files": table(9, 3), "with rules": table(**none, pending=5)}
+        told = {**status(uptime_seconds=1.0, updates=3), "tables": tables}
+        record.write(0.0, "server", told)
+        drawn = LiveView(theirs, tmp_path, ["server 0"]).draw(100.0).decode()
+        assert "in files" in drawn
+        assert "with rules" in drawn
+        assert "plain" not in drawn
     finally:
         record.close()
         os.close(ours)

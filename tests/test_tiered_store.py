@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from inside import abandon, tiny_tiers
 
-from fleet.errors import ConfigurationError, TableFileError
+from fleet.errors import CheckpointError, ConfigurationError, TableFileError
 from fleet.numeric.ids import gather, scatter
 from fleet.ps.table import row_file, tiered_store
 from fleet.ps.table.frames import FrameColumn
@@ -303,6 +303,49 @@ def test_a_scan_finds_every_row_while_rows_move(
 
     found = scanned(store, most, stir)
     assert {id: row for id, row in found.items() if id < 1000} == {id: [id] * width for id in range(60)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scans_that_begin_together_end_apart(stores: TieredStores, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered_store, "_LOOKED_THROUGH", 1)
+    store, random = new_store(stores, width=1000), np.random.default_rng(seed)
+    put(store, 0, 40)
+
+    def stir() -> None:
+        for _ in range(30):
+            some = random.permutation(40)[:4]
+            store.write(store.insert(some))
+
+    def step(start: int, found: set[int]) -> int | None:
+        (ids, _), following = store.scan(start, 1, ["weight"])
+        found.update(ids.tolist())
+        return following
+
+    first, second = set[int](), set[int]()
+    one, other = step(0, first), step(0, second)
+    while other is not None and other & 3 != tiered_store._IN_MEMORY:
+        other = step(other, second)
+    for _ in range(4):  # to the midst of what is in memory
+        assert other is not None
+        other = step(other, second)
+    while one is not None:
+        one = step(one, first)
+    stir()
+    while other is not None:
+        other = step(other, second)
+    assert first == second == {*range(40)}
+
+
+def test_a_scan_that_was_given_up_does_not_go_on(stores: TieredStores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_file, "_PATIENCE", 5)
+    store = new_store(stores)
+    put(store, 0, 1000)
+    _, place = store.scan(0, 1, ["weight"])
+    assert place is not None
+    put(store, 1000, 2000)
+    assert scanned(store).keys() == {*range(3000)}
+    with pytest.raises(CheckpointError, match="no longer read"):
+        store.scan(place, 1, ["weight"])
 
 
 def test_a_scan_may_choose(stores: TieredStores) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fleet.base.clock import wall_time
-from fleet.telemetry.live_table import rich_table
+from fleet.telemetry.live_table import rich_tables
 from fleet.telemetry.record import newest, view_of
-from fleet.telemetry.view import History, Row, View, rows
+from fleet.telemetry.view import History, Row, TableRow, View, rows, table_rows
 
 #: How often it is made anew.
 PERIOD_S = 1.0
@@ -56,7 +56,9 @@ class LiveView:
         if now - self._made_at >= PERIOD_S:
             self._made_at = now
             self._history.add(view_of(wall_time(), newest(self._directory, self._processes)))
-            self._text = _rendered(self._rows(*self._history.ends), columns, lines - _KEPT)
+            before, known = self._history.ends
+            tables = [row for row in table_rows(before, known) if row.moves]
+            self._text = _rendered(self._rows(before, known), tables, columns, lines - _KEPT)
         cleared = self.clear()
         shown = self._text[: max(0, lines - 1)]
         self._drawn = len(shown)
@@ -89,10 +91,10 @@ def _place(item: tuple[str, Row]) -> tuple[bool, int, str]:
     return role == "server", int(index) if index.isdigit() else 0, item[0]
 
 
-def _rendered(shown: Sequence[Row], columns: int, lines: int) -> list[str]:
+def _rendered(shown: Sequence[Row], tables: Sequence[TableRow], columns: int, lines: int) -> list[str]:
     from rich.console import Console
 
     buffer = io.StringIO()
     console = Console(file=buffer, force_terminal=True, width=columns, legacy_windows=False)
-    console.print(rich_table(shown, columns, lines))
+    console.print(rich_tables(shown, tables, columns, lines))
     return buffer.getvalue().splitlines()

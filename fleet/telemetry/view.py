@@ -324,6 +324,11 @@ class TableRow:
     def hit_rate(self) -> float:
         return hit_rate(self.recent)
 
+    @property
+    def moves(self) -> bool:
+        """Say whether rows lie in files, or come and leave by rules."""
+        return any(self.figures[name] for name in ("on_disk", "pending", "evicted", "dropped_gradients"))
+
     def a_step(self, name: str) -> float | None:
         return self.recent[name] / self.steps if self.steps else None
 

@@ -37,6 +37,9 @@ class Admission(Protocol):
         """Count look-ups of a step, and return which ids get a row now, and what they have been counted and weighed in
         all."""
 
+    def forget(self, ids: Ids) -> None:
+        """Forget what was counted of ids that have got a row otherwise, as far as that can be told from others."""
+
     def view(self, *, frozen: bool) -> CountsView | None:
         """Return what is counted, as it is now; ``frozen``, it stays so while counts change. None if nothing is
         counted."""
@@ -73,6 +76,9 @@ class Chance:
         out = np.empty(ids.size, np.bool_)
         _by_chance(np.uint64(mix(np.uint64(self._key) ^ np.uint64(step))), self._p, ids, out)
         return out, counts, weights
+
+    def forget(self, ids: Ids) -> None:
+        """Do nothing: nothing is counted."""
 
     def view(self, *, frozen: bool) -> None:
         del frozen
@@ -114,6 +120,10 @@ class ByCount:
         if out.any():
             self._counts.remove(ids[out])
         return (out, counts, totals) if self._by_weight else (out, totals.astype(np.int64), weights)
+
+    def forget(self, ids: Ids) -> None:
+        if isinstance(self._counts, ExactCounts) and len(self._counts):
+            self._counts.remove(ids)
 
     def view(self, *, frozen: bool) -> CountsView:
         return self._counts.view(frozen=frozen)

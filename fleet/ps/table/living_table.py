@@ -177,11 +177,17 @@ class LivingTable(Table):
                 scatter(column, slots, values)
 
     def load(self, ids: Ids, columns: Mapping[str, Array]) -> None:
-        """Set columns of ids. Rows of which it is not known count as seen once, and now."""
+        """Set columns of ids. New rows of which it is not known count as seen once, and now."""
         self.settle()
+        ids = self._checked(ids)
         defaults = {USED: self.step, TIME: self._now, SEEN: 1, WEIGHTS: 1.0}
-        missing = {name: np.full((len(ids), 1), defaults[name], dtype) for name, dtype in self._columns.items()}
-        super().load(ids, {**missing, **columns})
+        lacking = [name for name in self._columns if name not in columns]
+        new = ids[~self._store.has(ids)] if lacking else _NONE
+        super().load(ids, columns)
+        if new.size:
+            super().load(new, {name: np.full((new.size, 1), defaults[name], self._columns[name]) for name in lacking})
+        if self._admission is not None:
+            self._admission.forget(ids)
 
     def remove(self, ids: Ids) -> None:
         """Take away the rows of ids, which are distinct, as the rows that were loaded before did not last."""

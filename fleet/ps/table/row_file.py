@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fleet.errors import TableFileError
+from fleet.errors import CheckpointError, TableFileError
 from fleet.numeric.ids import GAMMA
 from fleet.numeric.jit import Ids, Rows, Segments, announce_read, compiled, read_cached, read_file, row
 from fleet.ps.table.place_index import MOST_RECORDS
@@ -288,13 +288,16 @@ class RowFile:
         _, writing = self._waiting[-_WAITING]
         return None if writing.done() else Backlog(writing, self._deadline_s)
 
-    def seal(self) -> None:
-        """Let rows that are written from now on be in segments begun from now on."""
+    def begin_scan(self) -> int:
+        """Return an age that is this scan's alone: rows that are written from now on are in segments begun later."""
         current = self._segments.get(self._open)
         if current is not None and current.count:
             with self.losses:
                 self._write(self._open, current)
             self._open = -1
+        begun, self._ages = self._ages, self._ages + 1
+        self._scans[begun] = self._ages + _PATIENCE
+        return begun
 
     def _lengthen(self, more: int) -> None:
         self._addresses = np.concatenate([self._addresses, np.zeros(more, np.uint64)])
@@ -402,13 +405,21 @@ class RowFile:
             self._unused.append(number)
 
     def keep_after(self, age: int) -> None:
-        """Keep segments that are begun after this one, dead or not, for a scan that goes through them. One that does
-        not ask again for long has been given up."""
+        """Keep segments that were begun after a scan, dead or not, as it goes through them. One that does not ask again
+        for long has been given up."""
+        if age not in self._scans:
+            raise CheckpointError(
+                "rows are no longer read from where they were read before",
+                where=str(self.path),
+                expected=f"a reader that comes again within {_PATIENCE} segments of {self._segment_bytes >> 10} KiB, "
+                "and a server that has not been started again",
+                todo="Save, or read, once more.",
+            )
         self._scans[age] = self._ages + _PATIENCE
 
     def let_go(self, age: int) -> None:
         """Note that this scan is over."""
-        self._scans.pop(age, None)  # two may have begun at once
+        self._scans.pop(age, None)  # it may have been given up
         for number, segment in list(self._segments.items()):
             self._drop_if_dead(number, segment)
 

@@ -433,9 +433,11 @@ class TieredStore:
         # First what is in the file: segments, the newest first, and of them the records that are live. Then what is in
         # memory alone. A row that has left for the file in between is in a segment begun since then: of all records
         # there their rows are taken, wherever those are by now.
-        if not start:
-            self._file.seal()
-        first = _Place.of(start) if start else _Place(_IN_FILE, self._file.newest, self._file.newest)
+        if start:
+            first = _Place.of(start)
+        else:
+            begun = self._file.begin_scan()
+            first = _Place(_IN_FILE, begun, begun)
         place: _Place | None = first
         self._file.keep_after(first.begun)
         found = [self._rows_of(self._no_lines, names, only)]
@@ -501,8 +503,8 @@ class TieredStore:
 
 
 class _Place(NamedTuple):
-    """Says where a scan is: its phase, the age of the newest segment when it began, and the age of the next segment, or
-    the frame before which the next ones are."""
+    """Says where a scan is: its phase, an age that tells segments of before it from those of since, and the age of the
+    next segment, or the frame before which the next ones are."""
 
     phase: int
     begun: int
