@@ -12,7 +12,7 @@ ratios within a round. The first rounds are not counted: what is asked for most 
     cpu          a server's processor time for an id, of the same
     missed       how many of the ids asked for were read from the file
     written      bytes written to the file for each byte of the rows that changed
-    memory       a server's own, of its budget and an empty server's
+    memory       a server's own, of its budget and what it takes without rows
 
 What the system keeps of files is not limited: a file that fits in free memory is hardly read from the disk.
 """
@@ -48,8 +48,8 @@ from measuring import (
 ROW_BYTES, RECORD_BYTES = 128, 144
 #: Memory for a row beside its columns, and for any row wherever it is; the part for segments on their way to the disk.
 FRAME_BYTES, INDEX_BYTES, ON_THE_WAY = 17, 11.2, 1 / 16
-#: What an empty server has of its own.
-EMPTY_MB = 150
+#: A table with so few rows takes next to nothing.
+FEW_ROWS = 10_000
 BATCH = 1000
 
 
@@ -121,6 +121,7 @@ def measure(mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     budgets = {"all": None, **{f"{share:.0%}": budget_mb(options.rows, share) for share in options.shares}}
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="memory-") as place, contextlib.ExitStack() as running:
         jobs: dict[str, Job] = {}
+        empty = empty_bytes(mode, options, Path(place))
         for name, budget in budgets.items():
             jobs[name] = Job(mode, options.rows, budget, Path(place), running)
             filled = jobs[name].fill(options.deadline_s)
@@ -133,13 +134,25 @@ def measure(mode: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 turn = jobs[name].turn(trace, steps, options.deadline_s)
                 if number >= 0:
                     turns[name].append(turn)
-            rows += [row(mode, trace, name, jobs[name].budget, turns[name], turns["all"]) for name in jobs]
+            rows += [row(mode, trace, name, jobs[name].budget, empty, turns[name], turns["all"]) for name in jobs]
         for job in jobs.values():
             job.end()
     return rows
 
 
-def row(mode: str, trace: str, name: str, budget: int | None, turns: list[Turn], others: list[Turn]) -> dict[str, Any]:
+def empty_bytes(mode: str, options: argparse.Namespace, folder: Path) -> int:
+    """Return the memory that a server takes without rows."""
+    with contextlib.ExitStack() as running:
+        job = Job(mode, FEW_ROWS, None, folder, running)
+        job.fill(options.deadline_s)
+        taken = job.turn("zipf", 20, options.deadline_s).server_bytes
+        job.end()
+    return taken - FEW_ROWS * ROW_BYTES
+
+
+def row(
+    mode: str, trace: str, name: str, budget: int | None, empty: int, turns: list[Turn], others: list[Turn]
+) -> dict[str, Any]:
     def ratio(figure: Callable[[Turn], float]) -> float | None:
         return median_ratio([figure(turn) for turn in turns], [figure(other) for other in others])
 
@@ -154,7 +167,7 @@ def row(mode: str, trace: str, name: str, budget: int | None, turns: list[Turn],
         "missed": sum(turn.bytes_read for turn in turns) / RECORD_BYTES / ids if budget else None,
         "written": sum(turn.bytes_written for turn in turns) / ROW_BYTES / ids if budget else None,
         "server MiB": turns[-1].server_bytes / 2**20,
-        "memory": turns[-1].server_bytes / 2**20 / (budget + EMPTY_MB) if budget else None,
+        "memory": turns[-1].server_bytes / ((budget << 20) + empty) if budget else None,
         "others, cores": max(turn.foreign for turn in turns),
     }
 

@@ -285,6 +285,16 @@ def test_rows_of_a_large_table_leave_while_it_is_trained() -> None:
 # ---------------------------------------------------------------------------------------------- chance
 
 
+@pytest.mark.parametrize("admit", [Probability(0.5), CountFilter(2), CountFilter(2, sketch_mb=0.1)], ids=repr)
+def test_any_seed_is_one(admit: Admission) -> None:
+    assert KERNEL is not None
+    for seed in (0, -1, 2**63, 2**64 - 1):
+        table = LivingTable(replace(SPEC, admit=admit), KERNEL, seed)
+        for table.step in range(1, 3):
+            table.train([(np.arange(64), np.ones((64, 2), np.float32))], [None], 1, OPTIONS, 0.0)
+        assert 30 < len(table) <= 64
+
+
 def test_chance_depends_on_seed_table_id_and_step_alone() -> None:
     def admitted(seed: int, name: str, ids: Any, step: int) -> set[int]:
         assert KERNEL is not None

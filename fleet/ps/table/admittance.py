@@ -65,7 +65,7 @@ class Chance:
     """Lets an id in by chance, which is a function of seed, table, id and step."""
 
     def __init__(self, rule: Probability, spec: TableSpec, seed: int) -> None:
-        self._key = mix(mix(np.uint64(seed & (2**64 - 1)) + GAMMA) ^ table_key(spec.name) ^ GAMMA)
+        self._key = mix(_seeded(seed) ^ table_key(spec.name) ^ GAMMA)
         self._p = float(rule.p)
         self.nbytes = 0
 
@@ -99,7 +99,7 @@ class ByCount:
         self._by_weight = rule.of == "weight"
         self._counts: ExactCounts | Sketch
         if rule.sketch_mb is not None:
-            key = np.uint64(mix(mix(np.uint64(seed & (2**64 - 1)) + GAMMA) ^ table_key(spec.name)))
+            key = np.uint64(mix(_seeded(seed) ^ table_key(spec.name)))
             self._counts = Sketch(int(rule.sketch_mb * (1 << 20)), self._n, key, is_float=self._by_weight)
         elif self._by_weight:
             self._counts = ExactCounts(np.float64)
@@ -147,6 +147,10 @@ class ByCount:
         else:
             return False
         return True
+
+
+def _seeded(seed: int) -> np.uint64:
+    return mix(np.uint64((seed + int(GAMMA)) % 2**64))  # Python's sum: numpy warns of one that is too large
 
 
 @compiled
