@@ -45,6 +45,7 @@ from fleet.ps.table.shard import make_shard_in
 from fleet.ps.table.stores import MemoryStores, Stores
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.row_tensors import ids_of
 from fleet.ps.wire.transport import Respond
 from fleet.ps.wire.wire_errors import error_reply
 
@@ -210,9 +211,10 @@ class Service:
         job = self.job
         if not self._stores.has_files or job is None:
             return
+        pull = frame.message.pull
         with self._lock:
             shard = job.shard
-            readings = [] if shard is None else shard.to_read(frame.message.pull.tables, frame.tensors)
+            readings = [] if shard is None else shard.to_read(pull.tables, *ids_of(frame.tensors, pull.counts))
         for _, reading in readings:
             reading.run()
         if readings:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from fleet.errors import ConfigurationError, ProtocolError
 from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
 from fleet.numeric.merge import merge
-from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import Plan
 from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
+from fleet.ps.table.bundle import Request, Requests, parts, warm
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
@@ -56,6 +56,29 @@ _COUNT_BYTES = 16
 _MOST_OPTIONS = 64 << 10
 
 
+class JoinedRows(NamedTuple):
+    """Holds ids of several tables, those of each behind those of the one before and up to its stop; and a row for each
+    id, in one array for every run of neighbours whose rows have one width and element type."""
+
+    tables: tuple[int, ...]
+    ids: Array
+    stops: Array
+    runs: Sequence[slice]
+    rows: Sequence[Array]
+
+    def each(self) -> Iterator[tuple[int, Array, Array]]:
+        """Yield each table, its ids and its rows."""
+        all_parts = parts(self.stops)
+        for run, rows in zip(self.runs, self.rows, strict=True):
+            begin = all_parts[run.start].start
+            for index, part in zip(self.tables[run], all_parts[run], strict=True):
+                yield index, self.ids[part], rows[part.start - begin : part.stop - begin]
+
+    def by_table(self) -> dict[int, tuple[Array, Array]]:
+        """Return the ids and the rows of each table."""
+        return {index: (ids, rows) for index, ids, rows in self.each()}
+
+
 @dataclass(frozen=True)
 class Contribution:
     """Holds what one worker pushed for one step. ``options`` has one JSON object for each param group."""
@@ -72,6 +95,8 @@ class Contribution:
     weights: Mapping[int, Array] | None = None
     #: seconds since the epoch by the worker's clock, where a rule goes by time
     now: float | None = None
+    #: ``rows``, if they came as those of several tables
+    joined: JoinedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +135,7 @@ class Shard:
         self.staleness = Staleness()
         self._slot_cache = SlotCache() if policy.applies_one_lookup(settings.worker_num) else None
         self._tables: list[Table] = []
+        self._requests = Requests(self._tables, self._slot_cache)
         #: those of rows that come and go
         self._living: dict[int, LivingTable] = {}
         #: what is left of the last round
@@ -196,20 +222,35 @@ class Shard:
         """Refuse what does not fit before it becomes part of a round, where it would be everybody's problem."""
         if contribution.options != self._options_text:
             self._check_kinds(self.check_options(self.plan, contribution.options))
-        for index, (ids, grads) in contribution.rows.items():
-            table = self.table(index)
-            spec, expected = table.spec, (ids.size, table.spec.dim)
-            if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype != spec.dtype:
-                raise ProtocolError(
-                    f"gradients for the rows of {spec.name!r} do not fit",
-                    expected=f"int64 ids and {spec.dtype} {expected}",
-                    got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
-                )
-            table.check_range(ids)
+        if contribution.joined is None:
+            for index, (ids, grads) in contribution.rows.items():
+                table = self.table(index)
+                self._check_shape(table, ids, grads)
+                table.check_range(ids)
+        else:
+            self.check_joined(contribution.joined)
         for index in contribution.used:
             self.table(index)
         for index, weights in (contribution.weights or {}).items():
             self._check_weights(index, contribution.rows, weights)
+
+    def check_joined(self, joined: JoinedRows) -> None:
+        """Refuse rows of several tables that do not fit."""
+        request, each = self.request(joined.tables), parts(joined.stops)
+        for run, rows in zip(joined.runs, joined.rows, strict=True):
+            ids = joined.ids[each[run.start].start : each[run.stop - 1].stop]
+            self._check_shape(request.tables[run.start], ids, rows)
+        request.check_range(joined.ids, joined.stops)
+
+    @staticmethod
+    def _check_shape(table: Table, ids: Array, grads: Array) -> None:
+        spec, expected = table.spec, (ids.size, table.spec.dim)
+        if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype != spec.dtype:
+            raise ProtocolError(
+                f"gradients for the rows of {spec.name!r} do not fit",
+                expected=f"int64 ids and {spec.dtype} {expected}",
+                got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
+            )
 
     def _check_weights(self, index: int, rows: Mapping[int, tuple[Array, Array]], weights: Array) -> None:
         fits = index in rows and weights.shape == rows[index][0].shape and weights.dtype.kind == "f"
@@ -234,6 +275,11 @@ class Shard:
         if not 0 <= index < len(tables):
             raise ProtocolError("a message names a table this job does not have", got=index)
         return tables[index]
+
+    def request(self, tables: tuple[int, ...], training: tuple[bool, ...] | None = None) -> Request:
+        """Return what is known of a request that names these tables."""
+        self.apply_pending()
+        return self._requests.of(tables, training)
 
     def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
         """Take one optimizer step on the mean of the contributions; the first one's options rule the round. In a mode
@@ -288,8 +334,12 @@ class Shard:
         for living in self._living.values():
             living.sweep(max(_SWEPT, 2 * len(living) // self.evict_every))
         for index in used:
+            self._tables[index].step += 1
+        done = self._apply_bundles(contributions, before)
+        for index in used:
+            if index in done:
+                continue
             table = self._tables[index]
-            table.step += 1
             rows = [each.rows[index] for each in contributions if index in each.rows]
             options = self._options[table.spec.group]
             if rows and isinstance(table, LivingTable):
@@ -303,6 +353,33 @@ class Shard:
         for index in used:
             if index in self._living and self._tables[index].step % self.evict_every == 0:
                 self._living[index].evict(now)
+
+    def _apply_bundles(
+        self, contributions: Sequence[Contribution], before: dict[int, tuple[Array, Array]] | None
+    ) -> set[int]:
+        """Update the rows of tables that can be updated together, and return which these are."""
+        joined = contributions[0].joined
+        if joined is None or len(contributions) > 1:
+            return set()
+        done: set[int] = set()
+        each = parts(joined.stops)
+        for run, rows in zip(self._requests.of(joined.tables).runs, joined.rows, strict=True):
+            begin = each[run.places.start].start
+            for places, bundle in run.parts:
+                if bundle is None:
+                    continue
+                options = self._options[bundle.tables[0].spec.group]
+                if not bundle.can_be_updated(options):
+                    continue
+                start, stop = each[places.start].start, each[places.stop - 1].stop
+                ids, stops = joined.ids[start:stop], joined.stops[places] - start
+                weights = bundle.apply(ids, stops, rows[start - begin : stop - begin], options, keep=before is not None)
+                done.update(joined.tables[places])
+                if before is not None and weights is not None:
+                    kept = ids.copy()  # a view of them would hold the whole push
+                    for index, piece in zip(joined.tables[places], parts(stops), strict=True):
+                        before[index] = kept[piece], weights[piece]
+        return done
 
     # ---------------------------------------------------------------- rows that come and go
 
@@ -386,32 +463,52 @@ class Shard:
             )
             for index, (ids, grads) in contribution.rows.items()
         }
-        return replace(contribution, rows=rows)
+        return replace(contribution, rows=rows, joined=None)
 
     def forget(self, worker: int) -> None:
         """Drop the record of what ``worker`` was given, as it has left."""
         if self.readers is not None:
             self.readers.forget(worker)
 
-    def read(self, index: int, ids: Array, training: bool, *, before_cut: bool = False) -> Array:
-        """Return rows; with ``before_cut`` also those that have left since the last round."""
-        if ids.ndim != 1 or ids.dtype != np.int64:
-            raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
-        table = self.table(index)
-        if before_cut and isinstance(table, LivingTable):
-            return table.read(ids, training, before_cut=True)
-        return table.read(ids, training)
+    def read(self, index: int, ids: Array, training: bool) -> Array:
+        """Return rows of one table."""
+        return self.table(index).read(ids, training)
 
-    def to_read(self, tables: Sequence[int], ids: Sequence[WireTensor]) -> list[tuple[Table, Reading]]:
+    def read_joined(
+        self, tables: tuple[int, ...], training: tuple[bool, ...], ids: Array, stops: Array, *, before_cut: bool = False
+    ) -> list[Array]:
+        """Return rows of several tables, in one array for every run of neighbours whose rows have one width and element
+        type; with ``before_cut`` also those that have left since the last round. The ids of each table end at its
+        stop."""
+        request, each, found = self.request(tables, training), parts(stops), []
+        request.check_range(ids, stops)
+        for run in request.runs:
+            begin, spec = each[run.places.start].start, request.tables[run.places.start].spec
+            rows = np.empty((each[run.places.stop - 1].stop - begin, spec.dim), spec.dtype)
+            found.append(rows)
+            for places, bundle in run.parts:
+                if bundle is not None and bundle.can_be_read:
+                    start, stop = each[places.start].start, each[places.stop - 1].stop
+                    part = rows[start - begin : stop - begin]
+                    bundle.read(ids[start:stop], stops[places] - start, training[places.start], part)
+                    continue
+                for place in range(places.start, places.stop):
+                    table, here = request.tables[place], each[place]
+                    part = rows[here.start - begin : here.stop - begin]
+                    if before_cut and isinstance(table, LivingTable):
+                        table.read(ids[here], training[place], part, before_cut=True)
+                    else:
+                        table.read(ids[here], training[place], part)
+        return found
+
+    def to_read(self, tables: Sequence[int], ids: Array, stops: Array) -> list[tuple[Table, Reading]]:
         """Return what has to be read from files for a look-up. What makes no sense is refused when it is done."""
         wanted = [
-            (self._tables[index], each.array)
-            for index, each in zip(tables, ids, strict=False)
+            (self._tables[index], ids[part])
+            for index, part in zip(tables, parts(stops), strict=False)
             if index < len(self._tables)
         ]
-        found = [
-            (table, table.reading(array)) for table, array in wanted if array.dtype == np.int64 and array.ndim == 1
-        ]
+        found = [(table, table.reading(array)) for table, array in wanted]
         return [(table, reading) for table, reading in found if reading is not None]
 
     def to_rewrite(self) -> tuple[Table, Reading] | None:
@@ -453,6 +550,7 @@ class Shard:
         """Compile every kernel before somebody waits for it."""
         for table in self.tables:
             table.warm(self._options[table.spec.group])
+        warm(self.tables)
 
     def freeze(self, since: int, hand_on: HandOn) -> FrozenView:
         """Return a view with which the tables are exported as they are now, while they change; ``hand_on`` gets those

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import TableSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.row_tensors import order_of, runs_of
 from fleet.telemetry.worker_figures import ProfilerRange
 
 
@@ -101,11 +103,15 @@ class Fetch:
         for asked in self._asked:
             with ProfilerRange("fleet.wait"):
                 reply = asked.pending.result()
-            for (place, part), tensor, clock in zip(
-                asked.parts, reply.tensors, reply.message.table_clocks, strict=True
-            ):
-                parts[place].append((part, tensor.numpy()))
-                self._clocks[place].append((asked.server, clock))
+            tables = [self._specs[self._queries[place].table] for place, _ in asked.parts]
+            here = iter(zip(asked.parts, reply.message.table_clocks, strict=True))
+            for run, tensor in zip(runs_of(tables), reply.tensors, strict=True):
+                rows, start = tensor.numpy(), 0
+                for (place, part), clock in islice(here, run.stop - run.start):
+                    stop = start + _size(part)
+                    parts[place].append((part, rows[start:stop]))
+                    self._clocks[place].append((asked.server, clock))
+                    start = stop
         self._rows = [
             _joined(query.ids.size, self._specs[query.table], each)
             for query, each in zip(self._queries, parts, strict=True)
@@ -446,10 +452,11 @@ class RowReader:
             parts: list[list[Part]] = [[slice(0, len(query.ids))] for query in queries]
         else:
             parts = [[*partition(query.ids, len(self._connections))] for query in queries]
+        order = sorted(range(len(queries)), key=lambda place: order_of(self._specs[queries[place].table]))
         asked: list[Asked] = []
         try:
             for server, connection in enumerate(self._connections):
-                here = [(place, split[server]) for place, split in enumerate(parts) if _size(split[server])]
+                here = [(place, parts[place][server]) for place in order if _size(parts[place][server])]
                 if here:
                     frame, what = self._pull(queries, here, connection, completed, version, ahead)
                     asked.append(Asked(server, here, connection.start(frame, what, ahead=aside)))
@@ -471,13 +478,15 @@ class RowReader:
         ahead: bool,
     ) -> tuple[Frame, str]:
         """Return a request for parts of some queries, and its name in errors."""
+        ids = [queries[place].ids[part] for place, part in here]
         pull = pb.Pull(
             version=version,
             tables=[queries[place].table for place, _ in here],
             training=[queries[place].training for place, _ in here],
+            counts=map(len, ids),
             ahead=ahead,
         )
-        tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
+        tensors = [WireTensor.of(ids[0] if len(ids) == 1 else np.concatenate(ids))]
         names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
         what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
         return Frame(connection.request(completed, pull=pull), tensors), what

@@ -24,6 +24,7 @@ from typing import Any
 from fleet.base.clock import Clock
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, FleetError, ServerLostError
+from fleet.plan.plan import PROTOCOL
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.gate import Effect
 from fleet.ps.server.checkpoint_reader import Origin
@@ -345,6 +346,8 @@ class Durability:
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
             raise _placed_otherwise(self.directory)
+        if spec.tables and state.get("protocol") != PROTOCOL:
+            raise _said_otherwise(self.directory)
         shard = restore(job, state, self._directory.pieces(), self._clock.now(), make_shard)
         epoch = shard.history.next_epoch()
         self._kept = shard, epoch
@@ -392,6 +395,15 @@ def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
         return not job.began.id
     plans = job.plans
     return plans.growing and request.worker not in plans.outgrown and (kind == "push" or request.pull.dense)
+
+
+def _said_otherwise(directory: Path) -> ConfigurationError:
+    return ConfigurationError(
+        "the state that is kept here is of a version of this package to which workers said otherwise what they pushed",
+        where=str(directory),
+        todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
+        "not depend on it.",
+    )
 
 
 def _placed_otherwise(directory: Path) -> ConfigurationError:
