@@ -46,6 +46,7 @@ class Bundle:
 
     def __init__(self, tables: Sequence[Table], slot_cache: SlotCache | None) -> None:
         self.tables = tables
+        self._stores = [table.store for table in tables]
         self._slot_cache = slot_cache
         #: by the names of columns, these joined, if they can be, and of which layouts they are
         self._joined: dict[tuple[str, ...], tuple[Sequence[Layout | None], Joined | None]] = {}
@@ -121,7 +122,7 @@ class Bundle:
 
     def _join(self, names: tuple[str, ...]) -> Joined | None:
         """Return these columns as they are now."""
-        layouts = [table.layout for table in self.tables]
+        layouts = [store.layout for store in self._stores]
         known = self._joined.get(names)
         if known is None or any(map(is_not, layouts, known[0])):
             self._joined[names] = known = layouts, join(layouts, names)

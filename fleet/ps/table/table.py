@@ -87,6 +87,11 @@ class Table:
         return [name for name in self._store.columns if name != _CHANGED]
 
     @property
+    def store(self) -> Store:
+        """Return what keeps the rows."""
+        return self._store
+
+    @property
     def layout(self) -> Layout | None:
         """Return where all of it lies, the same object for as long as nothing moves; None if it cannot be updated
         together with others."""

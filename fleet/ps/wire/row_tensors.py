@@ -30,6 +30,8 @@ def order_of(table: TableSpec) -> tuple[int, str, int]:
 
 def alike(kinds: Sequence[Hashable], places: slice) -> list[slice]:
     """Cut some places into runs of one kind each."""
+    if len({*kinds[places]}) == 1:  # as mostly
+        return [places]
     runs = []
     for _, group in groupby(range(places.start, places.stop), kinds.__getitem__):
         first, *rest = group

@@ -9,7 +9,7 @@ what is predicted is for the thread whose forward it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -59,6 +59,10 @@ class HeldRows(Protocol):
 
 #: The places of ids that go to one server.
 Part: TypeAlias = Ids | slice
+
+
+#: What tells the ids of one look-up from others.
+Memory: TypeAlias = tuple[Any, ...]
 
 
 class Query(NamedTuple):
@@ -164,9 +168,15 @@ class Prefetched:
     version: int
     completed: int  #: how many steps the worker had completed when it was asked for
     replaced: int  #: how often the servers' values had been replaced by then, as far as this worker knew
+    wanted: Sequence[Wanted]  #: the look-ups that were foreseen
+    memory: Memory | None = field(init=False)  #: of their ids, if it is one look-up
+
     #: other tables of the same forward, if it was foreseen
     foreseen: Foreseen | None = None
     made: Lookup | None = None
+
+    def __post_init__(self) -> None:
+        self.memory = _memory(self.wanted)
 
     def is_of(self, ids: torch.Tensor, training: bool) -> bool:
         """Say whether these very ids were asked for, or are held."""
@@ -267,7 +277,7 @@ class RowReader:
         if not by_table:
             return []
         flat = [[_flat(each.ids) for each in same] for same in by_table]
-        sizes = [sum(map(len, each)) for each in flat]
+        sizes = [sum([ids.numel() for ids in each]) for each in flat]
         parts = [part for each in flat for part in each]
         ids = parts[0] if len(parts) == 1 and not keep else torch.cat(parts)
         found = unique_each(ids.numpy(), np.cumsum(sizes))
@@ -383,7 +393,15 @@ class RowReader:
         fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._predicted))
         begun = {
             each.table: Prefetched(
-                each, ids, len(ids) == len(each.distinct), fetch, place, version, completed, self._replaced
+                each,
+                ids,
+                ids.size == each.distinct.numel(),
+                fetch,
+                place,
+                version,
+                completed,
+                self._replaced,
+                by_table[each.table],
             )
             for place, (each, ids) in enumerate(zip(known, asked, strict=True))
         }
@@ -394,6 +412,8 @@ class RowReader:
     def _is_predicted(self, index: int, same: Sequence[Wanted]) -> bool:
         """Say whether a forward around this one has asked for exactly this."""
         there = self._innermost(index)
+        if there is not None and there.memory is not None and there.memory == _memory(same):
+            return True  # if somebody has changed the ids behind torch's back, the look-up will see it
         return there is not None and there.is_of(torch.cat([_flat(each.ids) for each in same]), same[0].training)
 
     def _expand_together(self, by_table: Mapping[int, Sequence[Wanted]], begun: Mapping[int, Prefetched]) -> None:
@@ -490,6 +510,14 @@ class RowReader:
         names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
         what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
         return Frame(connection.request(completed, pull=pull), tensors), what
+
+
+def _memory(wanted: Sequence[Wanted]) -> Memory | None:
+    """Return where the ids of a single look-up lie and how often torch has written there; None if that is not known."""
+    if len(wanted) != 1 or wanted[0].ids.is_inference():
+        return None
+    ids = wanted[0].ids
+    return ids.data_ptr(), ids._version, ids.dtype, ids.shape, ids.stride(), wanted[0].training
 
 
 def _flat(ids: torch.Tensor) -> torch.Tensor:
