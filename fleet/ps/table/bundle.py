@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleet.errors import ProtocolError
-from fleet.numeric.ids import bounds, first_outside, gather, lift, packed, packed_ids
+from fleet.numeric.ids import bounds, first_outside, gather, lift, packed, packed_ids, unique_each
 from fleet.numeric.jit import Array, Ids, Segments
 from fleet.plan.specs import TableSpec
 from fleet.ps.table.index import find_each
@@ -241,6 +241,7 @@ def warm(tables: Sequence[Table]) -> None:
     if tables:
         first_outside(none, none, np.empty((0, 2), np.int64))
         lift(none, none, none, none)
+        unique_each(none, none)
     for layout in [table.layout for table in tables if table.layout is not None][:1]:
         find_each(np.empty((0, len(layout.places)), np.int64), layout.keys, none, none, none)
 

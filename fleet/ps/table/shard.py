@@ -20,11 +20,11 @@ from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import ConfigurationError, ProtocolError
 from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
-from fleet.numeric.merge import merge
+from fleet.numeric.merge import merge, merge_each
 from fleet.plan.plan import Plan
 from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
-from fleet.ps.table.bundle import Request, Requests, parts, warm
+from fleet.ps.table.bundle import Bundle, Request, Requests, parts, warm
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
@@ -36,6 +36,7 @@ from fleet.ps.table.row_file import Reading
 from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.stores import MemoryStores, NewStore, Stores
 from fleet.ps.table.table import EPOCH_BYTES, Table
+from fleet.ps.wire.row_tensors import order_of
 
 Array = np.ndarray[Any, Any]
 
@@ -73,6 +74,12 @@ class JoinedRows(NamedTuple):
             begin = all_parts[run.start].start
             for index, part in zip(self.tables[run], all_parts[run], strict=True):
                 yield index, self.ids[part], rows[part.start - begin : part.stop - begin]
+
+    def part(self, run: int, places: slice) -> tuple[Array, Array, Array]:
+        """Return the ids, stops and rows of neighbours in one of the runs."""
+        each = parts(self.stops)
+        begin, start, stop = each[self.runs[run].start].start, each[places.start].start, each[places.stop - 1].stop
+        return self.ids[start:stop], self.stops[places] - start, self.rows[run][start - begin : stop - begin]
 
     def by_table(self) -> dict[int, tuple[Array, Array]]:
         """Return the ids and the rows of each table."""
@@ -358,28 +365,37 @@ class Shard:
         self, contributions: Sequence[Contribution], before: dict[int, tuple[Array, Array]] | None
     ) -> set[int]:
         """Update the rows of tables that can be updated together, and return which these are."""
-        joined = contributions[0].joined
-        if joined is None or len(contributions) > 1:
-            return set()
         done: set[int] = set()
-        each = parts(joined.stops)
-        for run, rows in zip(self._requests.of(joined.tables).runs, joined.rows, strict=True):
-            begin = each[run.places.start].start
-            for places, bundle in run.parts:
-                if bundle is None:
-                    continue
-                options = self._options[bundle.tables[0].spec.group]
-                if not bundle.can_be_updated(options):
-                    continue
-                start, stop = each[places.start].start, each[places.stop - 1].stop
-                ids, stops = joined.ids[start:stop], joined.stops[places] - start
-                weights = bundle.apply(ids, stops, rows[start - begin : stop - begin], options, keep=before is not None)
-                done.update(joined.tables[places])
-                if before is not None and weights is not None:
-                    kept = ids.copy()  # a view of them would hold the whole push
-                    for index, piece in zip(joined.tables[places], parts(stops), strict=True):
-                        before[index] = kept[piece], weights[piece]
+        for indices, bundle, ids, stops, grads in self._together(contributions):
+            options = self._options[bundle.tables[0].spec.group]
+            weights = bundle.apply(ids, stops, grads, options, keep=before is not None)
+            done.update(indices)
+            if before is not None and weights is not None:
+                kept = ids.copy()  # a view of them would hold the whole push
+                for index, part in zip(indices, parts(stops), strict=True):
+                    before[index] = kept[part], weights[part]
         return done
+
+    def _together(
+        self, contributions: Sequence[Contribution]
+    ) -> Iterator[tuple[Sequence[int], Bundle, Array, Array, Array]]:
+        """Yield tables that can be updated together, and their gradients: the distinct ids of each, up to its stop, and
+        a row for every id."""
+        joined = contributions[0].joined if len(contributions) == 1 else None
+        if joined is None:
+            named = sorted(frozenset().union(*(each.rows for each in contributions)))
+            indices = tuple(sorted(named, key=lambda index: order_of(self._tables[index].spec)))
+        else:
+            indices = joined.tables
+        for run_number, run in enumerate(self._requests.of(indices).runs):
+            for places, bundle in run.parts:
+                if bundle is None or not bundle.can_be_updated(self._options[bundle.tables[0].spec.group]):
+                    continue
+                if joined is None:
+                    each = [[c.rows[index] for c in contributions if index in c.rows] for index in indices[places]]
+                    yield indices[places], bundle, *merge_each(each, len(contributions))
+                else:
+                    yield indices[places], bundle, *joined.part(run_number, places)
 
     # ---------------------------------------------------------------- rows that come and go
 
