@@ -106,7 +106,7 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
     """A good request of every kind but those that end a worker's part."""
     weight, bias = np.ones(6, np.float32), np.ones(3)
     told = {"spec": SPECS[job].to_json(), "fingerprint": make_plan(SPECS[job]).fingerprint, "options": [OPTIONS]}
-    rows = {"row_tables": [0, 1], "used_tables": [0, 1], "rows_read_at": [0, 0]}
+    rows = {"row_tables": [0, 1], "used_tables": [0, 1], "row_counts": [2, 2], "rows_read_at": [0, 0]}
     push = pb.Push(options=[OPTIONS], present=b"\1\1", steps=1, **rows)  # type: ignore[arg-type]
     behind = pb.Push(options=[OPTIONS], present=b"\0\1", steps=1, attempt=7)
     keeping = pb.Keeping(kept=True, gives=True, asks="ckpt@1")
@@ -129,14 +129,19 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
             {"push": push},
             [
                 *gradients(weight, bias),
-                *_tensors(_ids(1, 2)),
+                *_tensors(_ids(1, 2, -7, 2**62)),
                 *gradients(np.ones((2, 2), np.float32)),
-                *_tensors(_ids(-7, 2**62)),
                 *gradients(np.ones((2, 3))),
             ],
         ),
-        "pull": ({"pull": pb.Pull(dense=True, tables=[0, 1], training=[1, 0])}, _tensors(_ids(1, 1, 9), _ids(-1))),
-        "later": ({"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1])}, _tensors(_ids(5))),
+        "pull": (
+            {"pull": pb.Pull(dense=True, tables=[0, 1], training=[1, 0], counts=[3, 1])},
+            _tensors(_ids(1, 1, 9, -1)),
+        ),
+        "later": (
+            {"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1], counts=[1])},
+            _tensors(_ids(5)),
+        ),
         "beat": ({"beat": pb.Beat(figures={"steps": step, "loss": 0.5})}, []),
         "status": ({"status": pb.Status()}, []),
         "look": ({"look": pb.Look(root=NOWHERE, job_id="")}, []),
@@ -221,7 +226,7 @@ class Target:
 
     def check(self) -> None:
         """The other worker is served as ever, and its steps close the rounds that are open."""
-        reply = self._must(1, 0, {"pull": pb.Pull(tables=[0], training=[True])}, _tensors(_ids(50)))
+        reply = self._must(1, 0, {"pull": pb.Pull(tables=[0], training=[True], counts=[1])}, _tensors(_ids(50)))
         assert reply.tensors[0].shape == (1, 2)
         self._must(1, 0, {"beat": pb.Beat()}, [])
         kind, tensors = requests(self.job, self.step)["push"]

@@ -242,13 +242,18 @@ def evil() -> dict[str, tuple[dict[str, Any], list[np.ndarray], str]]:
     def option(text: str) -> dict[str, Any]:
         return push(options=[fuzz.OPTIONS.replace('"lr": 0.001', f'"lr": {text}')])
 
-    pull = pb.Pull(tables=[1], training=[True])
+    def pull(*counts: int) -> dict[str, Any]:
+        return {"pull": pb.Pull(tables=[1], training=[True], counts=counts)}
+
     return {
-        "ids out of range": (push(), [*arrays[:2], ids + 99, *arrays[3:]], "out of the table's range"),
-        "negative ids": (push(), [*arrays[:2], ids - 1, *arrays[3:]], "out of the table's range"),
-        "more ids than rows": (push(), [*arrays[:2], np.arange(3), *arrays[3:]], "do not fit"),
-        "no ids but a number": (push(), [*arrays[:2], np.array(1), *arrays[3:]], "do not fit"),
+        "ids out of range": (push(), [*arrays[:2], arrays[2] + 99, *arrays[3:]], "out of the table's range"),
+        "negative ids": (push(), [*arrays[:2], arrays[2] - 2, *arrays[3:]], "out of the table's range"),
+        "more ids than rows": (push(row_counts=[3, 2]), [*arrays[:2], np.arange(5), *arrays[3:]], "do not fit"),
+        "more ids than are counted": (push(), [*arrays[:2], np.arange(5), *arrays[3:]], "flat int64"),
+        "counts beyond numbers": (push(row_counts=[2**64 - 1, 5]), arrays, "flat int64"),
+        "no ids but a number": (push(), [*arrays[:2], np.array(1), *arrays[3:]], "flat int64"),
         "rows of another width": (push(), [*arrays[:3], rows[:, :1], *arrays[4:]], "do not fit"),
+        "a table without a count": (push(row_counts=[4]), arrays, "how many rows"),
         "a table too many": (push(row_tables=[0, 2**32 - 1]), arrays, "names a table this job does not have"),
         "a used table too many": (push(used_tables=[7]), arrays, "names a table this job does not have"),
         "gradients that are not flat": (push(), [arrays[0].reshape(2, 3), *arrays[1:]], "do not fit"),
@@ -260,9 +265,11 @@ def evil() -> dict[str, tuple[dict[str, Any], list[np.ndarray], str]]:
         "options of somebody else": (push(options=["{}"]), arrays, "other options"),
         "options without end": (push(options=["[" * 60_000]), arrays, "cannot be read"),
         "a step of the far future": ({**push(), "step": 2**64 - 1}, arrays, "skipped a step"),
-        "a reply beyond memory": ({"pull": pull}, [np.zeros(3 * MEBI, np.int64)], "larger than a message may be"),
-        "ids that are none": ({"pull": pull}, [np.ones(3)], "flat int64"),
-        "a table that is none": ({"pull": pb.Pull(tables=[9], training=[True])}, [ids], "names a table"),
+        "a reply beyond memory": (pull(3 * MEBI), [np.zeros(3 * MEBI, np.int64)], "larger than a message may be"),
+        "ids that are none": (pull(3), [np.ones(3)], "flat int64"),
+        "ids that are too few": (pull(3), [ids], "flat int64"),
+        "ids that nobody counts": (pull(), [ids], "differ in number"),
+        "a table that is none": ({"pull": pb.Pull(tables=[9], training=[True], counts=[2])}, [ids], "names a table"),
         "a cursor of other digits": ({"export": pb.Export(cursor="dense:²")}, [], "cursor is unknown"),
         "a cursor beyond numbers": ({"export": pb.Export(cursor="dense:" + "9" * 5000)}, [], "cursor is unknown"),
         "a path for a name": ({"claim": pb.Claim(name="/" * 10_000)}, [], "cannot be claimed"),
@@ -323,23 +330,27 @@ def test_nobody_fills_the_memory_with_rounds_to_come() -> None:
 def test_nobody_fills_the_memory_with_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "MAX_WAITING", 5)
     ask, _ = member_and_other(limit_mb=1)
-    later = {"pull": pb.Pull(version=9, tables=[0], training=[True])}
-    few, many = ([WireTensor.of(np.zeros(size, np.int64))] for size in (1, 70_000))
-    ask(0, later, many)
+
+    def later(worker: int, ids: int) -> None:
+        pull = pb.Pull(version=9, tables=[0], training=[True], counts=[ids])
+        ask(worker, {"pull": pull}, [WireTensor.of(np.zeros(ids, np.int64))])
+
+    few, many = 1, 70_000
+    later(0, many)
     with pytest.raises(ProtocolError, match="too many requests waiting"):
-        ask(0, later, many)
+        later(0, many)
     for _ in range(4):
-        ask(0, later, few)
+        later(0, few)
     with pytest.raises(ProtocolError, match=r"worker 0 has too many.*at most 5.*got 5 with"):
-        ask(0, later, few)
-    ask(1, later, few)
+        later(0, few)
+    later(1, few)
 
 
 def test_an_answer_that_cannot_be_made_concerns_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, service = member_and_other()
-    pull = {"pull": pb.Pull(tables=[0], training=[True])}
+    pull = {"pull": pb.Pull(tables=[0], training=[True], counts=[3])}
     with monkeypatch.context() as patch:
-        patch.setattr(Shard, "read", lambda *_, **__: (_ for _ in ()).throw(MemoryError("none left")))
+        patch.setattr(Shard, "read_joined", lambda *_, **__: (_ for _ in ()).throw(MemoryError("none left")))
         with pytest.raises(FleetError, match=r"could not make an answer.*none left"):
             ask(1, pull, [WireTensor.of(np.arange(3))])
     assert service.failure is None

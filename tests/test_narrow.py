@@ -316,9 +316,9 @@ def push(wire_dtype: str) -> tuple[dict[str, Any], list[list[WireTensor]]]:
     """A good one: the message, and what travels of two blocks, two tables' ids and their gradients."""
     narrow = Narrow(wire_dtype)
     kind, tensors = fuzz.requests("sync", 1)["push"]
-    weight, bias, ids, rows, others, more = tensors
+    weight, bias, ids, rows, more = tensors
     encoded = [narrow.encode(torch.from_numpy(tensor.array)) for tensor in (weight, bias, rows, more)]
-    return kind, [encoded[0], encoded[1], [ids], encoded[2], [others], encoded[3]]
+    return kind, [encoded[0], encoded[1], [ids], encoded[2], encoded[3]]
 
 
 BAD: dict[str, Callable[[list[list[WireTensor]]], object]] = {
@@ -351,8 +351,9 @@ def test_rows_may_not_grow_beyond_a_message_when_they_are_read() -> None:
     ask, service = member("int8", limit_mb=1)
     kind, parts = push("int8")
     count = 100_000
-    parts[4] = [WireTensor.of(np.zeros(count, np.int64))]
-    parts[5] = [WireTensor.of(np.ones((count, 3), np.int8)), WireTensor.of(np.ones(count))]
+    kind["push"].row_counts[1] = count
+    parts[2] = [WireTensor.of(np.zeros(2 + count, np.int64))]
+    parts[4] = [WireTensor.of(np.ones((count, 3), np.int8)), WireTensor.of(np.ones(count))]
     with pytest.raises(FleetError, match=r"more rows than a message may hold.*2\.3 MiB"), taking_at_most(MEBI):
         ask(1, kind, [tensor for each in parts for tensor in each])
     assert service.failure is None

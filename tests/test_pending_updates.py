@@ -28,7 +28,7 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.wire_errors import raise_if_error
 
 #: Of one row of every table, and beyond them one that nobody pushes.
-IDS = [WireTensor.of(np.array([1, 50])), WireTensor.of(np.array([-7, 51]))]
+IDS = [WireTensor.of(np.array([1, 50, -7, 51]))]
 
 
 class Server:
@@ -55,7 +55,7 @@ class Server:
 
     def rows(self, version: int) -> list[Any]:
         """Of every table the row that is pushed, and one that is not."""
-        pull = pb.Pull(version=version, tables=[0, 1], training=[True, True])
+        pull = pb.Pull(version=version, tables=[0, 1], training=[True, True], counts=[2, 2])
         (reply,) = self.ask(0, version, "pull", pull=pull)
         return [tensor.numpy().copy() for tensor in reply.tensors]
 
@@ -121,7 +121,7 @@ def test_nobody_waits_for_the_answer_to_an_asynchronous_push() -> None:
 
 def test_a_request_that_waited_for_the_version_gets_its_rows() -> None:
     server, got = Server(), []
-    pull = pb.Pull(version=1, tables=[0, 1], training=[True, True])
+    pull = pb.Pull(version=1, tables=[0, 1], training=[True, True], counts=[2, 2])
     waiting = Frame(pb.Request(worker=0, incarnation=1, step=0, pull=pull), IDS)
     server.service.handle(waiting, got.append)
     assert not got
@@ -149,7 +149,7 @@ def test_whoever_waits_is_told_when_rows_cannot_be_updated(version: int, monkeyp
         raise MemoryError("none left")
 
     server, told = Server(), []
-    pull = pb.Pull(version=version, dense=True, tables=[0, 1], training=[True, True], ahead=True)
+    pull = pb.Pull(version=version, dense=True, tables=[0, 1], training=[True, True], counts=[2, 2], ahead=True)
     server.service.handle(Frame(pb.Request(worker=0, incarnation=1, step=1, pull=pull), IDS), told.append)
     monkeypatch.setattr(Table, "apply", refused)
     with contextlib.suppress(JobAbortedError):  # where the rows are needed at once, whoever closes the round is told

@@ -484,6 +484,14 @@ def test_the_fingerprint_covers_where_the_cuts_are(monkeypatch: pytest.MonkeyPat
     assert theirs.fingerprint != ours.fingerprint
 
 
+def test_the_fingerprint_covers_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make_plan(BASE)
+    monkeypatch.setattr(plan, "PROTOCOL", plan.PROTOCOL - 1)
+    theirs = make_plan(BASE)
+    assert theirs.fingerprint != ours.fingerprint
+    assert theirs.placement == ours.placement
+
+
 def test_the_fingerprint_covers_the_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = make_plan(BASE)
     monkeypatch.setattr(RoundRobin, "dispatch", lambda self, owners: [0] * len(owners))

@@ -59,7 +59,8 @@ class Caller:
 
     def ask(self) -> None:
         self._ids = self._batches[self._step % len(self._batches)]
-        pull = pb.Pull(version=self._version_needed(self._step), tables=[0], training=[True])
+        count = self._ids.array.size
+        pull = pb.Pull(version=self._version_needed(self._step), tables=[0], training=[True], counts=[count])
         self._asked = self._client.start(Frame(self._client.request(self._step, pull=pull), [self._ids]), "rows")
 
     def push(self) -> float:
@@ -75,6 +76,7 @@ class Caller:
             used_tables=[0],
             steps=1,
             rows_read_at=list(rows.message.table_clocks),
+            row_counts=[self._ids.array.size],
         )
         tensors = [self._dense, self._ids, WireTensor.of(gradients)]
         self._pushed = self._client.start(Frame(self._client.request(self._step, push=push), tensors), "push")

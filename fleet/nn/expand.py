@@ -207,8 +207,8 @@ def _gradient(found: Found, like: tuple[torch.Size, torch.device], rows: torch.T
         assert found.weight is not None, "only look-ups that are trained are weighed"
         found.weighed.note(adds=_is_there(found.weight))
     ids, padding = found.ids, found.padding
-    if len(rows) > len(ids):  # a bag may have had one more
-        rows = rows[: len(ids)]
+    if rows.shape[0] > ids.numel():  # a bag may have had one more
+        rows = rows[: ids.numel()]
     if padding is not None:
         ids = torch.cat([ids[:padding], ids[padding + 1 :]])
         rows = torch.cat([rows[:padding], rows[padding + 1 :]])
@@ -256,16 +256,13 @@ def _added(found: Sequence[Found], grads: Sequence[torch.Tensor | None]) -> list
     """Return for every table the sums of the gradients of each row; None where there are none."""
     if torch.is_grad_enabled():
         return [None if grad is None else _added_by_torch(each, grad) for each, grad in zip(found, grads, strict=True)]
-    totals: list[torch.Tensor | None] = []
+    totals = _zeros(found, grads)
     kept: list[torch.Tensor] = []
     alike: dict[tuple[int, torch.dtype], list[Summed]] = {}
-    for each, grad in zip(found, grads, strict=True):
-        if grad is None:
-            totals.append(None)
+    for each, grad, total in zip(found, grads, totals, strict=True):
+        if grad is None or total is None:
             continue
         dim = grad.shape[-1]
-        total = grad.new_zeros(len(each.ids), dim)
-        totals.append(total)
         places = each.inverse
         count = places.numel()
         if not count or not dim:
@@ -287,6 +284,23 @@ def _added(found: Sequence[Found], grads: Sequence[torch.Tensor | None]) -> list
         alike.setdefault((dim, grad.dtype), []).append(where)
     for (dim, dtype), tables in alike.items():
         accumulate_each(tables, dim, _NUMPY[dtype])
+    return totals
+
+
+def _zeros(found: Sequence[Found], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return for every table a row of zeros for each id; small ones of one width lie in one piece of memory."""
+    totals: list[torch.Tensor | None] = [None] * len(found)
+    small: dict[tuple[int, torch.dtype], list[int]] = {}
+    for place, (each, grad) in enumerate(zip(found, grads, strict=True)):
+        if grad is not None and each.inverse.numel() < LARGE:
+            small.setdefault((grad.shape[-1], grad.dtype), []).append(place)
+        elif grad is not None:
+            totals[place] = grad.new_zeros(each.ids.numel(), grad.shape[-1])
+    for (dim, _), places in small.items():
+        counts = [found[place].ids.numel() for place in places]
+        zeros = grads[places[0]].new_zeros(sum(counts), dim)  # type: ignore[union-attr]
+        for place, total in zip(places, zeros.split_with_sizes(counts), strict=True):
+            totals[place] = total
     return totals
 
 

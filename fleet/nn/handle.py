@@ -289,7 +289,7 @@ class TableHandle:
         padding: int | None = None
         if padding_idx is not None:
             found = (lookup.ids == padding_idx).nonzero()
-            if len(found):
+            if found.numel():
                 padding = int(found[0])
                 if self.zero_padding:
                     rows = rows.clone()

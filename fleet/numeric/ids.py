@@ -60,6 +60,20 @@ def bounds(ids: Ids) -> tuple[int, int]:
     return low, high
 
 
+@compiled
+def first_outside(ids: Ids, stops: Ids, bounds: Ids) -> int:
+    """Return the first of several tables that has an id outside of its bounds, the least and the greatest that it may
+    be; -1 if none has. The ids of each table end at its stop."""
+    start = 0
+    for t in range(stops.size):
+        low, high = bounds[t, 0], bounds[t, 1]
+        for k in range(start, stops[t]):
+            if ids[k] < low or ids[k] > high:
+                return t
+        start = stops[t]
+    return -1
+
+
 # ---------------------------------------------------------------------------------------------- de-duplication
 
 
@@ -271,6 +285,22 @@ def gather(rows: Rows, slots: Ids, out: Array) -> int:
                 out[k, j] = here[j]
         else:
             absent += 1
+    return absent
+
+
+@compiled
+def lift(slots: Ids, stops: Ids, offsets: Ids, out: Ids) -> int:
+    """Add to the slots of each of several tables, which end at its stop, the table's offset; a negative one stays as it
+    is. Return how many of these there are."""
+    start = absent = 0
+    for t in range(stops.size):
+        for k in range(start, stops[t]):
+            if slots[k] >= 0:
+                out[k] = slots[k] + offsets[t]
+            else:
+                out[k] = slots[k]
+                absent += 1
+        start = stops[t]
     return absent
 
 

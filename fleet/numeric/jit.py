@@ -6,7 +6,7 @@ the GIL and is kept on disk; numba picks the user's cache directory when the pac
 
 The disk cache knows a function by its own file only. A compiled function may therefore call another one of the same
 file, or one of another file whose meaning is fixed for ever (``mix``, ``row``, ``prefetch``, ``copy_bytes``,
-``touch``, ``read_file``, ``read_cached``, ``announce_read``).
+``touch``, ``read_file``, ``read_cached``, ``announce_read``, ``lying_at``).
 """
 
 from __future__ import annotations
@@ -184,6 +184,26 @@ def _row(_context: Any, rows: Any, _number: Any) -> Any:
     return row(rows, types.int64), emit
 
 
+def _lying_at(_context: Any, like: Any, _address: Any, _size: Any) -> Any:
+    from numba import types
+    from numba.core import cgutils
+    from numba.np import arrayobj
+
+    filled: Any = arrayobj.populate_array
+    array = types.Array(like.dtype, 1, "C")
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        itemsize = context.make_array(like)(context, builder, args[0]).itemsize
+        made = context.make_array(array)(context, builder)
+        data = builder.inttoptr(args[1], made.data.type)
+        packed: Any = cgutils.pack_array
+        shape, strides = (packed(builder, [each]) for each in (args[2], itemsize))
+        filled(made, data, shape, strides, itemsize, None)
+        return made._getvalue()
+
+    return array(like, types.int64, types.int64), emit
+
+
 def _prefetch(_context: Any, rows: Any, _number: Any) -> Any:
     from llvmlite import ir
     from numba import types
@@ -293,6 +313,12 @@ def _declared(module: Any, name: str, shape: Any) -> Any:
 @_code(_row)
 def row(rows: Rows, number: Any) -> Array:  # type: ignore[empty-body]
     """Return one row, to read and to write in place. Nobody checks whether there is one."""
+
+
+@_code(_lying_at)
+def lying_at(like: Array, address: Any, size: Any) -> Array:  # type: ignore[empty-body]
+    """Return the flat array of so many elements, of the type of another one, that lies at an address. The caller keeps
+    what is there."""
 
 
 @_code(_copy_bytes)

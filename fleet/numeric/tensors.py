@@ -80,13 +80,13 @@ class WireTensor:
 
 
 class EndToEnd(WireTensor):
-    """Holds flat tensors of one element type that travel as one, from where they lie. They belong to the user, who may
-    change them when they have arrived."""
+    """Holds tensors of one element type that travel as one, from where they lie: flat ones, or rows of one width. They
+    belong to the user, who may change them when they have arrived."""
 
     _parts: Sequence[np.ndarray[Any, Any]]
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        parts = [WireTensor.of(tensor) for tensor in tensors]
+    def __init__(self, tensors: Sequence[torch.Tensor | WireTensor]) -> None:
+        parts = [each if isinstance(each, WireTensor) else WireTensor.of(each) for each in tensors]
         self.dtype, self._parts = parts[0].dtype, [part.array for part in parts]
 
     @property
@@ -95,7 +95,7 @@ class EndToEnd(WireTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(part.size for part in self._parts),)
+        return sum(len(part) for part in self._parts), *self._parts[0].shape[1:]
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,10 @@ from fleet.plan.dispatch import DISPATCHERS
 from fleet.plan.slicing import block_sizes
 from fleet.plan.specs import DTYPES, JobSpec, ParamSpec
 
+#: What workers and servers say to each other. It goes into the fingerprint, so that those of releases that say it
+#: otherwise do not go on with each other.
+PROTOCOL = 2
+
 
 @dataclass(frozen=True)
 class Block:
@@ -82,7 +86,7 @@ def make_plan(spec: JobSpec) -> Plan:
     dispatcher = DISPATCHERS[settings.split_method](settings.server_num)
     servers = tuple(dispatcher.dispatch([_name(spec.params[block.param], block) for block in blocks]))
     placement = repr(([block.numel for block in blocks], servers)).encode()
-    fingerprint = hashlib.sha256(spec.common.to_json().encode() + placement)
+    fingerprint = hashlib.sha256(spec.common.to_json().encode() + placement + b"protocol %d" % PROTOCOL)
     return Plan(spec, tuple(blocks), servers, hashlib.sha256(placement).hexdigest(), fingerprint.hexdigest())
 
 

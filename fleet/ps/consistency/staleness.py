@@ -25,7 +25,10 @@ class Staleness:
         self._counts: dict[int, dict[str, Counter[int]]] = {}
 
     def add(self, worker: int, name: str, staleness: int) -> None:
-        self._counts.setdefault(worker, {}).setdefault(name, Counter())[bucket(staleness)] += 1
+        by_name = self._counts.setdefault(worker, {})
+        if name not in by_name:
+            by_name[name] = Counter()
+        by_name[name][bucket(staleness)] += 1
 
     def resume(self, counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
         """Go on from earlier counts, which have come through JSON."""

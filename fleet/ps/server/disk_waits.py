@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+
 from fleet.errors import FleetError
 from fleet.numeric.jit import Ids
 from fleet.plan.plan import Plan
@@ -106,13 +108,20 @@ def _rows_of(shard: Shard, frame: Frame) -> list[tuple[Table, Ids]]:
     """Return the rows that a request speaks of. What makes no sense is refused when it is carried out."""
     request = frame.message
     kind = request.WhichOneof("kind")
+    ids = [tensor.array for tensor in frame.tensors if tensor.dtype == "int64"]  # nothing else in them is
     if kind == "upload":
         tables = [request.upload.table] if request.upload.rows and request.upload.edit else []
+    elif kind == "pull":
+        tables, ids = request.pull.tables, _cut(ids, request.pull.counts)
     else:
-        tables = request.pull.tables if kind == "pull" else request.push.row_tables
-    ids = [tensor.array for tensor in frame.tensors if tensor.dtype == "int64"]  # nothing else in them is
+        tables, ids = request.push.row_tables, _cut(ids, request.push.row_counts)
     found = shard.rows_of(tables, ids)
     if kind == "push" and shard.changes is not None:  # which the answer has
         changed = shard.changes.marked(request.worker)
         found += shard.rows_of([*changed], [*changed.values()])
     return found
+
+
+def _cut(ids: Sequence[Ids], counts: Sequence[int]) -> list[Ids]:
+    """Return the ids of each table, of which there are so many."""
+    return [each for every in ids[:1] for each in np.split(every, np.cumsum(counts, dtype=np.int64)[:-1])]

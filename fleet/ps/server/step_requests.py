@@ -13,12 +13,14 @@ import logging
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fleet.base.clock import Clock
 from fleet.errors import ConfigurationError, FleetError, JobAbortedError, PlanMismatchError, ProtocolError
+from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
 from fleet.plan.specs import DTYPES
@@ -29,11 +31,13 @@ from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox, Waiting
 from fleet.ps.server.state_requests import check_name, state_of
 from fleet.ps.server.statistics import Statistics
+from fleet.ps.table.bundle import parts
 from fleet.ps.table.previous_round import PreviousRound
-from fleet.ps.table.shard import Contribution
+from fleet.ps.table.shard import Contribution, JoinedRows
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import Narrow
+from fleet.ps.wire.row_tensors import ids_of
 from fleet.ps.wire.wire_errors import error_reply
 
 _log = logging.getLogger("fleet.server")
@@ -111,11 +115,12 @@ class StepRequests:
     def pull(self, job: Job, arrival: Arrival) -> None:
         """Answer with values, when those of the wanted version are there."""
         request, rounds = arrival.request, job.rounds
-        pull, ids = request.pull, arrival.tensors
-        if not (len(pull.tables) == len(pull.training) == len(ids)):
+        pull = request.pull
+        is_counted = len(pull.tables) == len(pull.training) == len(pull.counts)
+        if not is_counted or len(arrival.tensors) != bool(pull.tables):
             raise ProtocolError("a pull's tables and ids differ in number")
-        wanted = _wanted(pull, ids)
-        _check_reply(job, pull, ids)
+        wanted = _wanted(pull, arrival.tensors)
+        _check_reply(job, pull)
         is_remembered = job.policy.remembers_read(dense=pull.dense, training=any(pull.training))
         waiting = Waiting(
             request.worker,
@@ -124,7 +129,7 @@ class StepRequests:
             arrival.respond,
             lambda: self._values(job, request.worker, pull.version, pull.dense, wanted),
             ahead=pull.ahead,
-            has_rows=bool(wanted),
+            has_rows=bool(pull.tables),
             version=pull.version,
             nbytes=arrival.frame.nbytes,
             handing_out=arrival.frame if is_remembered else None,
@@ -248,9 +253,7 @@ class StepRequests:
 
     # ---------------------------------------------------------------- answers
 
-    def _values(
-        self, job: Job, worker: int, needed: int, dense: bool, wanted: Sequence[tuple[int, Any, bool]]
-    ) -> Frame:
+    def _values(self, job: Job, worker: int, needed: int, dense: bool, wanted: Wanted | None = None) -> Frame:
         """Return the values that a worker needs, at a version at least: the current ones, but for a worker that goes
         back a step. Rows are copied now, under the lock, dense values when they change; encoding and sending come after
         it."""
@@ -265,27 +268,35 @@ class StepRequests:
             if shard.compensation is not None:
                 handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
                 shard.compensation.handed_dense(worker, handed)
-        clocks = []
-        try:
-            for table, ids, training in wanted:
-                rows = shard.read(table, ids, training, before_cut=previous is not None)
-                if previous is not None:
-                    previous.restore(table, ids, rows)
-                tensors.append(WireTensor.of(rows))
-                clocks.append(shard.table(table).step)
-                if shard.compensation is not None and training:
-                    shard.compensation.handed_rows(worker, table, ids, rows)
-                if shard.changes is not None and training:
-                    shard.changes.hold(worker, table, ids)
-        except FleetError as error:
-            return error_reply(error)
-        reply.table_clocks.extend(clocks)
+        if wanted is not None:
+            try:
+                tensors += [WireTensor.of(rows) for rows in self._rows(job, worker, wanted, previous)]
+            except FleetError as error:
+                return error_reply(error)
+            reply.table_clocks.extend([shard.tables[index].step for index in wanted.tables])
         return Frame(reply, tensors)
+
+    def _rows(self, job: Job, worker: int, wanted: Wanted, previous: PreviousRound | None) -> list[Array]:
+        """Return the rows of a pull, and note that the worker has them where that has to be known."""
+        shard = job.held()
+        found = shard.read_joined(*wanted, before_cut=previous is not None)
+        if previous is None and shard.readers is None:
+            return found
+        runs = [run.places for run in shard.request(wanted.tables, wanted.training).runs]
+        joined = JoinedRows(wanted.tables, wanted.ids, wanted.stops, runs, found)
+        for (index, ids, rows), is_trained in zip(joined.each(), wanted.training, strict=True):
+            if previous is not None:
+                previous.restore(index, ids, rows)
+            if shard.compensation is not None and is_trained:
+                shard.compensation.handed_rows(worker, index, ids, rows)
+            if shard.changes is not None and is_trained:
+                shard.changes.hold(worker, index, ids)
+        return found
 
     def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
         """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
         the clocks of all tables."""
-        values = self._values(job, worker, step, not quiet, ())
+        values = self._values(job, worker, step, not quiet)
         values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
         values.message.others_give = job.states.others_give(worker)
@@ -315,43 +326,58 @@ def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> C
     narrow = Narrow(shard.plan.spec.settings.wire_dtype)
     sizes = shard.dense.layout_of(present).sizes
     of_dense = sum(map(narrow.parts, sizes))
-    tables = {index: shard.table(index).spec for index in push.row_tables}
-    if len(tables) != len(push.row_tables):
-        raise ProtocolError("a push names a table twice", got=list(push.row_tables)[:20])
-    if len(tensors) != of_dense + sum(
-        1 + narrow.parts(table.dtype) + table.goes_by_weight for table in tables.values()
-    ):
+    tables = tuple(push.row_tables)
+    if len({*tables}) != len(tables):
+        raise ProtocolError("a push names a table twice", got=tables[:20])
+    if not len(tables) == len(push.row_counts) == len(push.rows_read_at):
+        raise ProtocolError("a push does not say how many rows a table has, or when they were read", got=len(tables))
+    known = shard.request(tables)
+    specs = [table.spec for table in known.tables]
+    of_rows = sum(narrow.parts(specs[run.places.start].dtype) for run in known.runs)
+    weighed = [place for place, spec in enumerate(specs) if spec.goes_by_weight]
+    if len(tensors) != of_dense + bool(tables) + of_rows + bool(weighed):
         raise ProtocolError("a push has the wrong number of tensors", got=len(tensors))
-    if len(push.rows_read_at) != len(push.row_tables):
-        raise ProtocolError("a push does not say when its rows were read", got=len(push.rows_read_at))
-    rest = iter(tensors[of_dense:])
-    rows, weights, nbytes = {}, {}, 0
-    for index, table in tables.items():
-        ids, encoded = next(rest), list(itertools.islice(rest, narrow.parts(table.dtype)))
-        nbytes += ids.array.size * table.dim * DTYPES[table.dtype]
+    ids, stops = ids_of(tensors[of_dense:], push.row_counts)
+    rest = iter(tensors[of_dense + bool(tables) :])
+    gradients, nbytes, begin = [], 0, 0
+    for places, _ in known.runs:
+        spec, count = specs[places.start], int(stops[places.stop - 1]) - begin
+        encoded = list(itertools.islice(rest, narrow.parts(spec.dtype)))
+        nbytes += count * spec.dim * DTYPES[spec.dtype]
         if not narrow.is_plain and nbytes > job.most_bytes:
             raise ProtocolError(
                 "a push has more rows than a message may hold",
-                expected=f"at most {job.most_bytes >> 20} MiB, in {table.dtype} (FLEET_MAX_MESSAGE_MB)",
+                expected=f"at most {job.most_bytes >> 20} MiB, in {spec.dtype} (FLEET_MAX_MESSAGE_MB)",
                 got=f"{nbytes / (1 << 20):.1f} MiB",
             )
-        rows[index] = ids.numpy(), narrow.decode_rows(encoded, table.dtype, (ids.array.size, table.dim))
-        if table.goes_by_weight:
-            weights[index] = next(rest).numpy()
+        gradients.append(narrow.decode_rows(encoded, spec.dtype, (count, spec.dim)))
+        begin += count
+    joined = JoinedRows(tables, ids, stops, [run.places for run in known.runs], gradients)
     dense = present, narrow.decode_flats(tensors[:of_dense], sizes)
     contribution = Contribution(
         worker=request.worker,
         options=tuple(push.options),
         dense=job.rounds.ahead.joined(request, dense, shard.dense) if push.attempt else dense,
-        rows=rows,
+        rows=joined.by_table(),
         used=frozenset(push.used_tables) | frozenset(push.row_tables),
         read_at=push.read_at,
         rows_read_at=dict(zip(push.row_tables, push.rows_read_at, strict=True)),
-        weights=weights or None,
+        weights=_weights_of(joined, weighed, next(rest)) if weighed else None,
         now=_time_of(push) if any(table.goes_by_time for table in shard.plan.spec.tables) else None,
+        joined=joined,
     )
     shard.check(contribution)
     return contribution
+
+
+def _weights_of(joined: JoinedRows, places: Sequence[int], tensor: WireTensor) -> dict[int, Array]:
+    """Return the weights of look-ups for the tables that go by them, which stand at these places."""
+    each = parts(joined.stops)
+    stops = np.cumsum([each[place].stop - each[place].start for place in places])
+    weights = tensor.numpy()
+    if weights.shape != (stops[-1],):
+        raise ProtocolError("weights of look-ups do not fit", expected=f"{stops[-1]}", got=f"{weights.shape}")
+    return {joined.tables[place]: weights[part] for place, part in zip(places, parts(stops), strict=True)}
 
 
 def _time_of(push: Any) -> float:
@@ -401,14 +427,14 @@ def _known_to(job: Job, worker: int, flats: Sequence[torch.Tensor]) -> Sequence[
     return [by_dtype[dtype][:size] for dtype, size in known.sizes.items()]
 
 
-def _check_reply(job: Job, pull: Any, ids: Sequence[WireTensor]) -> None:
+def _check_reply(job: Job, pull: Any) -> None:
     """Refuse a pull whose reply would be too large: repeated ids let a small request take much memory here."""
     tables = job.plans.current.spec.tables
     nbytes = 0
-    for index, tensor in zip(pull.tables, ids, strict=True):
+    for index, count in zip(pull.tables, pull.counts, strict=True):
         if index >= len(tables):
             raise ProtocolError("a message names a table this job does not have", got=index)
-        nbytes += tensor.array.size * tables[index].dim * DTYPES[tables[index].dtype]
+        nbytes += count * tables[index].dim * DTYPES[tables[index].dtype]
     if nbytes > job.most_bytes:
         raise ConfigurationError(
             "a reply would be larger than a message may be",
@@ -431,10 +457,19 @@ def _lacking(job: Job, worker: int, step: int) -> PlanMismatchError:
     )
 
 
-def _wanted(pull: Any, ids: Sequence[WireTensor]) -> list[tuple[int, Any, bool]]:
-    """Return the tables that a pull asks for, each with the rows, and whether to train them."""
-    rows = [tensor.numpy() for tensor in ids]
-    return list(zip(pull.tables, rows, pull.training, strict=True))
+class Wanted(NamedTuple):
+    """Names tables whose rows a worker asks for, says of each whether to train them, and holds the ids of all and where
+    those of each end."""
+
+    tables: tuple[int, ...]
+    training: tuple[bool, ...]
+    ids: Array
+    stops: Array
+
+
+def _wanted(pull: Any, tensors: Sequence[WireTensor]) -> Wanted | None:
+    """Return what a pull asks for of tables; None if of none."""
+    return Wanted(tuple(pull.tables), tuple(pull.training), *ids_of(tensors, pull.counts)) if pull.tables else None
 
 
 def _answer_of(waiting: Waiting) -> Frame:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fleet.numeric.ids import mix, touch_pages
-from fleet.numeric.jit import Ids, Rows, compiled, prefetch, row
+from fleet.numeric.jit import Ids, Rows, Segments, compiled, lying_at, prefetch, row
 
 Entries = npt.NDArray[np.uint64]
 
@@ -62,6 +62,11 @@ class Index:
         slots = np.empty(ids.size, np.int64)
         _find(*self._tables(), keys, ids, slots)
         return slots
+
+    def places(self) -> tuple[int, ...]:
+        """Return what ``find_each`` has to know of this index, until the next call that changes it."""
+        now, _, old, _, moved = self._tables()
+        return now.ctypes.data, now.size, old.ctypes.data, old.size, moved
 
     def insert(self, keys: Rows, ids: Ids) -> tuple[Ids, int]:
         """Return the slot of every id, where new ids get the next slots, and how many there are now. ``keys`` has room
@@ -138,6 +143,17 @@ def _shift(entries: Entries) -> int:
     return 65 - entries.size.bit_length()
 
 
+def find_each(places: Ids, like: Segments, ids: Ids, stops: Ids, slots: Ids) -> None:
+    """Find in several indexes what ``find`` finds in one: the ids of each lie behind those of the one before, and end
+    at its stop. ``places`` has for each index what its ``places`` returns, then where its keys' segments are listed,
+    and how many they are; ``like`` are the keys of one."""
+    _find_each(places, like, _LIKE_ENTRIES, ids, stops, slots)
+
+
+#: For the type of the elements that lie at an address.
+_LIKE_ENTRIES: Entries = np.zeros(1, np.uint64)
+
+
 @compiled
 def _slot(entry: np.uint64) -> np.int64:
     return np.int64(entry & _SLOT_MASK) - 1
@@ -179,6 +195,26 @@ def _find(now: Entries, shift: int, old: Entries, old_shift: int, moved: int, ke
                 slots[known] = _slot(now[_searched(now, shift, keys, ids[known])])
             else:
                 slots[known] = _slot(old[_searched(old, old_shift, keys, ids[known])])
+
+
+@compiled
+def _find_each(places: Ids, like: Segments, entries: Entries, ids: Ids, stops: Ids, slots: Ids) -> None:
+    start = 0
+    for t in range(stops.size):
+        at, size, old_at, old_size, moved, listed, segments = places[t]
+        now, old = lying_at(entries, at, size), lying_at(entries, old_at, old_size)
+        keys = Segments(lying_at(entries, listed, segments), like.like, like.bits)
+        stop = stops[t]
+        _find(now, _shift_of(size), old, _shift_of(old_size), moved, keys, ids[start:stop], slots[start:stop])
+        start = stop
+
+
+@compiled
+def _shift_of(size: int) -> int:
+    shift = 64
+    while size > 1:
+        shift, size = shift - 1, size >> 1
+    return shift
 
 
 @compiled

@@ -107,13 +107,17 @@ class LivingTable(Table):
 
     # ---------------------------------------------------------------- rows
 
-    def read(self, ids: Ids, training: bool, *, before_cut: bool = False) -> Array:
+    @property
+    def layout(self) -> None:
+        """Return nothing: which rows there are is looked up in ways of its own."""
+
+    def read(self, ids: Ids, training: bool, out: Array | None = None, *, before_cut: bool = False) -> Array:
         """Return the rows of ids; with ``before_cut`` also those that left after the last round."""
         if not (before_cut and self._is_cut_new):
-            return super().read(ids, training)
+            return super().read(ids, training, out)
         cut, self.cut = self.cut, None
         try:
-            return super().read(ids, training)
+            return super().read(ids, training, out)
         finally:
             self.cut = cut
 
@@ -373,8 +377,8 @@ class LivingTable(Table):
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
         super().warm(options)
-        options = self._kernel.options if options is None else options
-        trial = LivingTable(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
+        options = self.kernel.options if options is None else options
+        trial = LivingTable(replace(self.spec, num_embeddings=None), self.kernel, self._seed)
         ids, grads = np.arange(1024), np.zeros((1024, self.spec.dim), self._dtype)
         for trial.step in range(1, 3):
             trial.train([(ids, grads)], [None], 1, options, 0.0)

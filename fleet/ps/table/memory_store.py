@@ -21,7 +21,7 @@ from fleet.numeric.ids import gather, packed_ids, scatter, stamp, touch_pages, u
 from fleet.numeric.jit import Array, Ids, Segments
 from fleet.ps.table.index import Index
 from fleet.ps.table.row_file import Reading
-from fleet.ps.table.store import Batch, Between
+from fleet.ps.table.store import Batch, Between, Layout
 
 _SEGMENT_BYTES = 32 << 20
 #: No more than this is copied when a column grows.
@@ -57,6 +57,8 @@ class MemoryStore:
         #: what is free, once a row was removed
         self._free: _Free | None = None
         self.created = _NONE
+        #: None when something may have moved
+        self._layout: Layout | None = None
 
     def __len__(self) -> int:
         return self._count if self._free is None else self._count - self._free.slots_without_rows
@@ -84,6 +86,7 @@ class MemoryStore:
         return self._index.find(self._keys.rows, packed_ids(ids))
 
     def insert(self, ids: Ids) -> Ids:
+        self._layout = None
         if self._free is not None:
             return self._insert_where_free(packed_ids(ids), self._free)
         ids, before = packed_ids(ids), self._count
@@ -111,6 +114,7 @@ class MemoryStore:
         return slots
 
     def remove(self, ids: Ids) -> None:
+        self._layout = None
         if self._free is None:
             dead = np.arange(self._count, self._count + 2)
             self._count += 2
@@ -126,6 +130,7 @@ class MemoryStore:
         """Do nothing: a row has one place."""
 
     def reserve(self, count: int) -> None:
+        self._layout = None
         self._reserved = count
         self._index.reserve(self._keys.rows, count)
         for column in self._all():
@@ -148,6 +153,7 @@ class MemoryStore:
 
     def ensure_column(self, name: str, width: int, fill: float, dtype: npt.DTypeLike) -> None:
         if name not in self._columns:
+            self._layout = None
             self._columns[name] = _Column(width, fill, np.dtype(dtype), self._segment_bytes)
             self._columns[name].extend(0, self._count)
         column = self._columns[name]
@@ -162,6 +168,14 @@ class MemoryStore:
 
     def column(self, name: str) -> Segments:
         return self._columns[name].rows
+
+    @property
+    def layout(self) -> Layout:
+        if self._layout is None:
+            keys = self._keys.rows
+            places = *self._index.places(), keys.addresses.ctypes.data, keys.addresses.size
+            self._layout = Layout(places, keys, {name: column.rows for name, column in self._columns.items()})
+        return self._layout
 
     def reading(self, ids: Ids, *, expected: bool) -> None:
         """Return nothing: all rows are in memory."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import ConfigurationError, ProtocolError
 from fleet.kernels import HINTS, RULES
 from fleet.kernels.rule import Rule
-from fleet.numeric.merge import merge
+from fleet.numeric.merge import merge, merge_each
 from fleet.plan.plan import Plan
 from fleet.ps.consistency import policy_of
 from fleet.ps.consistency.staleness import DENSE, Staleness
+from fleet.ps.table.bundle import Bundle, Request, Requests, parts, warm
 from fleet.ps.table.changes import Changes
 from fleet.ps.table.compensation import Compensation
 from fleet.ps.table.dense_blocks import DenseBlocks, Gradient
@@ -35,6 +36,7 @@ from fleet.ps.table.row_file import Backlog, Reading
 from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.stores import MemoryStores, NewStore, Stores
 from fleet.ps.table.table import EPOCH_BYTES, Table
+from fleet.ps.wire.row_tensors import order_of
 
 Array = np.ndarray[Any, Any]
 
@@ -55,6 +57,35 @@ _COUNT_BYTES = 16
 _MOST_OPTIONS = 64 << 10
 
 
+class JoinedRows(NamedTuple):
+    """Holds ids of several tables, those of each behind those of the one before and up to its stop; and a row for each
+    id, in one array for every run of neighbours whose rows have one width and element type."""
+
+    tables: tuple[int, ...]
+    ids: Array
+    stops: Array
+    runs: Sequence[slice]
+    rows: Sequence[Array]
+
+    def each(self) -> Iterator[tuple[int, Array, Array]]:
+        """Yield each table, its ids and its rows."""
+        all_parts = parts(self.stops)
+        for run, rows in zip(self.runs, self.rows, strict=True):
+            begin = all_parts[run.start].start
+            for index, part in zip(self.tables[run], all_parts[run], strict=True):
+                yield index, self.ids[part], rows[part.start - begin : part.stop - begin]
+
+    def part(self, run: int, places: slice) -> tuple[Array, Array, Array]:
+        """Return the ids, stops and rows of neighbours in one of the runs."""
+        each = parts(self.stops)
+        begin, start, stop = each[self.runs[run].start].start, each[places.start].start, each[places.stop - 1].stop
+        return self.ids[start:stop], self.stops[places] - start, self.rows[run][start - begin : stop - begin]
+
+    def by_table(self) -> dict[int, tuple[Array, Array]]:
+        """Return the ids and the rows of each table."""
+        return {index: (ids, rows) for index, ids, rows in self.each()}
+
+
 @dataclass(frozen=True)
 class Contribution:
     """Holds what one worker pushed for one step. ``options`` has one JSON object for each param group."""
@@ -71,6 +102,8 @@ class Contribution:
     weights: Mapping[int, Array] | None = None
     #: seconds since the epoch by the worker's clock, where a rule goes by time
     now: float | None = None
+    #: ``rows``, if they came as those of several tables
+    joined: JoinedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +142,7 @@ class Shard:
         self.staleness = Staleness()
         self._slot_cache = SlotCache() if policy.applies_one_lookup(settings.worker_num) else None
         self._tables: list[Table] = []
+        self._requests = Requests(self._tables, self._slot_cache)
         #: those of rows that come and go
         self._living: dict[int, LivingTable] = {}
         #: what is left of the last round
@@ -195,20 +229,35 @@ class Shard:
         """Refuse what does not fit before it becomes part of a round, where it would be everybody's problem."""
         if contribution.options != self._options_text:
             self._check_kinds(self.check_options(self.plan, contribution.options))
-        for index, (ids, grads) in contribution.rows.items():
-            table = self.table(index)
-            spec, expected = table.spec, (ids.size, table.spec.dim)
-            if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype != spec.dtype:
-                raise ProtocolError(
-                    f"gradients for the rows of {spec.name!r} do not fit",
-                    expected=f"int64 ids and {spec.dtype} {expected}",
-                    got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
-                )
-            table.check_range(ids)
+        if contribution.joined is None:
+            for index, (ids, grads) in contribution.rows.items():
+                table = self.table(index)
+                self._check_shape(table, ids, grads)
+                table.check_range(ids)
+        else:
+            self.check_joined(contribution.joined)
         for index in contribution.used:
             self.table(index)
         for index, weights in (contribution.weights or {}).items():
             self._check_weights(index, contribution.rows, weights)
+
+    def check_joined(self, joined: JoinedRows) -> None:
+        """Refuse rows of several tables that do not fit."""
+        request, each = self.request(joined.tables), parts(joined.stops)
+        for run, rows in zip(joined.runs, joined.rows, strict=True):
+            ids = joined.ids[each[run.start].start : each[run.stop - 1].stop]
+            self._check_shape(request.tables[run.start], ids, rows)
+        request.check_range(joined.ids, joined.stops)
+
+    @staticmethod
+    def _check_shape(table: Table, ids: Array, grads: Array) -> None:
+        spec, expected = table.spec, (ids.size, table.spec.dim)
+        if ids.ndim != 1 or ids.dtype != np.int64 or grads.shape != expected or grads.dtype != spec.dtype:
+            raise ProtocolError(
+                f"gradients for the rows of {spec.name!r} do not fit",
+                expected=f"int64 ids and {spec.dtype} {expected}",
+                got=f"{ids.dtype} {ids.shape} and {grads.dtype} {grads.shape}",
+            )
 
     def _check_weights(self, index: int, rows: Mapping[int, tuple[Array, Array]], weights: Array) -> None:
         fits = index in rows and weights.shape == rows[index][0].shape and weights.dtype.kind == "f"
@@ -233,6 +282,11 @@ class Shard:
         if not 0 <= index < len(tables):
             raise ProtocolError("a message names a table this job does not have", got=index)
         return tables[index]
+
+    def request(self, tables: tuple[int, ...], training: tuple[bool, ...] | None = None) -> Request:
+        """Return what is known of a request that names these tables."""
+        self.apply_pending()
+        return self._requests.of(tables, training)
 
     def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
         """Take one optimizer step on the mean of the contributions; the first one's options rule the round. In a mode
@@ -287,8 +341,12 @@ class Shard:
         for living in self._living.values():
             living.sweep(max(_SWEPT, 2 * len(living) // self.evict_every))
         for index in used:
+            self._tables[index].step += 1
+        done = self._apply_bundles(contributions, before)
+        for index in used:
+            if index in done:
+                continue
             table = self._tables[index]
-            table.step += 1
             rows = [each.rows[index] for each in contributions if index in each.rows]
             options = self._options[table.spec.group]
             if rows and isinstance(table, LivingTable):
@@ -302,6 +360,42 @@ class Shard:
         for index in used:
             if index in self._living and self._tables[index].step % self.evict_every == 0:
                 self._living[index].evict(now)
+
+    def _apply_bundles(
+        self, contributions: Sequence[Contribution], before: dict[int, tuple[Array, Array]] | None
+    ) -> set[int]:
+        """Update the rows of tables that can be updated together, and return which these are."""
+        done: set[int] = set()
+        for indices, bundle, ids, stops, grads in self._together(contributions):
+            options = self._options[bundle.tables[0].spec.group]
+            weights = bundle.apply(ids, stops, grads, options, keep=before is not None)
+            done.update(indices)
+            if before is not None and weights is not None:
+                kept = ids.copy()  # a view of them would hold the whole push
+                for index, part in zip(indices, parts(stops), strict=True):
+                    before[index] = kept[part], weights[part]
+        return done
+
+    def _together(
+        self, contributions: Sequence[Contribution]
+    ) -> Iterator[tuple[Sequence[int], Bundle, Array, Array, Array]]:
+        """Yield tables that can be updated together, and their gradients: the distinct ids of each, up to its stop, and
+        a row for every id."""
+        joined = contributions[0].joined if len(contributions) == 1 else None
+        if joined is None:
+            named = sorted(frozenset().union(*(each.rows for each in contributions)))
+            indices = tuple(sorted(named, key=lambda index: order_of(self._tables[index].spec)))
+        else:
+            indices = joined.tables
+        for run_number, run in enumerate(self._requests.of(indices).runs):
+            for places, bundle in run.parts:
+                if bundle is None or not bundle.can_be_updated(self._options[bundle.tables[0].spec.group]):
+                    continue
+                if joined is None:
+                    each = [[c.rows[index] for c in contributions if index in c.rows] for index in indices[places]]
+                    yield indices[places], bundle, *merge_each(each, len(contributions))
+                else:
+                    yield indices[places], bundle, *joined.part(run_number, places)
 
     # ---------------------------------------------------------------- rows that come and go
 
@@ -385,21 +479,43 @@ class Shard:
             )
             for index, (ids, grads) in contribution.rows.items()
         }
-        return replace(contribution, rows=rows)
+        return replace(contribution, rows=rows, joined=None)
 
     def forget(self, worker: int) -> None:
         """Drop the record of what ``worker`` was given, as it has left."""
         if self.readers is not None:
             self.readers.forget(worker)
 
-    def read(self, index: int, ids: Array, training: bool, *, before_cut: bool = False) -> Array:
-        """Return rows; with ``before_cut`` also those that have left since the last round."""
-        if ids.ndim != 1 or ids.dtype != np.int64:
-            raise ProtocolError("ids must be a flat int64 tensor", got=f"{ids.dtype} {ids.shape}")
-        table = self.table(index)
-        if before_cut and isinstance(table, LivingTable):
-            return table.read(ids, training, before_cut=True)
-        return table.read(ids, training)
+    def read(self, index: int, ids: Array, training: bool) -> Array:
+        """Return rows of one table."""
+        return self.table(index).read(ids, training)
+
+    def read_joined(
+        self, tables: tuple[int, ...], training: tuple[bool, ...], ids: Array, stops: Array, *, before_cut: bool = False
+    ) -> list[Array]:
+        """Return rows of several tables, in one array for every run of neighbours whose rows have one width and element
+        type; with ``before_cut`` also those that have left since the last round. The ids of each table end at its
+        stop."""
+        request, each, found = self.request(tables, training), parts(stops), []
+        request.check_range(ids, stops)
+        for run in request.runs:
+            begin, spec = each[run.places.start].start, request.tables[run.places.start].spec
+            rows = np.empty((each[run.places.stop - 1].stop - begin, spec.dim), spec.dtype)
+            found.append(rows)
+            for places, bundle in run.parts:
+                if bundle is not None and bundle.can_be_read:
+                    start, stop = each[places.start].start, each[places.stop - 1].stop
+                    part = rows[start - begin : stop - begin]
+                    bundle.read(ids[start:stop], stops[places] - start, training[places.start], part)
+                    continue
+                for place in range(places.start, places.stop):
+                    table, here = request.tables[place], each[place]
+                    part = rows[here.start - begin : here.stop - begin]
+                    if before_cut and isinstance(table, LivingTable):
+                        table.read(ids[here], training[place], part, before_cut=True)
+                    else:
+                        table.read(ids[here], training[place], part)
+        return found
 
     def rows_of(self, tables: Sequence[int], ids: Sequence[Array]) -> list[tuple[Table, Array]]:
         """Return the tables of a request with the ids that it names, without what makes no sense."""
@@ -461,6 +577,7 @@ class Shard:
         """Compile every kernel before somebody waits for it."""
         for table in self.tables:
             table.warm(self._options[table.spec.group])
+        warm(self.tables)
 
     def freeze(self, since: int, hand_on: HandOn) -> FrozenView:
         """Return a view with which the tables are exported as they are now, while they change; ``hand_on`` gets those

@@ -6,13 +6,15 @@ small part of the time that it takes to find every id once more.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from fleet.numeric.jit import Ids
 
 #: How many ids of all tables are remembered, 16 bytes each. The oldest look-ups are forgotten first.
 MOST_IDS = 2 << 20
 
-#: A table's name, and something that is the same for equal ids and seldom for others.
-_Key = tuple[str, int, int, int]
+#: A table's name, or who reads several, and something that is the same for equal ids and seldom for others.
+_Key = tuple[Hashable, int, int, int]
 
 
 class SlotCache:
@@ -20,11 +22,11 @@ class SlotCache:
         self._known: dict[_Key, tuple[bytes, Ids]] = {}
         self._count = 0
 
-    def remember(self, table: str, ids: Ids, slots: Ids) -> None:
+    def remember(self, of: Hashable, ids: Ids, slots: Ids) -> None:
         """Remember the slots that ids had, -1 where there was none."""
         if not 0 < ids.size <= MOST_IDS:
             return
-        key = _key(table, ids)
+        key = _key(of, ids)
         if key in self._known:
             self._forget(key)
         while self._count + ids.size > MOST_IDS:
@@ -32,9 +34,9 @@ class SlotCache:
         self._known[key] = ids.tobytes(), slots
         self._count += ids.size
 
-    def take(self, table: str, ids: Ids) -> Ids | None:
+    def take(self, of: Hashable, ids: Ids) -> Ids | None:
         """Return the slots that exactly these ids had, if that is known. They are given once."""
-        if not ids.size or (key := _key(table, ids)) not in self._known:
+        if not ids.size or (key := _key(of, ids)) not in self._known:
             return None
         known, slots = self._forget(key)
         return slots if known == ids.tobytes() else None
@@ -45,5 +47,5 @@ class SlotCache:
         return known
 
 
-def _key(table: str, ids: Ids) -> _Key:
-    return table, ids.size, int(ids[0]), int(ids[-1])
+def _key(of: Hashable, ids: Ids) -> _Key:
+    return of, ids.size, int(ids[0]), int(ids[-1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,15 @@ class Between(NamedTuple):
 
 #: Rows of a store: their ids, and their columns by name.
 Batch = tuple[Ids, dict[str, Array]]
+
+
+class Layout(NamedTuple):
+    """Says where everything lies that a store has in memory: what ``find_each`` has to know, the ids by slot, and the
+    columns."""
+
+    places: tuple[int, ...]
+    keys: Segments
+    columns: Mapping[str, Segments]
 
 
 class Store(Protocol):
@@ -100,6 +109,11 @@ class Store(Protocol):
 
         Good while the store lives and until the next call that inserts.
         """
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return where everything lies, the same object for as long as nothing moves; None where rows are elsewhere
+        than in memory."""
 
     def reading(self, ids: Ids, *, expected: bool) -> Reading | None:
         """Return what has to be read from a file before ids can be found, if anything: its ``run`` waits for the disk,

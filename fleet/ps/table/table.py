@@ -24,7 +24,7 @@ from fleet.ps.table.initializers import InitialRows
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.row_file import Backlog, Reading
 from fleet.ps.table.slot_cache import SlotCache
-from fleet.ps.table.store import Batch, Between, Store
+from fleet.ps.table.store import Batch, Between, Layout, Store
 
 #: The column that is the table; the others are the optimizer's, but for this one.
 WEIGHT = "weight"
@@ -55,7 +55,7 @@ class Table:
         """``slot_cache``, if it is given, remembers the ids that are read for training."""
         self.spec = spec
         self.step = 0
-        self._kernel = kernel
+        self.kernel = kernel
         self._seed = seed
         self._dtype = np.dtype(spec.dtype)
         self._initial = InitialRows(spec, seed)
@@ -86,11 +86,23 @@ class Table:
         """Return the names of a row's columns: its values and its optimizer's."""
         return [name for name in self._store.columns if name != _CHANGED]
 
-    def read(self, ids: Ids, training: bool) -> Array:
+    @property
+    def store(self) -> Store:
+        """Return what keeps the rows."""
+        return self._store
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return where all of it lies, the same object for as long as nothing moves; None if it cannot be updated
+        together with others."""
+        return self._store.layout
+
+    def read(self, ids: Ids, training: bool, out: Array | None = None) -> Array:
         """Return the rows of ids, which may repeat. An unknown id reads its initial value, or outside training the mean
-        of those."""
+        of those. They are written into ``out`` if that is given."""
         ids = self._checked(ids)
-        out = np.empty((ids.size, self.spec.dim), self._dtype)
+        if out is None:
+            out = np.empty((ids.size, self.spec.dim), self._dtype)
         for part in self._parts(ids):
             self._read(ids[part], training, out[part])
         return out
@@ -99,7 +111,12 @@ class Table:
         slots = self._find(ids)
         if training and self._slot_cache is not None:
             self._slot_cache.remember(self.spec.name, ids, slots)
-        missing = _missing(slots) if gather(self._store.column(WEIGHT), slots, out) else _NONE
+        if gather(self._store.column(WEIGHT), slots, out):
+            self.make_up(ids, slots, training, out)
+
+    def make_up(self, ids: Ids, slots: Ids, training: bool, out: Array) -> None:
+        """Write into ``out`` what ids without a slot read."""
+        missing = _missing(slots)
         if missing.size and training:
             rows = np.empty((missing.size, self.spec.dim), self._dtype)
             self._initial.fill(ids[missing], rows)
@@ -121,7 +138,7 @@ class Table:
             if before is not None:
                 gather(weights, slots, before[part])
             state = {name: self._store.column(name) for name in names}
-            self._kernel.step(weights, state, slots, grads[part], options, step)
+            self.kernel.step(weights, state, slots, grads[part], options, step)
         self.step = step
         return before
 
@@ -141,7 +158,7 @@ class Table:
 
     def prepare(self, options: Mapping[str, Any]) -> list[str]:
         """Create the columns that the kernel works on, filled with what untouched rows hold, and return their names."""
-        columns = self._kernel.columns(options, self.spec.dim)
+        columns = self.kernel.columns(options, self.spec.dim)
         for name, column in columns.items():
             self._store.ensure_column(name, column.width, column.fill, self._dtype)
         return list(columns)
@@ -252,11 +269,11 @@ class Table:
 
     def warm(self, options: Mapping[str, Any] | None = None) -> None:
         """Compile, or load, everything that a table of this kind runs, on a table of a few rows that is thrown away."""
-        options = self._kernel.options if options is None else options
-        kind = replace(self.spec, name="", num_embeddings=None), self._kernel, repr(options)
+        options = self.kernel.options if options is None else options
+        kind = replace(self.spec, name="", num_embeddings=None), self.kernel, repr(options)
         if kind in _warm:
             return
-        trial = Table(replace(self.spec, num_embeddings=None), self._kernel, self._seed)
+        trial = Table(replace(self.spec, num_embeddings=None), self.kernel, self._seed)
         trial.begin_epoch(1)
         trial.expect(1)
         for _ in trial.touch():
@@ -286,25 +303,44 @@ class Table:
         if known is None:
             slots, fresh = self._store.insert(ids), self._store.created
         else:
-            slots, fresh = self._completed(ids, known)
+            slots, fresh = known, self._completed(ids, known)
         if fresh.size and is_filled:
-            rows = np.empty((fresh.size, self.spec.dim), self._dtype)
-            self._initial.fill(ids[fresh], rows)
-            scatter(self._store.column(WEIGHT), slots[fresh], rows)
+            self._fill(ids[fresh], slots[fresh])
+        self.prepare_change(slots)
+        return slots
+
+    def complete(self, ids: Ids, slots: Ids) -> None:
+        """Give rows, with their initial values, to those of the ids that have no slot, and write their slots beside the
+        others."""
+        fresh = self._completed(ids, slots)
+        if fresh.size:
+            self._fill(ids[fresh], slots[fresh])
+
+    def _completed(self, ids: Ids, slots: Ids) -> Ids:
+        """Write the slots of ids that have none beside the others, and return the places of the new ones."""
+        missing = _missing(slots)
+        if not missing.size:
+            return missing
+        slots[missing] = self._store.insert(ids[missing])
+        return missing[self._store.created]  # others have come since they were looked up
+
+    def _fill(self, ids: Ids, slots: Ids) -> None:
+        rows = np.empty((ids.size, self.spec.dim), self._dtype)
+        self._initial.fill(ids, rows)
+        scatter(self._store.column(WEIGHT), slots, rows)
+
+    @property
+    def is_watched(self) -> bool:
+        """Say whether somebody has to hear of rows that are about to change, or it is noted on them."""
+        return bool(self._watchers) or self._epoch > 0
+
+    def prepare_change(self, slots: Ids) -> None:
+        """Tell whoever has to know that the rows at slots are about to change."""
         for watcher in self._watchers:
             watcher(slots)
         self._store.write(slots)
         if self._epoch:
             stamp(self._store.column(_CHANGED), slots, self._epoch)
-        return slots
-
-    def _completed(self, ids: Ids, slots: Ids) -> tuple[Ids, Ids]:
-        """Return the slots of ids, of which some had none, and the places of the new ones."""
-        missing = _missing(slots)
-        if not missing.size:
-            return slots, missing
-        slots[missing] = self._store.insert(ids[missing])
-        return slots, missing[self._store.created]  # others have come since they were looked up
 
     def _copied(self, name: str, slots: Ids) -> Array:
         column = self._store.column(name)

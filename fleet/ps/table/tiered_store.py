@@ -161,6 +161,10 @@ class TieredStore:
     def column(self, name: str) -> Segments:
         return self._frames.columns[name].rows
 
+    @property
+    def layout(self) -> None:
+        """Return nothing: rows may be in files."""
+
     def ids(self, slots: Ids) -> Ids:
         return self._frames.ids(slots)
 

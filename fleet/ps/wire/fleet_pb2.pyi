@@ -191,21 +191,23 @@ class Part(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ["ahead", "dense", "tables", "training", "version"]
+    __slots__ = ["ahead", "counts", "dense", "tables", "training", "version"]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ahead: bool
+    counts: _containers.RepeatedScalarFieldContainer[int]
     dense: bool
     tables: _containers.RepeatedScalarFieldContainer[int]
     training: _containers.RepeatedScalarFieldContainer[bool]
     version: int
-    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ["attempt", "keeping", "now", "options", "present", "quiet", "read_at", "row_tables", "rows_read_at", "steps", "used_tables"]
+    __slots__ = ["attempt", "keeping", "now", "options", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "used_tables"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEEPING_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +216,7 @@ class Push(_message.Message):
     QUIET_FIELD_NUMBER: _ClassVar[int]
     READ_AT_FIELD_NUMBER: _ClassVar[int]
     ROWS_READ_AT_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     ROW_TABLES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     USED_TABLES_FIELD_NUMBER: _ClassVar[int]
@@ -224,11 +227,12 @@ class Push(_message.Message):
     present: bytes
     quiet: bool
     read_at: int
+    row_counts: _containers.RepeatedScalarFieldContainer[int]
     row_tables: _containers.RepeatedScalarFieldContainer[int]
     rows_read_at: _containers.RepeatedScalarFieldContainer[int]
     steps: int
     used_tables: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ...) -> None: ...
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ["tables"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,10 @@ _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 #: Arguments are searched so deep, and collections of so many entries.
 DEPTH, WIDTH = 6, 1000
+
+
+#: What tells a look-up from others.
+Identity: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ class Forward:
     inputs: Inputs
     expected: list[Wanted] = field(default_factory=list)
     fetched: Mapping[int, Prefetched] = field(default_factory=dict)
-    seen: list[Sequence[Wanted]] = field(default_factory=list)
+    #: the look-ups of every request, each with what tells it from others
+    seen: list[Sequence[tuple[Wanted, Identity]]] = field(default_factory=list)
     weight: int = 0
 
 
@@ -151,11 +156,11 @@ class LookupPrediction:
         """Note a request that looks these up."""
         if not self._running:
             return
-        plain = [each for each in wanted if _is_plain(each.ids)]
+        plain = [(each, _identity(each)) for each in wanted if _is_plain(each.ids)]
         for forward in self._running:
             forward.seen.append(plain)
         outermost = self._running[0]
-        outermost.weight += IDS_OF_ONE + sum(each.ids.numel() for each in plain)
+        outermost.weight += IDS_OF_ONE + sum([each.ids.numel() for each, _ in plain])
         if outermost.weight > MOST_IDS:
             self._stop(0)
 
@@ -208,14 +213,14 @@ class LookupPrediction:
         if output is None:  # it failed on its way, and shows nothing
             return
         known, seen = forward.known, [each for request in forward.seen for each in request]
-        found, expected = list(map(_identity, seen)), list(map(_identity, forward.expected))
+        found, expected = [identity for _, identity in seen], list(map(_identity, forward.expected))
         if expected:
             known.judge(was_right={*expected} <= {*found})
         if found == expected:
             return
         known.plan = []
         if len(forward.seen) > 1:
-            views = [(each, _view(each.ids, forward.inputs)) for each in seen]
+            views = [(each, _view(each.ids, forward.inputs)) for each, _ in seen]
             known.plan = [Expected(each._replace(ids=_NO_IDS, weights=None), view) for each, view in views if view]
         known.in_vain = 0 if known.plan else known.in_vain + 1
 
@@ -257,7 +262,7 @@ def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
 Inputs = Mapping[tuple[Any, ...], torch.Tensor]
 
 
-def _identity(wanted: Wanted) -> tuple[Any, ...]:
+def _identity(wanted: Wanted) -> Identity:
     ids = wanted.ids
     return id(wanted.handle), wanted.training, ids.data_ptr(), ids.shape, ids.stride()
 

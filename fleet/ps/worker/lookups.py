@@ -9,8 +9,9 @@ what is predicted is for the thread whose forward it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ from fleet.numeric.tensors import WireTensor
 from fleet.plan.specs import TableSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.row_tensors import order_of, runs_of
 from fleet.telemetry.worker_figures import ProfilerRange
 
 
@@ -57,6 +59,10 @@ class HeldRows(Protocol):
 
 #: The places of ids that go to one server.
 Part: TypeAlias = Ids | slice
+
+
+#: What tells the ids of one look-up from others.
+Memory: TypeAlias = tuple[Any, ...]
 
 
 class Query(NamedTuple):
@@ -101,11 +107,15 @@ class Fetch:
         for asked in self._asked:
             with ProfilerRange("fleet.wait"):
                 reply = asked.pending.result()
-            for (place, part), tensor, clock in zip(
-                asked.parts, reply.tensors, reply.message.table_clocks, strict=True
-            ):
-                parts[place].append((part, tensor.numpy()))
-                self._clocks[place].append((asked.server, clock))
+            tables = [self._specs[self._queries[place].table] for place, _ in asked.parts]
+            here = iter(zip(asked.parts, reply.message.table_clocks, strict=True))
+            for run, tensor in zip(runs_of(tables), reply.tensors, strict=True):
+                rows, start = tensor.numpy(), 0
+                for (place, part), clock in islice(here, run.stop - run.start):
+                    stop = start + _size(part)
+                    parts[place].append((part, rows[start:stop]))
+                    self._clocks[place].append((asked.server, clock))
+                    start = stop
         self._rows = [
             _joined(query.ids.size, self._specs[query.table], each)
             for query, each in zip(self._queries, parts, strict=True)
@@ -158,9 +168,15 @@ class Prefetched:
     version: int
     completed: int  #: how many steps the worker had completed when it was asked for
     replaced: int  #: how often the servers' values had been replaced by then, as far as this worker knew
+    wanted: Sequence[Wanted]  #: the look-ups that were foreseen
+    memory: Memory | None = field(init=False)  #: of their ids, if it is one look-up
+
     #: other tables of the same forward, if it was foreseen
     foreseen: Foreseen | None = None
     made: Lookup | None = None
+
+    def __post_init__(self) -> None:
+        self.memory = _memory(self.wanted)
 
     def is_of(self, ids: torch.Tensor, training: bool) -> bool:
         """Say whether these very ids were asked for, or are held."""
@@ -261,7 +277,7 @@ class RowReader:
         if not by_table:
             return []
         flat = [[_flat(each.ids) for each in same] for same in by_table]
-        sizes = [sum(map(len, each)) for each in flat]
+        sizes = [sum([ids.numel() for ids in each]) for each in flat]
         parts = [part for each in flat for part in each]
         ids = parts[0] if len(parts) == 1 and not keep else torch.cat(parts)
         found = unique_each(ids.numpy(), np.cumsum(sizes))
@@ -377,7 +393,15 @@ class RowReader:
         fetch = self._start(queries, completed, version, ahead=ahead, aside=ahead or bool(self._predicted))
         begun = {
             each.table: Prefetched(
-                each, ids, len(ids) == len(each.distinct), fetch, place, version, completed, self._replaced
+                each,
+                ids,
+                ids.size == each.distinct.numel(),
+                fetch,
+                place,
+                version,
+                completed,
+                self._replaced,
+                by_table[each.table],
             )
             for place, (each, ids) in enumerate(zip(known, asked, strict=True))
         }
@@ -388,6 +412,8 @@ class RowReader:
     def _is_predicted(self, index: int, same: Sequence[Wanted]) -> bool:
         """Say whether a forward around this one has asked for exactly this."""
         there = self._innermost(index)
+        if there is not None and there.memory is not None and there.memory == _memory(same):
+            return True  # if somebody has changed the ids behind torch's back, the look-up will see it
         return there is not None and there.is_of(torch.cat([_flat(each.ids) for each in same]), same[0].training)
 
     def _expand_together(self, by_table: Mapping[int, Sequence[Wanted]], begun: Mapping[int, Prefetched]) -> None:
@@ -446,10 +472,11 @@ class RowReader:
             parts: list[list[Part]] = [[slice(0, len(query.ids))] for query in queries]
         else:
             parts = [[*partition(query.ids, len(self._connections))] for query in queries]
+        order = sorted(range(len(queries)), key=lambda place: order_of(self._specs[queries[place].table]))
         asked: list[Asked] = []
         try:
             for server, connection in enumerate(self._connections):
-                here = [(place, split[server]) for place, split in enumerate(parts) if _size(split[server])]
+                here = [(place, parts[place][server]) for place in order if _size(parts[place][server])]
                 if here:
                     frame, what = self._pull(queries, here, connection, completed, version, ahead)
                     asked.append(Asked(server, here, connection.start(frame, what, ahead=aside)))
@@ -471,16 +498,26 @@ class RowReader:
         ahead: bool,
     ) -> tuple[Frame, str]:
         """Return a request for parts of some queries, and its name in errors."""
+        ids = [queries[place].ids[part] for place, part in here]
         pull = pb.Pull(
             version=version,
             tables=[queries[place].table for place, _ in here],
             training=[queries[place].training for place, _ in here],
+            counts=map(len, ids),
             ahead=ahead,
         )
-        tensors = [WireTensor.of(queries[place].ids[part]) for place, part in here]
+        tensors = [WireTensor.of(ids[0] if len(ids) == 1 else np.concatenate(ids))]
         names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
         what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
         return Frame(connection.request(completed, pull=pull), tensors), what
+
+
+def _memory(wanted: Sequence[Wanted]) -> Memory | None:
+    """Return where the ids of a single look-up lie and how often torch has written there; None if that is not known."""
+    if len(wanted) != 1 or wanted[0].ids.is_inference():
+        return None
+    ids = wanted[0].ids
+    return ids.data_ptr(), ids._version, ids.dtype, ids.shape, ids.stride(), wanted[0].training
 
 
 def _flat(ids: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +31,7 @@ from fleet.plan.layout import DenseLayout
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import Narrow
+from fleet.ps.wire.row_tensors import order_of, runs_of
 from fleet.ps.worker.connection import Connection, Connections
 from fleet.ps.worker.handshake import check_delivered
 from fleet.ps.worker.object_states import OwnStates
@@ -154,6 +154,15 @@ def end_to_end(pieces: list[torch.Tensor], size: int) -> WireTensor:
     if size * pieces[0].itemsize < len(pieces) * COPIED:
         return WireTensor.of(joined(pieces, size))
     return EndToEnd(pieces)
+
+
+def rows_joined(tensors: Sequence[WireTensor]) -> WireTensor:
+    """Make one tensor that travels of those of several tables: large ones leave from where they are."""
+    if len(tensors) == 1:
+        return tensors[0]
+    if sum(tensor.nbytes for tensor in tensors) < len(tensors) * COPIED:
+        return WireTensor(tensors[0].dtype, np.concatenate([tensor.array for tensor in tensors]))
+    return EndToEnd(tensors)
 
 
 #: For one server: which blocks are there, and the tensors that travel for them.
@@ -404,14 +413,15 @@ class Pusher:
     ) -> list[Frame]:
         """Make frames of every server's blocks and of every table's rows, as they travel."""
         step = self._progress.completed + 1
+        specs = self._trained.plan.spec.tables
         by_table = {
-            index: self._by_server([*tensors, *_weighed(gradients.weights.get(index))])
-            for index, tensors in rows.items()
+            index: self._by_server([*rows[index], *_weighed(gradients.weights.get(index))])
+            for index in sorted(rows, key=lambda index: order_of(specs[index]))
         }
         now = self._now() if any(table.goes_by_time for table in self._trained.plan.spec.tables) else 0.0
 
         def push(server: int, connection: Connection) -> Frame:
-            here = {index: parts[server] for index, parts in by_table.items() if parts[server][0].array.size}
+            here = {index: parts[server] for index, parts in by_table.items() if len(parts[server][0].array)}
             present, tensors = dense[server]
             message = pb.Push(
                 options=gradients.options,
@@ -423,12 +433,26 @@ class Pusher:
                 read_at=gradients.read.dense[server],
                 attempt=gradients.ahead,
                 rows_read_at=[gradients.read.rows[server, index] for index in here],
+                row_counts=[len(ids.array) for ids, *_ in here.values()],
                 now=now,
             )
             own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
-            return Frame(connection.request(step, push=message), [*tensors, *chain(*here.values()), *own])
+            return Frame(connection.request(step, push=message), [*tensors, *self._joined(here), *own])
 
         return [push(server, connection) for server, connection in enumerate(self._connections.by_server)]
+
+    def _joined(self, here: Mapping[int, Sequence[WireTensor]]) -> list[WireTensor]:
+        """Return what travels of all tables that have rows for a server: the ids, the gradients, and weights if there
+        are any."""
+        if not here:
+            return []
+        specs, parts = [self._trained.plan.spec.tables[index] for index in here], [*here.values()]
+        tensors = [rows_joined([ids for ids, *_ in parts])]
+        for run in runs_of(specs):
+            for place in range(self._narrow.parts(specs[run.start].dtype)):
+                tensors.append(rows_joined([each[1 + place] for each in parts[run]]))
+        weights = [each[-1] for each, spec in zip(parts, specs, strict=True) if spec.goes_by_weight]
+        return [*tensors, rows_joined(weights)] if weights else tensors
 
     def _encoded_rows(self, rows: Mapping[int, Rows]) -> dict[int, list[WireTensor]]:
         """Return of every table the ids, and what travels of their gradients."""

@@ -24,6 +24,7 @@ from typing import Any
 from fleet.base.clock import Clock
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, FleetError, ServerLostError
+from fleet.plan.plan import PROTOCOL
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.gate import Effect
 from fleet.ps.server.checkpoint_reader import Origin
@@ -313,14 +314,14 @@ class Durability:
                 if kind is Kind.REQUEST:
                     frame = read_frame(pb.Request, [data])
                     if running() is None and frame.message.WhichOneof("kind") != "hello":
-                        raise _placed_otherwise(self.directory)
+                        raise _of_another_version(self.directory)
                     with contextlib.suppress(FleetError):  # it was refused then as well
                         ask(frame)
                     continue
                 job = running()
                 if job is None:
                     # There was a job: its first hello is refused now, and the rest would be dropped without a word.
-                    raise _placed_otherwise(self.directory)
+                    raise _of_another_version(self.directory)
                 if kind is Kind.LOST:
                     lose(job, int.from_bytes(data, "little"))
                 elif kind is Kind.HANDED:
@@ -344,7 +345,9 @@ class Durability:
         placement = job.plans.current.placement
         # Versions that noted no placement dealt as this one does, where they did not hash.
         if state.get("placement", placement if spec.settings.split_method == "RoundRobin" else None) != placement:
-            raise _placed_otherwise(self.directory)
+            raise _of_another_version(self.directory)
+        if spec.tables and state.get("protocol") != PROTOCOL:  # the journal has pushes as they were said then
+            raise _of_another_version(self.directory)
         shard = restore(job, state, self._directory.pieces(), self._clock.now(), make_shard)
         epoch = shard.history.next_epoch()
         self._kept = shard, epoch
@@ -394,9 +397,10 @@ def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
     return plans.growing and request.worker not in plans.outgrown and (kind == "push" or request.pull.dense)
 
 
-def _placed_otherwise(directory: Path) -> ConfigurationError:
+def _of_another_version(directory: Path) -> ConfigurationError:
     return ConfigurationError(
-        "the state that is kept here is of a version of this package that gave servers other parts of the parameters",
+        "the state that is kept here is of a version of this package that gave servers other parts of the parameters, "
+        "or spoke with them otherwise",
         where=str(directory),
         todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
         "not depend on it.",

@@ -14,7 +14,7 @@ from typing import Any
 
 from fleet.errors import FleetError
 from fleet.numeric.tensors import WireTensor
-from fleet.plan.plan import make_plan
+from fleet.plan.plan import PROTOCOL, make_plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import MemberRecord
 from fleet.ps.consistency.staleness import total
@@ -72,6 +72,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
     return {
         "spec": plans.current.spec.to_json(),
         "placement": plans.current.placement,
+        "protocol": PROTOCOL,
         "job_id": job.job_id,
         "server": shard.server,
         "seed": shard.seed,
