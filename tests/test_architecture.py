@@ -110,6 +110,7 @@ ONLY: dict[str, dict[str, str]] = {
     "time datetime": {
         "base/clock.py": "clock",
         "averaging/communicators.py": "torch's timeouts",
+        "ps/worker/dense_group.py": "torch's timeouts",
         "collective/process_group.py": "torch's timeouts",
         "launch/checkpoint_command.py": "dates",
         "launch/guard.py": "standalone",
@@ -141,6 +142,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/frame.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/handshake.py": "hostname",
+        "ps/worker/dense_group.py": "store",
         "bootstrap/rendezvous.py": "addresses",
     },
     "print": {

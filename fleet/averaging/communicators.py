@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 #: Values are copied to travel together; beyond this size that gains nothing.
 _BATCH_BYTES = 32 << 20
@@ -42,6 +44,15 @@ class Communicators(Protocol):
     def count_round(self) -> None:
         """Note that all workers have met once more."""
         ...
+
+
+def keep_store(host: str, port: int, listening: int) -> TCPStore:
+    """Return a store that this process keeps for all, on a socket that is bound."""
+    keep = partial(TCPStore, host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    try:
+        return keep()
+    except NotImplementedError:  # the newer of the two stores that torch 2.5 has takes no socket
+        return keep(use_libuv=False)
 
 
 def done_within(work: dist.Work, slice_s: float) -> bool:

@@ -41,6 +41,8 @@ class Round:
 
     workers: tuple[int, ...]
     words: tuple[tuple[int, ...], ...] = ()
+    #: of each question that was asked too, whether any worker has said yes
+    marked: tuple[bool, ...] = ()
 
 
 class Reducer:
@@ -57,8 +59,10 @@ class Reducer:
         on_round: Callable[[Round], None],
         turns: Turns,
         words: int = 0,
+        asked: Sequence[Callable[[], bool]] = (),
     ) -> None:
-        """``words`` is how many numbers each worker has to say in a round (``says``)."""
+        """``words`` is how many numbers each worker has to say in a round (``says``). Of each question that is
+        ``asked`` when the backward is through, a round tells whether any worker says yes."""
         self._params = list(params)
         self._names = names
         self._types = types
@@ -76,7 +80,8 @@ class Reducer:
         self._pending: list[tuple[torch.futures.Future[torch.Tensor], GradBucket, Finish]] = []
         self._engine = torch.autograd.Variable._execution_engine
         self._device = _one_device(params, names)
-        self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + words) + len(params)))
+        self._asked = asked
+        self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + words) + len(params) + len(asked)))
         self._everything = torch.ones_like(self._census, requires_grad=False)
         self._everything[: group.size] = 0
         self._everything[group.size + len(params) :] = 0
@@ -154,7 +159,8 @@ class Reducer:
         self._mark()
         counting = None
         if self._device.type != "cpu":
-            counting = dist.all_reduce(self._census.grad, group=self._group.control, async_op=True)
+            assert self._census.grad is not None
+            counting = self._group.control.allreduce([self._census.grad])
         if len(self._seen) < len(self._params):
             for index in set(range(len(self._params))) - self._seen:
                 self._reducer._autograd_hook(index)
@@ -183,9 +189,16 @@ class Reducer:
         if self._census.grad is None:
             self._census.grad = torch.empty_like(marks)
         self._census.grad.copy_(marks)
-        if self.says:
-            first = len(marks) + (self._group.rank - self._group.size) * len(self.says)
-            self._census.grad[first : first + len(self.says)] = torch.tensor(self.says, dtype=marks.dtype)
+        if self.says or self._asked:
+            self._say(self._census.grad)
+
+    def _say(self, census: torch.Tensor) -> None:
+        """Fill in what stands behind the parameters' marks."""
+        first, words = self._group.size + len(self._params), len(self.says)
+        stop = first + len(self._asked)
+        if self._taking_part:
+            census[first:stop] = torch.tensor([float(ask()) for ask in self._asked])
+        census[stop + self._group.rank * words :][:words] = torch.tensor(self.says, dtype=census.dtype)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -205,9 +218,13 @@ class Reducer:
         workers = tuple(rank for rank in range(size) if counted[rank] > 0)
         if min(counted[: size + params]) <= 0:
             self._correct(counted[size : size + params], len(workers))
-        said = [round(each * divided_by) for each in counted[size + params :]]
-        words = len(self.says)
-        return Round(workers, tuple(tuple(said[rank * words : (rank + 1) * words]) for rank in range(size)))
+        stop, words = size + params + len(self._asked), len(self.says)
+        said = [round(each * divided_by) for each in counted[stop:]]
+        return Round(
+            workers,
+            tuple(tuple(said[rank * words : (rank + 1) * words]) for rank in range(size)),
+            tuple(each > 0 for each in counted[size + params : stop]),
+        )
 
     def _end_round(self, done: Round) -> None:
         self._group.count_round()

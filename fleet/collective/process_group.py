@@ -15,7 +15,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
-from fleet.averaging.communicators import done_within, hand_round
+from fleet.averaging.communicators import done_within, hand_round, keep_store
 from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.ports import holder_of, is_taken
@@ -122,12 +121,7 @@ class Group:
         until, waits = self._clock.now() + deadline_s, Wait(self._clock, deadline_s)
         address = endpoint.host.strip("[]"), endpoint.port
         if hosts:
-            keep = partial(TCPStore, *address, is_master=True, wait_for_workers=False)
-            listening = _bound(endpoint)
-            try:
-                self._server = keep(master_listen_fd=listening)
-            except NotImplementedError:  # the newer of the two stores that torch 2.5 has takes no socket
-                self._server = keep(master_listen_fd=listening, use_libuv=False)
+            self._server = keep_store(*address, _bound(endpoint))
         while True:
             try:
                 some_s = min(until - self._clock.now(), notice_every_s(deadline_s))
