@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("numeric", "plan", "bootstrap", "telemetry"),
     ("kernels", "strategy", "role_maker", "checkpoint", "optimizer", "metrics", "data", "ps.wire", "ps.consistency"),
     ("nn", "optim", "ps.table"),
-    ("serving",),
+    ("serving", "averaging"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
     ("launch", "api"),
@@ -109,6 +109,8 @@ ONLY: dict[str, dict[str, str]] = {
     },
     "time datetime": {
         "base/clock.py": "clock",
+        "averaging/communicators.py": "torch's timeouts",
+        "ps/worker/dense_group.py": "torch's timeouts",
         "collective/process_group.py": "torch's timeouts",
         "launch/checkpoint_command.py": "dates",
         "launch/guard.py": "standalone",
@@ -140,6 +142,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/frame.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/handshake.py": "hostname",
+        "ps/worker/dense_group.py": "store",
         "bootstrap/rendezvous.py": "addresses",
     },
     "print": {

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "check_finite": False,
     "elastic": False,
     "wire_dtype": None,
+    "dense": "servers",
 }
 SWITCHES = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 NUMBERS = [name for name, value in DEFAULTS.items() if isinstance(value, int) and not isinstance(value, bool)]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from fleet.collective.exchange import Finish
+from fleet.averaging.exchange import Finish
 from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
 from fleet.nn.trainables import Member

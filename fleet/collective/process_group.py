@@ -15,7 +15,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from fleet.averaging.communicators import done_within, hand_round, keep_store
 from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.ports import holder_of, is_taken
@@ -36,8 +36,6 @@ _log = logging.getLogger("fleet.worker")
 _PATIENCE = timedelta(days=30)
 #: Requests of the store that wait for something wait in the monitor, not in it.
 _STORE_TIMEOUT = timedelta(seconds=30)
-#: Values are copied to travel together; beyond this size that gains nothing.
-_BATCH_BYTES = 32 << 20
 #: How long a worker that came to the store of an earlier job waits before it tries again.
 _RETRY_S = 0.05
 #: Jobs of this process, one after the other; every worker counts alike.
@@ -123,12 +121,7 @@ class Group:
         until, waits = self._clock.now() + deadline_s, Wait(self._clock, deadline_s)
         address = endpoint.host.strip("[]"), endpoint.port
         if hosts:
-            keep = partial(TCPStore, *address, is_master=True, wait_for_workers=False)
-            listening = _bound(endpoint)
-            try:
-                self._server = keep(master_listen_fd=listening)
-            except NotImplementedError:  # the newer of the two stores that torch 2.5 has takes no socket
-                self._server = keep(master_listen_fd=listening, use_libuv=False)
+            self._server = keep_store(*address, _bound(endpoint))
         while True:
             try:
                 some_s = min(until - self._clock.now(), notice_every_s(deadline_s))
@@ -244,7 +237,7 @@ class Group:
             if device.type == "cuda":
                 work.wait()
             else:
-                self.monitor.wait(lambda slice_s: _done_within(work, slice_s), needs_all)
+                self.monitor.wait(lambda slice_s: done_within(work, slice_s), needs_all)
 
     def at_once(self, call: Callable[[], object]) -> None:
         """Run a collective of torch's own that cannot be waited for in slices, to which all workers come now."""
@@ -258,17 +251,17 @@ class Group:
             if not self._adopted:
                 _set_pg_timeout(_PATIENCE, self.everyone)
 
-    @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Copy the values that ``source`` has to every worker, in place."""
-        for some in _batches(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
+
+        def send(flat: torch.Tensor) -> None:
             self.finish(dist.broadcast(flat, source, async_op=True), flat.device)
-            if self.rank != source:
-                for tensor, values in zip(
-                    some, flat.split_with_sizes([tensor.numel() for tensor in some]), strict=True
-                ):
-                    tensor.detach().copy_(values.view(tensor.shape))
+
+        hand_round(tensors, send, gives=self.rank == source)
+
+    def count_round(self) -> None:
+        """Note that all workers have met once more."""
+        self.monitor.rounds += 1
 
     # ---------------------------------------------------------------- parting
 
@@ -306,27 +299,6 @@ def _is_over(store: Store) -> bool:
         return any(store.check([key]) for key in ENDED)
     except RuntimeError:
         return True
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that can travel as one: of one element type and device, and not too many bytes."""
-    made: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
-    for tensor in tensors:
-        batches = made.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(each.nbytes for each in batches[-1]) > _BATCH_BYTES:
-            batches.append([])
-        batches[-1].append(tensor)
-    return [batch for batches in made.values() for batch in batches]
-
-
-def _done_within(work: dist.Work, slice_s: float) -> bool:
-    try:
-        work.wait(timedelta(seconds=slice_s))
-    except RuntimeError:
-        if work.is_completed():  # it ended badly; else it has just not ended yet
-            raise
-        return False
-    return True
 
 
 def _bound(endpoint: Endpoint) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fleet.averaging.reducer import Round
 from fleet.collective.process_group import Group
-from fleet.collective.reducer import Round
 
 
 @torch.no_grad()

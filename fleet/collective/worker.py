@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
+from fleet.averaging.exchange import Averaging, Exchange, Flat, Route
+from fleet.averaging.reducer import Reducer, Round
 from fleet.base.clock import Clock
 from fleet.base.cluster import Assignment
 from fleet.base.settings import ProcessSettings
 from fleet.base.turns import Turns
 from fleet.collective.batch_norm import StatisticsGroup
 from fleet.collective.dgc import DeepCompression
-from fleet.collective.exchange import Averaging, Exchange, Flat, Hierarchical, Route, neighbours
+from fleet.collective.hierarchical import Hierarchical, neighbours
 from fleet.collective.power_sgd import LowRank
 from fleet.collective.process_group import Group
-from fleet.collective.reducer import Reducer, Round
 from fleet.collective.reductions import StoreReductions
 from fleet.collective.step_options import MergedGradients, average_parameters
 from fleet.errors import ConfigurationError, NonFiniteGradientError, StateError
@@ -120,7 +121,7 @@ class CollectiveWorker:
     def _make_route(self) -> Route:
         strategy, size = self._strategy, self.group.size
         if not strategy.use_hierarchical_allreduce:
-            return Flat(self.group, strategy.nccl_comm_num)
+            return Flat(self.group, [self.group.split() for _ in range(strategy.nccl_comm_num - 1)])
         inner = strategy.hierarchical_allreduce_inter_nranks or self._workers_here()
         if not 1 < inner < size or size % inner:
             raise ConfigurationError(

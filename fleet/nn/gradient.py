@@ -27,6 +27,10 @@ class Table(Protocol):
         """Refuse what needs a value for every row, where a worker cannot hold so many."""
         ...
 
+    def averaged(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the numbers of the mean gradient of all workers, where they have to agree on what they do by it."""
+        ...
+
 
 #: What torch answers by itself: metadata, autograd's own bookkeeping, and what a sparse tensor is asked.
 _NATIVE = {
@@ -61,6 +65,8 @@ _ELEMENTWISE = _LINEAR | {
     *("fill", "exp", "cos", "sigmoid", "log", "reciprocal", "rsqrt", "logical_not"),
 }
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
+#: Clipping takes these, by which all workers scale what they have in common.
+_AGREED = {"vector_norm", "linalg_vector_norm"}
 #: They ask for the extreme number, or for one or all of them, and the zeros count once.
 _EXTREMES = {"max", "min", "amax", "amin", "any", "all", "count_nonzero", "sum", "nansum", "aminmax"}
 _LISTS = "_foreach_"
@@ -278,7 +284,7 @@ def _answer(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: 
             and not _is_of_matrix(name, rest, kwargs)
             and _is_of_all((*rest[1:], kwargs.get("dim"), kwargs.get("keepdim")))
         ):
-            return func(_counted(first), *rest, **kwargs)
+            return func(_counted_by_all(first) if name in _AGREED else _counted(first), *rest, **kwargs)
         if name in _EXTREMES and not rest and not kwargs:
             return func(_counted(first))
         if name == "mean" and not rest and not set(kwargs) - {"dtype"} and first.numel():
@@ -364,6 +370,12 @@ def _counted(gradient: RowGradient) -> torch.Tensor:
     """Return all numbers of the gradient, and one zero for those that are not there."""
     values = coalesce(gradient)._values()
     return torch.cat([values.flatten(), values.new_zeros(1)]) if _has_zeros(gradient) else values
+
+
+def _counted_by_all(gradient: RowGradient) -> torch.Tensor:
+    """Return what ``_counted`` does, of the mean gradient of all workers where these have to agree."""
+    averaged = gradient._table.averaged(coalesce(gradient))
+    return _counted(gradient) if averaged is None else torch.cat([averaged.flatten(), averaged.new_zeros(1)])
 
 
 def _as_dense(name: str) -> Callable[[Any], Any]:

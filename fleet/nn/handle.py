@@ -88,6 +88,10 @@ class RowSource(Protocol):
         """Return all rows of a table as a look-up of training sees them."""
         ...
 
+    def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+        """Return the mean over all workers of gradients of rows, where workers have to agree on it."""
+        ...
+
 
 class Found(NamedTuple):
     """Holds what an embedding goes on with: rows of distinct ids, the place of every id among them in the shape of the
@@ -222,6 +226,10 @@ class TableHandle:
                 got=f"{size / (1 << 20):.0f} MiB",
                 todo=_INSTEAD,
             )
+
+    def averaged(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the numbers of the mean gradient of all workers, where they have to agree on what they do by it."""
+        return None if self.source is None else self.source.averaged(gradient._indices()[0], gradient._values())
 
     @property
     def may_be_edited(self) -> bool:

@@ -8,7 +8,7 @@ from fleet.base import checks
 from fleet.base.spelling import unknown_setting
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.dispatch import DISPATCHERS
-from fleet.plan.specs import WIRE_DTYPES
+from fleet.plan.specs import DENSE, SERVERS, WIRE_DTYPES
 
 _MODES = ("pserver", "nccl2", "collective")
 _COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
@@ -44,6 +44,7 @@ class DistributeTranspilerConfig:
         "check_finite": False,
         "elastic": False,
         "wire_dtype": None,
+        "dense": SERVERS,
     }
 
     slice_var_up: bool
@@ -68,6 +69,8 @@ class DistributeTranspilerConfig:
     elastic: bool
     #: Ours: what gradients travel in: "bf16", "fp16" or "int8"; None is the element type of their parameter.
     wire_dtype: str | None
+    #: Ours: where dense parameters are trained: on the "servers", or on the workers by "all_reduce".
+    dense: str
 
     def __init__(self) -> None:
         self.__dict__.update(self._DEFAULTS)
@@ -87,6 +90,8 @@ class DistributeTranspilerConfig:
             return _one_of(name, value, (None, *_COLLECTIVE_MODES))
         if name == "wire_dtype":
             return _one_of(name, value, (None, *WIRE_DTYPES))
+        if name == "dense":
+            return _one_of(name, value, DENSE)
         if name == "mode":
             return _one_of(name, value, _MODES)
         if isinstance(default, bool):

@@ -66,6 +66,8 @@ class Plan:
         rows = [("parameter", "block", "server", "elements")]
         for block, server in zip(self.blocks, self.servers, strict=True):
             rows.append((self.param_of(block).name, str(block.index), str(server), str(block.numel)))
+        if self.spec.settings.has_dense_on_workers:
+            rows += [(param.name, "whole", "workers", str(param.numel)) for param in self.spec.params]
         rows += [(t.name, "rows", "by id", f"{t.num_embeddings or '?'} x {t.dim}") for t in self.spec.tables]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -73,10 +75,10 @@ class Plan:
 
 
 def make_plan(spec: JobSpec) -> Plan:
-    """Cut every parameter and place every block."""
+    """Cut every parameter and place every block. Where dense parameters stay on the workers there are none."""
     settings = spec.settings
     blocks: list[Block] = []
-    for position, param in enumerate(spec.params):
+    for position, param in enumerate(() if settings.has_dense_on_workers else spec.params):
         cut = settings.slice_var_up and spec.groups[param.group].sliceable
         offset = 0
         sizes = block_sizes(param.shape, settings.server_num if cut else 1, settings.min_block_size)

@@ -26,6 +26,9 @@ TABLE_DTYPES = ("float32", "float64")
 #: What gradients may travel in, if not in the element type of their parameter.
 WIRE_DTYPES = ("bf16", "fp16", "int8")
 
+#: Where dense parameters are trained: on the servers, or on every worker, on gradients that these average.
+DENSE = SERVERS, ALL_REDUCE = "servers", "all_reduce"
+
 #: Initializers, with how many numbers each takes.
 INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
 
@@ -154,6 +157,12 @@ class PlanSettings:
     wire_dtype: str | None = None
     needs_all_workers: bool = False
     evict_every: int = 1000
+    dense: str = SERVERS
+
+    @property
+    def has_dense_on_workers(self) -> bool:
+        """Say whether dense parameters and their optimizers' state stay on the workers."""
+        return self.dense == ALL_REDUCE
 
 
 @dataclass(frozen=True)
@@ -260,6 +269,7 @@ class JobSpec:
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
             "there are more than 2^16 processes": max(processes) > _MOST_PROCESSES,
             "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
+            "it is unknown where dense parameters are": settings.dense not in DENSE,
             "wire_dtype is unknown": settings.wire_dtype not in (None, *WIRE_DTYPES),
             "split_method is unknown": settings.split_method not in DISPATCHERS,
             "a parameter is larger than 2^48 elements": any(p.numel > _MOST_ELEMENTS for p in self.params),

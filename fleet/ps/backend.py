@@ -20,9 +20,10 @@ from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.checkpoint.series import latest, root_at
 from fleet.checkpoint.state import Bytes, encoded
-from fleet.errors import FleetError, NotInitializedError, StateError
+from fleet.errors import FleetError, NotInitializedError, StateError, UnsupportedError
 from fleet.nn.handle import handle_of
 from fleet.optimizer import DistributedOptimizer, Kept
+from fleet.plan.specs import ALL_REDUCE
 from fleet.ps.consistency import policy_of
 from fleet.ps.resume_query import resume
 from fleet.ps.server.checkpoint_reader import Restore, restore_from
@@ -33,6 +34,7 @@ from fleet.ps.worker import checkpoint_save, model_export, replacement, shrink
 from fleet.ps.worker.checkpoint_save import CheckpointStates, Rest
 from fleet.ps.worker.describe import Description, describe
 from fleet.ps.worker.embedding_remarks import EmbeddingRemarks
+from fleet.ps.worker.hybrid_optimizer import HybridOptimizer
 from fleet.ps.worker.prefetch import Batch, prefetch
 from fleet.ps.worker.remote_choice import Remote, RemoteChoice
 from fleet.ps.worker.runtime import WorkerRuntime
@@ -89,6 +91,8 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
                 todo="Call distributed_optimizer before resume_from.",
             )
         network = self._network if settings is self._settings else self._given_network or real_network(settings)
+        if strategy.dense == ALL_REDUCE:
+            self._refuse_protection(settings)
         self._parts = (optimizers, model, strategy)
         self._remote_choice = RemoteChoice(remote)
         try:
@@ -101,15 +105,33 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             # Servers learn everything from the first worker's hello; this process's copy of the tables is not needed.
             for handle in described.handles:
                 handle.release()
-        return DistributedOptimizer(
-            optimizers, lambda: self._running_worker("step()"), lambda: self.running, self._state_kept_at
-        )
+        kind = HybridOptimizer if strategy.dense == ALL_REDUCE else DistributedOptimizer
+        return kind(optimizers, lambda: self._running_worker("step()"), lambda: self.running, self._state_kept_at)
+
+    def _refuse_protection(self, settings: ProcessSettings) -> None:
+        """Refuse what the workers cannot have among themselves."""
+        names = ", ".join(settings.security.acting)
+        if names and self._assignment.worker_num > 1:
+            raise UnsupportedError(
+                f"{names} cannot be honoured with dense={ALL_REDUCE!r}: between workers there are torch's connections, "
+                "which know neither tokens nor TLS",
+                todo=f"Leave dense at 'servers', or unset {names} and keep the job in a network of its own.",
+            )
+
+    def _refuse_all_reduce(self, call: str) -> None:
+        if self._parts is not None and self._parts[2].dense == ALL_REDUCE:
+            raise UnsupportedError(
+                f"{call} does not know yet of dense parameters that are on the workers",
+                got=f"dense={ALL_REDUCE!r}",
+                todo="Leave dense at 'servers'.",
+            )
 
     def _state_kept_at(self) -> Kept | None:
         """Return what the servers have of the optimizers' state; None where all of it is here."""
         assert self._parts is not None
         optimizers, _, strategy = self._parts
-        is_all = not policy_of(strategy, strategy.update_frequency).trains_on_workers
+        here = policy_of(strategy, strategy.update_frequency).trains_on_workers
+        is_all = not here and strategy.dense != ALL_REDUCE
         weights = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
         if not is_all and all(handle_of(param) is None for param in weights):  # that of rows is in no optimizer
             return None
@@ -200,7 +222,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             raise StateError(f"init_worker() was called on {self._assignment}", todo="Guard it with fleet.is_worker().")
         _, model, strategy = self._parts_to_start()
         a = self._assignment
-        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, self._clock)
+        worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, self._clock, model)
         try:
             if a.embedded:
                 server = self._make_server(a.servers[0])
@@ -254,6 +276,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
         """Do the part of saving that needs this thread, and return a function that does the rest (``saves_behind``)."""
+        self._refuse_all_reduce("save_persistables()")
         return checkpoint_save.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
@@ -282,9 +305,11 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         shrink.shrink(self._running_worker("shrink()"))
 
     def load_persistables(self, dirname: object) -> None:
+        self._refuse_all_reduce("load_persistables()")
         replacement.load(self._running_worker("load_persistables()"), dirname)
 
     def load_state_dict(self, model: object, state: object) -> None:
+        self._refuse_all_reduce("load_state_dict()")
         replacement.load_state(self._running_worker("load_state_dict()"), model, state)
 
     def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fleet.base import checks
-from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.plan.config import DistributeTranspilerConfig
-from fleet.plan.specs import WIRE_DTYPES
+from fleet.plan.specs import ALL_REDUCE, DENSE, WIRE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Strategy:
     elastic: bool = False
     #: async and half_async: settings of ``CommunicatorSettings`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
+    #: Where dense parameters are trained, a name in ``DENSE``.
+    dense: str = "servers"
     #: What the environment might say as well, by the names of its variables.
     settings: tuple[tuple[str, str], ...] = ()
 
@@ -93,11 +95,16 @@ class StrategyFactory:
 
     @staticmethod
     def create_sync_strategy(
-        *, check_finite: bool = False, wire_dtype: str | None = None, needs_all_workers: bool = False
+        *,
+        check_finite: bool = False,
+        wire_dtype: str | None = None,
+        needs_all_workers: bool = False,
+        dense: str = "servers",
     ) -> Strategy:
         """Return a strategy by which all workers step together. ``check_finite`` names a parameter whose gradient is
         NaN or infinite; ``wire_dtype`` sends gradients as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job
-        ends when a worker is given up on; without it the others go on.
+        ends when a worker is given up on; without it the others go on. With ``dense="all_reduce"`` dense parameters
+        stay on the workers, which average their gradients among themselves, and only rows travel to the servers.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
@@ -108,6 +115,7 @@ class StrategyFactory:
             check_finite=check_finite,
             wire_dtype=_wire_dtype(wire_dtype),
             needs_all_workers=checks.switch("needs_all_workers", needs_all_workers),
+            dense=_dense(dense),
         )
 
     @staticmethod
@@ -125,11 +133,13 @@ class StrategyFactory:
         check_finite: bool = False,
         elastic: bool = False,
         wire_dtype: str | None = None,
+        dense: str = "servers",
     ) -> Strategy:
         """Return a strategy by which gradients leave and parameters arrive in the background, and no worker waits for
         another. An argument that is None takes the value of the ``FLAGS_communicator_*`` variable of its name, or its
         default. ``dc_asgd_lambda`` above zero compensates for the delay of gradients. With ``elastic`` workers may join
-        the running job, and leave.
+        the running job, and leave. ``dense="all_reduce"`` is as in ``create_sync_strategy``: the workers then meet once
+        a step, and only rows go their own way.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_async_strategy(send_queue_size=1)
@@ -156,6 +166,7 @@ class StrategyFactory:
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
             elastic=checks.switch("elastic", elastic),
+            dense=_dense(dense, strength, elastic=elastic),
         )
 
     @staticmethod
@@ -168,9 +179,11 @@ class StrategyFactory:
         check_finite: bool = False,
         elastic: bool = False,
         wire_dtype: str | None = None,
+        dense: str = "servers",
     ) -> Strategy:
         """Return a strategy by which each worker merges ``max_merge_var_num`` steps, sends once and waits for no other
-        worker. With ``elastic`` workers may join the running job, and leave.
+        worker. With ``elastic`` workers may join the running job, and leave. ``dense="all_reduce"`` is as in
+        ``create_async_strategy``.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_half_async_strategy(max_merge_var_num=4)
@@ -190,6 +203,7 @@ class StrategyFactory:
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
             elastic=checks.switch("elastic", elastic),
+            dense=_dense(dense, strength, elastic=elastic),
         )
 
     @staticmethod
@@ -211,10 +225,10 @@ class StrategyFactory:
 
     @staticmethod
     def create_ssp_strategy(
-        staleness: int = 4, *, check_finite: bool = False, wire_dtype: str | None = None
+        staleness: int = 4, *, check_finite: bool = False, wire_dtype: str | None = None, dense: str = "servers"
     ) -> Strategy:
         """Return a strategy by which gradients are applied as they arrive, and a worker may be ``staleness`` steps
-        ahead of the slowest, no more.
+        ahead of the slowest, no more. ``dense="all_reduce"`` is as in ``create_async_strategy``.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_ssp_strategy(staleness=2)
@@ -222,7 +236,13 @@ class StrategyFactory:
             ('ssp', 2)
         """
         checks.whole("staleness", staleness, 0)
-        return Strategy("ssp", staleness=staleness, check_finite=check_finite, wire_dtype=_wire_dtype(wire_dtype))
+        return Strategy(
+            "ssp",
+            staleness=staleness,
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            dense=_dense(dense),
+        )
 
 
 def as_strategy(given: object) -> Strategy:
@@ -280,10 +300,16 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
             + " every step counts on the number of workers that the job began with",
             todo="Set sync_mode = False, without geo_sgd_mode, or leave elastic unset.",
         )
+    if config.geo_sgd_mode and config.dense == ALL_REDUCE:
+        raise ConfigurationError(
+            f"geo_sgd_mode=True and dense={ALL_REDUCE!r} exclude each other: GEO workers train on their own",
+            todo="Leave dense at 'servers', or geo_sgd_mode unset.",
+        )
+    compensation = 1.0 if config.enable_dc_asgd else 0.0
     chosen = [mode for mode, on in (("geo", config.geo_sgd_mode), ("half_async", config.half_async)) if on]
     return Strategy(
         mode="sync" if config.sync_mode else chosen[0] if chosen else "async",
-        dc_lambda=1.0 if config.enable_dc_asgd else 0.0,
+        dc_lambda=compensation,
         update_frequency=config.geo_sgd_need_push_nums if config.geo_sgd_mode else 1,
         slice_var_up=config.slice_var_up,
         split_method=config.split_method,
@@ -293,6 +319,7 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
         check_finite=config.check_finite,
         elastic=config.elastic,
         wire_dtype=config.wire_dtype,
+        dense=_dense(config.dense, compensation, elastic=config.elastic),
     )
 
 
@@ -313,6 +340,26 @@ def _wire_dtype(value: object) -> str | None:
     if value not in (None, *WIRE_DTYPES):
         known = ", ".join(map(repr, WIRE_DTYPES))
         raise ConfigurationError("wire_dtype is unknown", expected=f"one of {known}, or None", got=repr(value))
+    return value
+
+
+def _dense(value: object, compensation: float = 0.0, *, elastic: bool = False) -> str:
+    """Return where dense parameters are trained, if that goes with the rest of a strategy."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError("dense must be a str", got=repr(value))
+    if value not in DENSE:
+        raise ConfigurationError("dense is unknown", expected=" or ".join(map(repr, DENSE)), got=repr(value))
+    if value == ALL_REDUCE and compensation:
+        raise ConfigurationError(
+            f"delay compensation and dense={ALL_REDUCE!r} exclude each other: what workers average among themselves "
+            "has no delay",
+            todo="Leave one of the two out.",
+        )
+    if value == ALL_REDUCE and elastic:
+        raise UnsupportedError(
+            f"elastic=True and dense={ALL_REDUCE!r} cannot be had together yet",
+            todo="Leave elastic out, or dense at 'servers'.",
+        )
     return value
 
 

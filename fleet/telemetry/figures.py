@@ -39,6 +39,7 @@ WORKER = {
     "push_seconds": Figure("time of the training thread in exchanging gradients for values, or waiting to queue them"),
     "pull_seconds": Figure("time of the training thread in fetching rows"),
     "meet_seconds": Figure("time of the training thread in barriers and reductions, or until another's save is done"),
+    "reduce_seconds": Figure("time of the training thread in waiting for dense gradients that workers average"),
     "delay_seconds": Figure("time for which the process's first thread was ready to run and had no processor"),
     "queue": Figure("steps that wait to be sent, in the asynchronous mode", counts=False),
     **_OF_EVERY_PROCESS,

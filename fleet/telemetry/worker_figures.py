@@ -28,6 +28,7 @@ class WorkerFigures:
         self.push = Span("fleet.push", clock)
         self.pull = Span("fleet.pull", clock)
         self.meet = Span("fleet.meet", clock)
+        self.reduce = Span("fleet.reduce", clock)
         self._process = ProcessFigures(clock)
         self._examples = 0
         self._reported: dict[str, float | torch.Tensor] = {}
@@ -68,6 +69,7 @@ class WorkerFigures:
             "push_seconds": self.push.seconds,
             "pull_seconds": self.pull.seconds,
             "meet_seconds": self.meet.seconds,
+            "reduce_seconds": self.reduce.seconds,
             **delay(),
             **self._process.read(),
             **{name: _number(value) for name, value in list(self._reported.items())},

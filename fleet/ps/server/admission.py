@@ -26,7 +26,8 @@ def check_share(endpoint: Endpoint, plan: Plan, server: int, options: Sequence[s
     Shard.check_options(plan, options)
     for group in {table.group for table in plan.spec.tables}:
         Shard.rule_of(plan, group, rows=True)
-    for group in {param.group for param in plan.spec.params}:
+    here = () if plan.spec.settings.has_dense_on_workers else plan.spec.params
+    for group in {param.group for param in here}:
         Shard.rule_of(plan, group, rows=False)
     needed, there = plan.dense_bytes(server), buffers.installed()
     if needed > most_bytes:

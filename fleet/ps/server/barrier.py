@@ -54,6 +54,7 @@ class Barrier:
         parked = [waiting for waiting in job.rounds.parked.values() if not (waiting.ahead or waiting.beside)]
         gathering = {waiting.worker for waiting in parked if waiting.gathering}
         stepping = {waiting.worker for waiting in parked if not waiting.gathering}
+        stepping |= {waiting.worker for waiting in job.meetings.waiting()}
         if not (gathering and stepping) or not gathering | stepping >= {*self._members.awaited()}:
             return
         step, (gathering_at, _) = job.rounds.gate.lacking()[0], job.reductions.lacking()[0]

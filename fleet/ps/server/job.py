@@ -20,6 +20,7 @@ from fleet.ps.server.background import Background
 from fleet.ps.server.checkpoint_reader import NOTHING, Origin, Restore
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.early_gradients import EarlyGradients
+from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.object_states import ObjectStates
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.server.reductions import Reductions
@@ -148,6 +149,7 @@ class Job:
     reductions: Reductions
     claims: Claims
     states: ObjectStates
+    meetings: Meetings = field(default_factory=Meetings)
     progress: Progress = field(default_factory=Progress)
     background: Background = field(default_factory=Background)
     #: what this server holds, once worker 0 has said hello or a checkpoint is read; and whether it has its values
@@ -187,7 +189,8 @@ class Job:
     def all_waiting(self) -> list[Waiting]:
         """Return every request that waits for its answer."""
         early = (waiting for _, waiting in self.rounds.early)
-        return [*self.rounds.parked.values(), *early, *self.claims.waiting(), *self.states.waiting()]
+        asides = (*self.claims.waiting(), *self.states.waiting(), *self.meetings.waiting())
+        return [*self.rounds.parked.values(), *early, *asides]
 
     def check_room(self, newcomer: Waiting) -> None:
         """Refuse a request of a worker that has too many waiting, or too much memory in them."""
@@ -214,6 +217,7 @@ class Job:
         self.claims.left(worker, outbox)
         self.rounds.ahead.forget(worker)
         self.states.left(worker)
+        self.meetings.left(worker)
         self.plans.catches_up(worker)
         self.background.left(worker)
         parked = self.rounds.parked
@@ -231,6 +235,7 @@ class Job:
         self.rounds.early.clear()
         self.claims.clear()
         self.states.clear()
+        self.meetings.clear()
         return waiting
 
     # ---------------------------------------------------------------- how far it is

@@ -33,6 +33,7 @@ from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.meeting_requests import MeetingRequests
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox, nobody
 from fleet.ps.server.replacement import Replacement
@@ -98,6 +99,7 @@ class Service:
             endpoint, settings, end, members, durability, steps, initialization, expected, self._begin
         )
         self._barrier = barrier = Barrier(clock, end, members, steps)
+        self._meetings = meetings = MeetingRequests(clock, members, steps)
         self._states = states = StateRequests(clock, members, settings.rpc_deadline_s)
         self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
         worker_num = None if expected is None else expected[0]
@@ -123,6 +125,7 @@ class Service:
             "load": replacement.load,
             "give": states.give,
             "recall": states.recall,
+            "meet": meetings.meet,
             "survey": self._status.survey,
             "shrink": rows.shrink,
             "rank": rows.rank,
@@ -153,7 +156,8 @@ class Service:
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
-            respond(Frame(pb.Reply(about=self.absent())))
+            meeting, broken = (0, 0) if self.job is None else self.job.meetings.told
+            respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken)))
             return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))
@@ -190,6 +194,7 @@ class Service:
                 if job is not None:
                     self._barrier.refuse_standstill(job, outbox)
                     self._states.answer_ready(job, outbox)
+                    self._meetings.answer_ready(job, outbox)
                     if durability is not None:
                         durability.begin_if_due(job)
                 self.end.end_if_rows_are_lost(job, outbox)
@@ -272,6 +277,7 @@ class Service:
             if self.job is not None:
                 self._barrier.refuse_standstill(self.job, outbox)
                 self._states.answer_ready(self.job, outbox)
+                self._meetings.answer_ready(self.job, outbox)
                 self.job.claims.tick(now, outbox)
         self._send(outbox)
         if self.durability is not None:

@@ -79,6 +79,8 @@ class Connection:
         self._wait: Wait | None = None
         self._closing = threading.Event()
         self._heartbeat: threading.Thread | None = None
+        #: by its last heartbeat, the number of the group that somebody waits for, and of the last one that broke
+        self.meeting = self.broken_group = 0
         #: whether the user knows what ended this connection
         self.reported = False
 
@@ -164,6 +166,7 @@ class Connection:
                 reply = raise_if_error(call.result())
                 self._heard()
                 self._log_absent_workers(reply.message.about)
+                self.meeting, self.broken_group = reply.message.meeting, reply.message.broken
             except TransportError:
                 pass
             except FleetError as error:

@@ -15,7 +15,7 @@ from fleet.kernels import HINTS, REFUSED, RULES, Rule
 from fleet.nn.handle import TableHandle, handle_of
 from fleet.nn.trainables import ElementTypes, Member, groups, members, refuse_overlap
 from fleet.optimizer import has_stepped
-from fleet.plan.specs import DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
+from fleet.plan.specs import ALL_REDUCE, DTYPES, TABLE_DTYPES, GroupSpec, JobSpec, ParamSpec, PlanSettings, TableSpec
 from fleet.ps.consistency import policy_of
 from fleet.strategy.parameter_server import Strategy
 
@@ -108,6 +108,8 @@ class Description:
     def option_values(self, index: int) -> dict[str, Any]:
         """Return the options of one group as they are now, in plain values."""
         spec, group = self.spec.groups[index], self.groups[index]
+        if not spec.options:  # its optimizer steps on the workers, and servers have no part in it
+            return {}
         defaults, fixed = self.optimizers[spec.optimizer].defaults, RULES[spec.rule].constructor_only
         _refuse_options(RULES[spec.rule], group)
         return {name: _plain(defaults[name] if name in fixed else group[name], name) for name in spec.options}
@@ -140,14 +142,22 @@ def describe(
     in_order = tuple(group for *_, group in groups(optimizers))
     everything = members(optimizers, model)
     refuse_overlap(everything)
-    rules = []
-    for position, _, optimizer, group in groups(optimizers):
-        rules.append(_rule(optimizer))
-        specs.append(_group_spec(rules[-1], position, optimizer, group))
+    here = strategy.dense == ALL_REDUCE
+    with_rows = {member.group for member in everything if handle_of(member.param) is not None}
+    rules: list[Rule | None] = []
+    for index, (position, _, optimizer, group) in enumerate(groups(optimizers)):
+        _refuse_optimizer(optimizer)
+        if here and index not in with_rows:
+            rules.append(None)
+            specs.append(GroupSpec(type(optimizer).__name__, position, (), sliceable=False))
+        else:
+            rule = _rule(optimizer)
+            rules.append(rule)
+            specs.append(_group_spec(rule, position, optimizer, group))
     for member in everything:
-        rule, handle = rules[member.group], handle_of(member.param)
+        handle = handle_of(member.param)
         if handle is None:
-            params.append(_param_spec(member.name, member.param, member.group, rule))
+            params.append(_param_spec(member.name, member.param, member.group, None if here else rules[member.group]))
             objects.append(member.param)
         else:
             handle.name = member.name
@@ -169,6 +179,7 @@ def describe(
         wire_dtype=strategy.wire_dtype,
         needs_all_workers=strategy.needs_all_workers,
         evict_every=evict_every,
+        dense=strategy.dense,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))
@@ -176,13 +187,18 @@ def describe(
     return described
 
 
-def _rule(optimizer: torch.optim.Optimizer) -> Rule:
+def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if name in REFUSED:
         raise UnsupportedError(
             f"{name} cannot be honoured by parameter servers: {REFUSED[name]}",
             todo="Take one that steps once for a gradient, such as torch.optim.Adam, or train without Fleet.",
         )
+
+
+def _rule(optimizer: torch.optim.Optimizer) -> Rule:
+    _refuse_optimizer(optimizer)
+    name = type(optimizer).__name__
     rule = RULES.get(name)
     if rule is None or type(optimizer) is not rule.optimizer:
         raise UnsupportedError(
@@ -209,8 +225,9 @@ def _refuse_options(rule: Rule, group: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{option}={group[option]!r} of {rule.name} cannot be honoured: {reason}")
 
 
-def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule) -> ParamSpec:
-    if not rule.dense:
+def _param_spec(name: str, param: torch.nn.Parameter, group: int, rule: Rule | None) -> ParamSpec:
+    """Describe a dense parameter; without a ``rule`` it is trained on the workers."""
+    if rule is not None and not rule.dense:
         raise UnsupportedError(
             f"{rule.name} updates rows of sparse tables only, and {name!r} is a dense parameter",
             todo="Give it to another optimizer; distributed_optimizer takes a list.",

@@ -83,6 +83,8 @@ def _collect(
 ) -> dict[str, torch.Tensor]:
     """Return the ``state`` of a model with the job's values; ``make`` collects its tables."""
     params, tables = worker.trained.parts()
+    if worker.trained.plan.spec.settings.has_dense_on_workers:
+        params = {}  # the servers have none of them, and this worker has them all
     dense = {key: params[id(value)] for key, value in state.items() if id(value) in params}
     remote = {key: (handle, tables[id(handle)]) for key, handle in serving.remote_tables(state).items()}
     wanted = {} if make is None else {spec.name: (handle, spec) for handle, spec in remote.values()}

@@ -34,6 +34,8 @@ from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker.barrier import Barrier
 from fleet.ps.worker.connection import Connection, Connections
+from fleet.ps.worker.dense_group import DenseGroup
+from fleet.ps.worker.dense_training import DenseTraining
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.edits import Edits
 from fleet.ps.worker.forked_lookup import ForkedReader
@@ -70,8 +72,9 @@ class WorkerRuntime:
         network: Network,
         settings: ProcessSettings,
         clock: Clock,
+        model: torch.nn.Module | None = None,
     ) -> None:
-        """``describe`` returns what the user's optimizers and model are now."""
+        """``describe`` returns what the user's optimizers and ``model`` are now."""
         self.assignment = assignment
         self._describe = describe
         self._strategy = strategy
@@ -124,6 +127,19 @@ class WorkerRuntime:
                 rows,
                 self._fetch_to_train,
             )
+        self._dense: DenseTraining | None = None
+        if trained.plan.spec.settings.has_dense_on_workers:
+            group = DenseGroup(first_server, worker, figures.reduce)
+            self._dense = DenseTraining(
+                group,
+                trained,
+                model,
+                progress,
+                self.turns,
+                worker,
+                strategy.wire_dtype,
+                check_finite=check_finite,
+            )
         self._edits = Edits(connections, trained, values, rows, self._training, self._geo, progress, worker)
         self._barrier = Barrier(first_server, progress, figures, self.turns, self.reload)
         self._prediction: LookupPrediction | None = None
@@ -159,6 +175,8 @@ class WorkerRuntime:
             if self.assignment.index == 0:
                 initialize(self.connections, trained, answers)
             self._begin_from(self._values.fetch("initial parameters"))
+            if self._dense is not None:
+                self._dense.start()
         except BaseException as error:
             # Servers that let this worker in would otherwise wait for it until their deadline.
             self.end(f"it could not start: {type(error).__name__}: {error}")
@@ -224,12 +242,20 @@ class WorkerRuntime:
             initialize(self.connections, trained, answers, len(known.params), len(known.handles))
         self._values.write(self._values.fetch("initial parameters"))
         trained.attach(self, len(known.handles))
+        if self._dense is not None:
+            self._dense.extend(len(known.params))
 
     # ---------------------------------------------------------------- a step
 
     @property
     def trains_here(self) -> bool:
-        return self._geo is not None
+        return self._geo is not None or self._dense is not None
+
+    @property
+    def dense(self) -> DenseTraining:
+        """Return what trains dense parameters on the workers, in a job where they do."""
+        assert self._dense is not None
+        return self._dense
 
     @property
     def replica(self) -> Replica | None:
@@ -252,17 +278,25 @@ class WorkerRuntime:
                 raise
 
     def step_here(self, update: Callable[[], None]) -> None:
-        """Take a step on this worker's own values; from time to time agree with the servers."""
+        """Take a step on this worker's own values, some or all; from time to time agree with the servers."""
         with self.turns:
-            assert self._geo is not None
             try:
                 self._prepare_step()
                 self.trained.outdate_whole_tables()
-                self._geo.step(update)
+                if self._geo is not None:
+                    self._geo.step(update)
+                else:
+                    self.dense.step(update)
+                    self._training.step()
+                    self.dense.end_step()
                 self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
                 raise
+
+    def set_synchronized(self, wanted: bool) -> bool:
+        """Set whether backwards average dense gradients from now on, and return what it was before."""
+        return self.dense.set_synchronized(wanted)
 
     def _prepare_step(self) -> None:
         self.turns.train()
@@ -337,6 +371,12 @@ class WorkerRuntime:
                 self._prediction.observe(wanted)
             self._training.looked_up()
             return found
+
+    def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+        """Return the mean over all workers of gradients of rows, where workers have to agree on it."""
+        if self._dense is None or self._dense.group.size == 1 or self.turns.is_other_thread:
+            return None
+        return self._dense.averaged(ids, values)
 
     def _send_edits_of(self, handles: Iterable[TableHandle]) -> None:
         """Have the rows that the script has changed in these tables hold for all, before they are read."""
@@ -449,6 +489,8 @@ class WorkerRuntime:
             with self.turns:
                 self.finish_interrupted("stop_worker()")
                 self._flush_or_abort()
+                if self._dense is not None:
+                    self._dense.leave()
                 self.connections.ask("goodbye", bye=pb.Bye())
         except FleetError:
             raise
@@ -493,6 +535,8 @@ class WorkerRuntime:
         if self._prediction is not None:
             self._prediction.remove()
         self._training.end()
+        if self._dense is not None:
+            self._dense.close()
         self.connections.close()
         self._training.close()
         self._observer.close()

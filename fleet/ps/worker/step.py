@@ -74,7 +74,9 @@ class UserGradients:
 
     @torch.no_grad()
     def dense(self) -> list[torch.Tensor | None]:
-        """Return the flat gradient of every parameter, on the CPU."""
+        """Return the flat gradient of every parameter, on the CPU; none of those that are trained on the workers."""
+        if self._trained.plan.spec.settings.has_dense_on_workers:
+            return [None] * len(self._trained.description.params)
         grads = [param.grad for param in self._trained.description.params]
         # With many small parameters each look at a gradient counts.
         flat = [
@@ -181,7 +183,8 @@ class RemoteTraining:
         """Make what sends gradients ahead of their push, where each step is one push, of gradients as they are."""
         params = self._trained.description.params
         may_leave = self._policy.sends_gradients_early(self._communication.max_merge_var_num)
-        if not (may_leave and self._pusher.is_plain and worthwhile(params)):
+        none_leaves = self._trained.plan.spec.settings.has_dense_on_workers
+        if none_leaves or not (may_leave and self._pusher.is_plain and worthwhile(params)):
             return None
         return EarlyGradients(params, self._pusher.send_early, self._name)
 

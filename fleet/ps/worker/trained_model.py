@@ -46,8 +46,9 @@ class TrainedModel:
         self.description = description
         self.plan = make_plan(description.spec)
         self.layouts = [dense_layout(self.plan, server) for server in range(self._server_num)]
-        names = [spec.name for spec in description.spec.params]
-        self.writer = ParameterWriter(description.params, self.layouts, names)
+        spec, params = description.spec, description.params
+        written = () if spec.settings.has_dense_on_workers else params
+        self.writer = ParameterWriter(written, self.layouts, [each.name for each in spec.params[: len(written)]])
 
     def attach(self, source: RowSource, first_table: int = 0) -> None:
         """Let tables, from the given one on, get their rows from ``source``."""

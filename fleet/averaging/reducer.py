@@ -5,9 +5,10 @@ gradient of a backward, before the reducer's own hook sees it. It also asks the 
 that backward is through, which hands the reducer the parameters that had no gradient, so that every round comes to its
 end on every worker, and waits for the buckets. What the reducer calls its communication hook begins their exchange.
 
-One more parameter travels with the gradients, the census: a mark for each worker that takes part, and one for each
-parameter that has a gradient. By it everybody knows, at no cost, by how many to divide, and which parameters nobody
-trained. On CUDA reading it would make every step wait for the device, so there it goes beside, over Gloo.
+One more parameter travels with the gradients, the census: a mark for each worker that takes part, one for each
+parameter that has a gradient, and the small numbers that each worker has to say, if any. By it everybody knows, at no
+cost, by how many to divide, and which parameters nobody trained. On CUDA reading it would make every step wait for the
+device, so there it goes beside, over Gloo.
 
 A round without any backward (``run``) is a backward through nothing.
 """
@@ -24,9 +25,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size, _register_comm_hook
 from torch._C._distributed_c10d import Reducer as _Reducer
 
+from fleet.averaging.communicators import Communicators
+from fleet.averaging.exchange import Exchange, Finish
 from fleet.base.turns import Turns
-from fleet.collective.exchange import Exchange, Finish
-from fleet.collective.process_group import Group
 from fleet.errors import UnsupportedError
 from fleet.nn.trainables import ElementTypes
 
@@ -36,9 +37,12 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
 
 @dataclass(frozen=True)
 class Round:
-    """Says who brought gradients to a round."""
+    """Says who brought gradients to a round, and what each worker of the group had to say."""
 
     workers: tuple[int, ...]
+    words: tuple[tuple[int, ...], ...] = ()
+    #: of each question that was asked too, whether any worker has said yes
+    marked: tuple[bool, ...] = ()
 
 
 class Reducer:
@@ -50,11 +54,15 @@ class Reducer:
         params: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         types: ElementTypes,
-        group: Group,
+        group: Communicators,
         exchange: Exchange,
         on_round: Callable[[Round], None],
         turns: Turns,
+        words: int = 0,
+        asked: Sequence[Callable[[], bool]] = (),
     ) -> None:
+        """``words`` is how many numbers each worker has to say in a round (``says``). Of each question that is
+        ``asked`` when the backward is through, a round tells whether any worker says yes."""
         self._params = list(params)
         self._names = names
         self._types = types
@@ -67,12 +75,16 @@ class Reducer:
         self._is_open = False
         self._is_settled = False
         self._seen: set[int] = set()
-        self._pending: list[tuple[torch.futures.Future[torch.Tensor], Finish]] = []
+        #: what this worker says in its next round
+        self.says: tuple[int, ...] = (0,) * words
+        self._pending: list[tuple[torch.futures.Future[torch.Tensor], GradBucket, Finish]] = []
         self._engine = torch.autograd.Variable._execution_engine
         self._device = _one_device(params, names)
-        self._census = torch.nn.Parameter(torch.zeros(group.size + len(params)))
+        self._asked = asked
+        self._census = torch.nn.Parameter(torch.zeros(group.size * (1 + words) + len(params) + len(asked)))
         self._everything = torch.ones_like(self._census, requires_grad=False)
         self._everything[: group.size] = 0
+        self._everything[group.size + len(params) :] = 0
         self._everything[group.rank] = 1
         travelling = [*self._params, self._census] if self._device.type == "cpu" else self._params
         self._nodes = [_accumulator(param) for param in self._params]
@@ -135,8 +147,11 @@ class Reducer:
     def _begin_bucket(self, _: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         on_cuda: list[int | str | torch.device] | None = [self._device] if self._device.type == "cuda" else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=on_cuda)
-        self._pending.append((future, self._exchange.begin(bucket)))
+        self._pending.append((future, bucket, self._begin(bucket)))
         return future
+
+    def _begin(self, bucket: GradBucket) -> Finish:
+        return self._exchange.begin(bucket)
 
     def _close(self) -> None:
         """Complete the round, as the backward is through."""
@@ -144,17 +159,23 @@ class Reducer:
         self._mark()
         counting = None
         if self._device.type != "cpu":
-            counting = dist.all_reduce(self._census.grad, group=self._group.control, async_op=True)
+            assert self._census.grad is not None
+            counting = self._group.control.allreduce([self._census.grad])
         if len(self._seen) < len(self._params):
             for index in set(range(len(self._params))) - self._seen:
                 self._reducer._autograd_hook(index)
         if counting is None:
             self._reducer._autograd_hook(len(self._params))
-        for future, finish in self._pending:
-            future.set_result(finish())
+        self._complete(counting)
+        self._engine.queue_callback(self._finish)  # after the reducer's own, which writes the gradients
+
+    def _complete(self, counting: dist.Work | None) -> None:
+        """Wait for all buckets, and for the census where it goes beside; then hand their contents to the reducer."""
+        results = [finish() for *_, finish in self._pending]
         if counting is not None:
             self._group.finish(counting, self._census.device)
-        self._engine.queue_callback(self._finish)  # after the reducer's own, which writes the gradients
+        for (future, *_), result in zip(self._pending, results, strict=True):
+            future.set_result(result)
 
     def _mark(self) -> None:
         """Fill in the census. The usual case, everything there, is a copy: it must cost nothing in a small model."""
@@ -168,20 +189,46 @@ class Reducer:
         if self._census.grad is None:
             self._census.grad = torch.empty_like(marks)
         self._census.grad.copy_(marks)
+        if self.says or self._asked:
+            self._say(self._census.grad)
+
+    def _say(self, census: torch.Tensor) -> None:
+        """Fill in what stands behind the parameters' marks."""
+        first, words = self._group.size + len(self._params), len(self.says)
+        stop = first + len(self._asked)
+        if self._taking_part:
+            census[first:stop] = torch.tensor([float(ask()) for ask in self._asked])
+        census[stop + self._group.rank * words :][:words] = torch.tensor(self.says, dtype=census.dtype)
 
     @torch.no_grad()
     def _finish(self) -> None:
         assert self._census.grad is not None
-        counted, size = self._census.grad.tolist(), self._group.size
-        workers = tuple(rank for rank in range(size) if counted[rank] > 0)
-        if min(counted) <= 0:
-            self._correct(counted[size:], len(workers))
+        # Beside the gradients the census is averaged as they are.
+        counted = self._census.grad.tolist()
+        done = self._settle(counted, self._group.size if self._device.type == "cpu" else 1)
         if not self._is_settled:
             # Buckets in the order in which gradients came on worker 0; the census, which came last, in the last one.
             self._group.at_once(self._reducer._rebuild_buckets)
             self._is_settled = True
-        self._group.monitor.rounds += 1
-        self._on_round(Round(workers))
+        self._end_round(done)
+
+    def _settle(self, counted: Sequence[float], divided_by: int) -> Round:
+        """Read the census, which may have been divided, and correct the gradients where not all was there."""
+        size, params = self._group.size, len(self._params)
+        workers = tuple(rank for rank in range(size) if counted[rank] > 0)
+        if min(counted[: size + params]) <= 0:
+            self._correct(counted[size : size + params], len(workers))
+        stop, words = size + params + len(self._asked), len(self.says)
+        said = [round(each * divided_by) for each in counted[stop:]]
+        return Round(
+            workers,
+            tuple(tuple(said[rank * words : (rank + 1) * words]) for rank in range(size)),
+            tuple(each > 0 for each in counted[size + params : stop]),
+        )
+
+    def _end_round(self, done: Round) -> None:
+        self._group.count_round()
+        self._on_round(done)
 
     def _correct(self, marks: Sequence[float], workers: int) -> None:
         """Drop the gradients of parameters that no worker has one for, and divide by the number of those who took

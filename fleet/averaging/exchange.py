@@ -1,0 +1,80 @@
+"""Turns one bucket of gradients into the mean over all workers, in a way that is chosen once for a job.
+
+``begin`` is called while backward still runs and starts what can run beside it; what it returns is called after
+backward and hands back the bucket's new content. The buckets come in the same order on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from fleet.averaging.communicators import Communicators
+from fleet.nn.trainables import Member
+
+Finish = Callable[[], torch.Tensor]
+
+
+class Exchange(Protocol):
+    #: What this worker has handed to the communicators so far.
+    sent_bytes: int
+
+    def begin(self, bucket: GradBucket) -> Finish: ...
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        """Train these parameters from now on, in other buckets than before."""
+        ...
+
+
+class Route(Protocol):
+    """Adds a flat tensor up over all workers, in place."""
+
+    def begin(self, tensor: torch.Tensor, number: int) -> Callable[[], None]: ...
+
+
+class Flat:
+    """Adds up with one all-reduce; further communicators take turns with the group's own."""
+
+    def __init__(self, group: Communicators, further: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._group = group
+        self._communicators = [group.everyone, *further]
+
+    def begin(self, tensor: torch.Tensor, number: int) -> Callable[[], None]:
+        communicator = self._communicators[number % len(self._communicators)]
+        # As dist.all_reduce does, but for its logging, which a small model feels.
+        work = communicator.allreduce([tensor])
+        return lambda: self._group.finish(work, tensor.device)
+
+
+class Averaging:
+    """Takes the mean, divided before it is added up, and in ``dtype`` on its way if that is given. Where it ``keeps``
+    what the bucket has, that stays as it is until there is a result."""
+
+    def __init__(self, route: Route, size: int, dtype: torch.dtype | None, *, keeps: bool = False) -> None:
+        self._route = route
+        self._size = size
+        self._dtype = dtype
+        self._keeps = keeps
+        self.sent_bytes = 0
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        """Do nothing: all parameters are treated alike."""
+
+    def begin(self, bucket: GradBucket) -> Finish:
+        whole = bucket.buffer()
+        if self._dtype is not None:
+            travelling = whole.to(self._dtype).div_(self._size)
+        else:
+            travelling = whole / self._size if self._keeps else whole.div_(self._size)
+        finish = self._route.begin(travelling, bucket.index())
+        self.sent_bytes += travelling.nbytes
+
+        def result() -> torch.Tensor:
+            finish()
+            return travelling.to(whole.dtype)  # itself, where it travels as it is
+
+        return result

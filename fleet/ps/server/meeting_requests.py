@@ -1,0 +1,40 @@
+"""Workers ask to meet (meetings.py)."""
+
+from __future__ import annotations
+
+from fleet.base.clock import Clock
+from fleet.errors import ProtocolError
+from fleet.ps.server.job import Job
+from fleet.ps.server.members import Members
+from fleet.ps.server.pending import Arrival, Outbox, Waiting
+from fleet.ps.server.step_requests import StepRequests
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+
+_LONGEST_ADDRESS = 300
+
+
+class MeetingRequests:
+    def __init__(self, clock: Clock, members: Members, steps: StepRequests) -> None:
+        self._clock = clock
+        self._members = members
+        self._steps = steps
+
+    def meet(self, job: Job, arrival: Arrival) -> None:
+        """Let a worker wait for the others, or note that it meets them no more."""
+        request, worker = arrival.request, arrival.worker
+        meet = request.meet
+        if not job.plans.current.spec.settings.has_dense_on_workers or len(meet.address) > _LONGEST_ADDRESS:
+            raise ProtocolError("a worker wants to meet others, and has no reason to", where=job.where)
+        if meet.leaving:
+            job.meetings.leave(worker)
+            self._steps.answer(job, job.reductions.leave(worker), worker, arrival.outbox)
+            arrival.answer(pb.Reply())
+            return
+        waiting = Waiting(worker, "the other workers", self._clock.now(), arrival.respond, lambda: Frame(pb.Reply()))
+        job.check_room(waiting)
+        job.meetings.come(worker, request.incarnation, meet, waiting, arrival.outbox)
+
+    def answer_ready(self, job: Job, outbox: Outbox) -> None:
+        if job.meetings.waiting():
+            job.meetings.answer_ready(self._members.awaited(), outbox)

@@ -1,0 +1,99 @@
+"""Workers that average dense gradients among themselves find each other here, at the first server.
+
+They meet to make a group: at the beginning, when one of them has left or is lost, and when another one has come. A
+meeting is over once everybody has come who is in the job, and all hear who is in the group. Gradients pass between
+workers, and never through here.
+
+Not thread-safe: the caller holds the server's lock, but for ``told``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from fleet.ps.server.pending import Outbox, Waiting
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+
+
+@dataclass(frozen=True)
+class _Come:
+    """Holds what a worker's process has said that has come to the meeting."""
+
+    incarnation: int
+    meet: Any
+    waiting: Waiting
+
+
+class Meetings:
+    """Holds who is in the group of a job's workers, and who has come to make the next one."""
+
+    def __init__(self) -> None:
+        #: of the group that there is
+        self._number = 0
+        #: who was in it from the beginning, with its incarnation, and what they were told
+        self._members: dict[int, int] = {}
+        self._outcome = ""
+        self._come: dict[int, _Come] = {}
+        #: who meets nobody any more, and has not said goodbye yet
+        self._leaving: set[int] = set()
+        self._broken = 0
+        #: the number of the group that somebody waits for, and of the last one that broke
+        self.told = (0, 0)
+
+    def come(self, worker: int, incarnation: int, meet: Any, waiting: Waiting, outbox: Outbox) -> None:
+        if meet.group < self._number and self._members.get(worker) == incarnation:
+            outbox.append((waiting.respond, self._answer()))  # the first one was lost on its way
+            return
+        if meet.broken:
+            self._broken = max(self._broken, meet.group)
+        self._come[worker] = _Come(incarnation, meet, waiting)
+        self._tell()
+
+    def leave(self, worker: int) -> None:
+        """Note that a worker will meet nobody any more."""
+        self._leaving.add(worker)
+
+    def left(self, worker: int) -> None:
+        """Note that a worker's process is gone. Those who have not agreed to go on without it cannot go on."""
+        self._come.pop(worker, None)
+        if worker in self._members and worker not in self._leaving:
+            self._broken = self._number
+        self._leaving.discard(worker)
+        self._tell()
+
+    def answer_ready(self, awaited: Collection[int], outbox: Outbox) -> None:
+        """Let the meeting end once everybody has come."""
+        if not self._come or not self._come.keys() >= set(awaited) - self._leaving:
+            return
+        come, self._come = dict(sorted(self._come.items())), {}
+        self._number = 1 + max(self._number, *(each.meet.group for each in come.values()))
+        self._members = {worker: each.incarnation for worker, each in come.items()}
+        said = [
+            {
+                "worker": worker,
+                "address": each.meet.address,
+                "rounds": each.meet.rounds,
+                "steps": each.meet.steps,
+                "has_values": each.meet.has_values,
+            }
+            for worker, each in come.items()
+        ]
+        self._outcome = json.dumps({"number": self._number, "members": said})
+        outbox += [(each.waiting.respond, self._answer()) for each in come.values()]
+        self._tell()
+
+    def _answer(self) -> Frame:
+        return Frame(pb.Reply(about=self._outcome))
+
+    def _tell(self) -> None:
+        self.told = (self._number + 1 if self._come else 0, self._broken)
+
+    def waiting(self) -> list[Waiting]:
+        return [each.waiting for each in self._come.values()]
+
+    def clear(self) -> None:
+        self._come.clear()

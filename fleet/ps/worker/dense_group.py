@@ -1,0 +1,274 @@
+"""Brings together the workers that average dense gradients among themselves, over connections of torch's own.
+
+They find each other through the first server, which tells all who there is and where, once everybody has come; the
+first of them keeps a store, through which they connect. A group never changes. When a worker leaves, comes or is lost,
+those who are there meet again and make another one, whose number is higher.
+
+A collective is waited for in slices. It has failed when a connection of this worker breaks, or when the first server
+says that another worker of the group is lost or has given it up. Then nobody in it gets any further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from fleet.averaging.communicators import done_within, hand_round, keep_store
+from fleet.errors import FleetError
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.connection import Connection
+
+_log = logging.getLogger("fleet.worker")
+
+#: The servers find out who is lost, so a long step of one worker is no reason for torch to give up.
+_PATIENCE = timedelta(days=30)
+#: How long a collective is waited for before it is looked whether it can still end.
+SLICE_S = 0.25
+_BACKLOG = 1024
+
+
+class GroupBrokenError(Exception):
+    """Says that no collective of the present group will end any more."""
+
+
+@dataclass(frozen=True)
+class Comer:
+    """Says who has come to a meeting: a worker's index, how many rounds are over for it, how many steps it has taken,
+    and whether it has the values that the workers train."""
+
+    worker: int
+    address: str
+    rounds: int
+    steps: int
+    has_values: bool
+
+
+class DenseGroup:
+    """Connects this worker to the others. ``size`` and ``rank`` are those of the group that there is."""
+
+    def __init__(self, first_server: Connection, worker: int, exchanging: AbstractContextManager[None]) -> None:
+        """``exchanging`` is around every wait for the others."""
+        self.rank = 0
+        self.size = 1
+        #: of the group; 0 before the first one
+        self.number = 0
+        #: how many rounds are over, and how many of them in this group
+        self.rounds = self.rounds_here = 0
+        #: whether all have agreed to make another one before the next round
+        self.is_over = False
+        #: whether this worker's next round is its last
+        self.is_leaving = False
+        self._is_broken = False
+        self._worker = worker
+        self._first = first_server
+        self._exchanging = exchanging
+        self._group: dist.ProcessGroup | None = None
+        self._store: TCPStore | None = None
+
+    # ---------------------------------------------------------------- coming together
+
+    @property
+    def must_meet(self) -> bool:
+        """Say whether no further round can be in this group."""
+        return self.is_over or self.is_broken
+
+    @property
+    def is_broken(self) -> bool:
+        return self._is_broken or 0 < self.number <= self._first.broken_group
+
+    @property
+    def is_wanted(self) -> bool:
+        """Say whether somebody waits for another group."""
+        return self._first.meeting > self.number > 0
+
+    def meet(self, step: int, steps: int, device: torch.device, *, has_values: bool) -> list[Comer]:
+        """Make a group with all workers that there are, and return who is in it, in the order of ranks. This worker has
+        taken so many ``steps``, and the servers have them up to ``step``."""
+        while True:
+            broken = self.is_broken
+            self.close()
+            try:
+                with self._exchanging:
+                    return self._meet(step, steps, device, broken=broken, has_values=has_values)
+            except (RuntimeError, OSError) as error:
+                # Somebody was lost in between: what is known of that comes with the next meeting.
+                _log.warning("worker %d could not connect to the others, and meets them again: %s", self._worker, error)
+                self._is_broken = True
+
+    def _meet(self, step: int, steps: int, device: torch.device, *, broken: bool, has_values: bool) -> list[Comer]:
+        host = _own_address(self._first.endpoint.host, self._first.endpoint.port)
+        with contextlib.closing(_listening(host)) as door:
+            address = json.dumps([host, door.getsockname()[1]])
+            asked = pb.Meet(
+                group=self.number,
+                broken=broken,
+                address=address,
+                rounds=self.rounds,
+                steps=steps,
+                has_values=has_values,
+            )
+            reply = self._first.call(Frame(self._first.request(step, meet=asked)), "a meeting of the workers")
+            told = json.loads(reply.message.about)
+            comers = [Comer(**each) for each in told["members"]]
+            self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
+            self.size, self.number = len(comers), told["number"]
+            self.rounds_here, self.is_over, self._is_broken = 0, False, False
+            patience = timedelta(seconds=self._first.deadline_s)
+            host, port = json.loads(comers[0].address)
+            if self.rank == 0:
+                self._store = keep_store(host, port, door.detach())
+            else:
+                self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+        self._store.set_timeout(patience)
+        self._group = _connected(PrefixStore(str(self.number), self._store), self.rank, self.size, device, patience)
+        return comers
+
+    def say_farewell(self, step: int) -> None:
+        """Tell the first server that this worker meets nobody any more, but in its last round."""
+        self.is_leaving = True
+        request = self._first.request(step, meet=pb.Meet(group=self.number, leaving=True))
+        self._first.call(Frame(request), "a farewell to the workers")
+
+    def close(self) -> None:
+        """Let go of the connections. Collectives that will never end go with them."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None and self.is_broken and hasattr(group, "abort"):  # which older ones of torch do not have
+            group.abort()
+
+    # ---------------------------------------------------------------- for averaging
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        assert self._group is not None, "met"
+        return self._group
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        return self.everyone
+
+    def finish(self, work: dist.Work, device: torch.device) -> None:
+        """Wait for a collective: on CUDA the stream does, elsewhere this thread, until done or the group breaks."""
+        with self._exchanging:
+            if device.type == "cuda":
+                work.wait()
+                return
+            while True:
+                try:
+                    if done_within(work, SLICE_S):
+                        return
+                except RuntimeError as error:
+                    raise self.broken_by(error) from error
+                self._check()
+
+    def at_once(self, call: Callable[[], object]) -> None:
+        """Run a collective of torch's own that cannot be waited for in slices, to which all workers come now."""
+        backend: Any = self.everyone._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=self._first.deadline_s))
+        try:
+            call()
+        except RuntimeError as error:
+            raise self.broken_by(error) from error
+        finally:
+            backend._set_default_timeout(_PATIENCE)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Copy the values that the rank ``source`` has to every worker, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+
+        def send(flat: torch.Tensor) -> None:
+            self.finish(self.begin(lambda: self.everyone.broadcast([flat], options)), flat.device)
+
+        hand_round(tensors, send, gives=self.rank == source)
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over all workers, in place."""
+        self.finish(self.begin(lambda: self.everyone.allreduce([tensor])), tensor.device)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all workers, which may differ in length."""
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(tensor)
+        self.add_up(lengths)
+        mine = tensor.new_zeros(int(lengths.max()), *tensor.shape[1:])
+        mine[: len(tensor)] = tensor
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self.finish(self.begin(lambda: self.everyone.allgather([found], [mine])), mine.device)
+        return [each[:length] for each, length in zip(found, lengths.tolist(), strict=True)]
+
+    def begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
+        """Begin a collective."""
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise self.broken_by(error) from error
+
+    def count_round(self) -> None:
+        self.rounds += 1
+        self.rounds_here += 1
+
+    def broken_by(self, error: RuntimeError) -> GroupBrokenError:
+        """Note that the group is broken, and return the error that says so."""
+        self._is_broken = True
+        return GroupBrokenError(str(error).partition("\n")[0][:300])
+
+    def _check(self) -> None:
+        if self._first.failure is not None:
+            raise self._first.reported_failure()
+        if self.is_broken:
+            raise GroupBrokenError("a worker of the group is gone")
+
+
+def _connected(
+    store: PrefixStore, rank: int, size: int, device: torch.device, patience: timedelta
+) -> dist.ProcessGroup:
+    """Return a group that is this worker's alone to know, beside whatever the script has made of torch.distributed."""
+    group = dist.ProcessGroup(store, rank, size)
+    kinds = dist.ProcessGroup.BackendType
+    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, patience)
+    gloo._set_default_timeout(_PATIENCE)
+    group._set_default_backend(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if device.type == "cuda":
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE
+        nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        group._set_default_backend(kinds.NCCL)
+        group._register_backend(device, kinds.NCCL, nccl)
+    return group
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address under which this machine talks to the first server, and the others find it."""
+    with contextlib.suppress(OSError, UnicodeError):  # a name that is none, as in a simulation
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends nothing: it only asks which address such a packet would carry.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _listening(host: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        made.bind((host, 0))
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        raise FleetError("a worker has no address for the others", where=host, got=str(error)) from None
+    return made

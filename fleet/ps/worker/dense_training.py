@@ -1,0 +1,308 @@
+"""Trains dense parameters on the workers: each has them all, with their optimizers' state, and steps on gradients that
+all average while backward runs.
+
+The workers meet once a step, in a *round* (dense_reducer.py), and equal values stay equal to the bit. Whoever comes or
+has missed a round gets all values, and all state, from another one. A worker that stops says so in one more round, to
+which it brings nothing, and the others make a group without it. So data may be uneven, and nobody's last gradient is
+lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import torch
+
+from fleet.averaging.reducer import Round
+from fleet.base.turns import Turns
+from fleet.errors import FleetError, NonFiniteGradientError, StateError
+from fleet.nn.trainables import ElementTypes
+from fleet.ps.worker.dense_group import Comer, DenseGroup, GroupBrokenError
+from fleet.ps.worker.dense_reducer import LastingReducer
+from fleet.ps.worker.dense_state import hand_over
+from fleet.ps.worker.describe import Description
+from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.row_agreement import has_gradient, is_infinite, mean_rows, set_rows, share_infinite
+from fleet.ps.worker.trained_model import TrainedModel
+
+#: What a worker says in a round: whether another group is to be made after it, and in which step it is, as far as
+#: numbers in half precision tell.
+_WORDS, _STEPS_TOLD = 2, 32
+
+#: What gradients may travel in.
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class DenseTraining:
+    def __init__(
+        self,
+        group: DenseGroup,
+        trained: TrainedModel,
+        model: torch.nn.Module | None,
+        progress: Progress,
+        turns: Turns,
+        worker: int,
+        wire_dtype: str | None,
+        *,
+        check_finite: bool,
+    ) -> None:
+        self.group = group
+        self._trained = trained
+        self._model = model
+        self._progress = progress
+        self._turns = turns
+        self._worker = worker
+        self._dtype = None if wire_dtype is None else _HALF.get(wire_dtype)
+        self._check_finite = check_finite
+        self._reducer: LastingReducer | None = None
+        self._is_enabled = True
+        #: how many rounds were over after the last step
+        self._rounds_before = 0
+        self._has_values = False
+
+    # ---------------------------------------------------------------- the beginning
+
+    def start(self) -> None:
+        """Meet the others, and take over the values of the first."""
+        self._meet()
+        self._arm()
+
+    def _arm(self) -> None:
+        """Begin to watch the parameters that are trained now."""
+        self._disarm()
+        described = self._described
+        trained = [
+            (param, spec.name)
+            for param, spec in zip(described.params, described.spec.params, strict=True)
+            if param.requires_grad
+        ]
+        self._watched = [param for param, _ in trained]
+        modules = () if self._model is None else self._model.modules()
+        self._buffered = [module for module in modules if any(True for _ in module.buffers(recurse=False))]
+        if not trained:
+            raise StateError(
+                "no dense parameter of the optimizer requires a gradient",
+                todo="Leave dense at 'servers': there is nothing to average among the workers.",
+            )
+        names = [name for _, name in trained]
+        types = ElementTypes(self._watched, names, [param.dtype for param in self._watched])
+        self._weights = [handle.weight for handle in described.handles]
+        self._reducer = LastingReducer(
+            self._watched,
+            names,
+            types,
+            self.group,
+            self._dtype,
+            self._after_round,
+            self._turns,
+            _WORDS,
+            [partial(ask, weight) for ask in (has_gradient, is_infinite) for weight in self._weights],
+            self._meet,
+        )
+        self._reducer.enabled = self._is_enabled
+
+    def _disarm(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+
+    @property
+    def _described(self) -> Description:
+        return self._trained.description
+
+    @property
+    def _device(self) -> torch.device:
+        params = self._described.params
+        return params[0].device if params else torch.device("cpu")
+
+    # ---------------------------------------------------------------- meeting
+
+    def _meet(self) -> bool:
+        """Make another group; return whether this worker has got from it what it would have come to in this step."""
+        while True:
+            progress = self._progress
+            comers = self.group.meet(progress.completed, progress.taken, self._device, has_values=self._has_values)
+            try:
+                return self._level(comers)
+            except GroupBrokenError:
+                continue
+
+    def _level(self, comers: Sequence[Comer]) -> bool:
+        """Bring everybody to where the furthest is."""
+        group = self.group
+        there = [rank for rank, each in enumerate(comers) if each.has_values]
+        source = max(there, key=lambda rank: (comers[rank].rounds, -rank), default=0)
+        if not there and self._progress.steps > 0:
+            raise FleetError(
+                "no worker has the dense parameters any more",
+                where=f"worker {self._worker}",
+                todo="Start the whole job again, from its last checkpoint: init_server(model_dir) or resume_from.",
+            )
+        first = comers[source]
+        behind = [not each.has_values or each.rounds < first.rounds for each in comers]
+        if any(
+            lags and each.has_values and each.steps == first.steps for lags, each in zip(behind, comers, strict=True)
+        ):
+            raise FleetError(
+                "a worker was lost in the middle of a step that has several backwards",
+                where=f"worker {self._worker}, step {self._progress.taken + 1}",
+                todo="Start the job again from its last checkpoint; no_sync() around all backwards of a step but the "
+                "last leaves no such middle.",
+            )
+        if any(behind):
+            hand_over(group, self._described, source)
+        if self._model is not None:
+            group.broadcast(list(self._model.buffers()), source)
+        group.rounds, was_there = first.rounds, self._has_values
+        self._has_values = True
+        return behind[group.rank] and was_there
+
+    def _after_round(self, done: Round) -> None:
+        """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
+        group = self.group
+        if not done.words:  # it is over elsewhere, and so is its step
+            return
+        steps = {done.words[rank][1] for rank in done.workers}
+        if len(steps) > 1:
+            raise StateError(
+                "the workers average gradients of different steps",
+                where=f"worker {self._worker}, step {self._progress.taken + 1}",
+                todo="Let every worker go backward as often in a step; those beyond the last belong into no_sync().",
+            )
+        group.is_over = group.is_over or any(said[0] for said in done.words)
+        self._level_rows(done.marked)
+        buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
+        if buffers and done.workers:
+            with suppress(GroupBrokenError):  # else they come with the next group
+                group.broadcast(buffers, done.workers[0])
+
+    def _level_rows(self, marked: Sequence[bool]) -> None:
+        """Let gradients of rows lead all workers to the same decisions: where others have some of a table this worker
+        has at least none of its rows, and where others have one that is not finite it has that too."""
+        tables = len(self._weights)
+        for weight, is_there, infinite in zip(self._weights, marked[:tables], marked[tables:], strict=True):
+            if is_there and not has_gradient(weight):
+                set_rows(weight, torch.empty(0, dtype=torch.int64), weight.new_empty(0, weight.shape[1]))
+            if infinite:
+                with self._in_a_step():
+                    share_infinite(weight, self.group)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self, update: Callable[[], None]) -> None:
+        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step."""
+        reducer = self._armed
+        if reducer.was_interrupted:
+            raise StateError(
+                "a backward ended in an exception, and the other workers wait for its gradients",
+                where=f"worker {self._worker}",
+                todo="Let the exception end the script, which ends the job for all.",
+            )
+        if self.group.rounds == self._rounds_before and not reducer.is_taken_over:
+            reducer.check_watching()
+            self._run_round(taking_part=True)  # nothing was averaged since the last step
+        if reducer.is_taken_over:
+            reducer.is_taken_over = False
+        else:
+            if self._check_finite:
+                self._refuse_infinite()
+            with self._tables_aside():
+                update()
+
+    def end_step(self) -> None:
+        """Make another group if it is time for one, when the step is through."""
+        group = self.group
+        if group.must_meet:
+            self._meet()
+        if self._armed.is_outdated and group.rounds_here > 0:
+            self._arm()
+        self._rounds_before = group.rounds
+        self._armed.says = self._words(leaving=False)
+
+    def _words(self, *, leaving: bool) -> tuple[int, int]:
+        return int(leaving or self.group.is_wanted), (self._progress.taken + 1) % _STEPS_TOLD
+
+    def _run_round(self, *, taking_part: bool) -> None:
+        reducer = self._armed
+        before, reducer.enabled = reducer.enabled, True
+        try:
+            reducer.run(taking_part)
+        finally:
+            reducer.enabled = before
+
+    def _refuse_infinite(self) -> None:
+        for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
+            if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+                raise NonFiniteGradientError(
+                    f"the gradient of {spec.name!r} holds NaN or infinity",
+                    where=f"worker {self._worker}, step {self._progress.taken + 1}",
+                )
+
+    @contextmanager
+    def _tables_aside(self) -> Iterator[None]:
+        """Hide gradients of rows from torch's optimizers: the servers step on them."""
+        weights = [handle.weight for handle in self._described.handles]
+        grads = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad
+
+    def set_synchronized(self, wanted: bool) -> bool:
+        """Set whether backwards average from now on, and return what it was before."""
+        before, self._is_enabled = self._is_enabled, wanted
+        if self._reducer is not None:
+            self._reducer.enabled = wanted
+        return before
+
+    def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return the gradients of one table's rows as the servers will have them: the mean over the workers."""
+        with self._in_a_step():
+            return mean_rows(self.group, ids, values)
+
+    @contextmanager
+    def _in_a_step(self) -> Iterator[None]:
+        """Surround what all workers do together between the average of gradients and the step on it."""
+        try:
+            yield
+        except GroupBrokenError as error:
+            raise FleetError(
+                "a worker was lost in the middle of a step",
+                where=f"worker {self._worker}, step {self._progress.taken + 1}",
+                got=str(error),
+                todo="Start the job again from its last checkpoint.",
+            ) from None
+
+    # ---------------------------------------------------------------- parameters that join
+
+    def extend(self, known: int) -> None:
+        """Train further parameters from now on, those behind the ``known`` ones, with the first worker's values."""
+        self.group.broadcast(self._described.params[known:], 0)
+        self._arm()
+
+    # ---------------------------------------------------------------- the end
+
+    def leave(self) -> None:
+        """Part from the others, who hear of it in their next round."""
+        if self._reducer is None:
+            return
+        if self.group.size > 1 and not self.group.must_meet:
+            self.group.say_farewell(self._progress.completed)
+            self._armed.says = self._words(leaving=True)
+            with suppress(GroupBrokenError):  # who is left makes another one
+                self._run_round(taking_part=False)
+        self.close()
+
+    def close(self) -> None:
+        self._disarm()
+        self.group.close()
+
+    @property
+    def _armed(self) -> LastingReducer:
+        assert self._reducer is not None, "started"
+        return self._reducer

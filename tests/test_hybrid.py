@@ -1,0 +1,413 @@
+"""Dense parameters among the workers, rows on the servers: ``dense="all_reduce"``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_close, run_job, values
+from inside import worker_of
+from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
+
+import fleet.nn
+from fleet import Fleet, StrategyFactory
+from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.transpiler import DistributeTranspilerConfig
+
+STEPS = 6
+
+sync = StrategyFactory.create_sync_strategy
+
+Make = Callable[[torch.nn.Module], Any]
+
+
+class Net(torch.nn.Module):
+    """Tables of both kinds below layers with a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = fleet.nn.Embedding(None, 4, initializer="constant(0.3)")
+        self.closed = torch.nn.Embedding(30, 4, sparse=True)
+        self.dense = torch.nn.Sequential(
+            torch.nn.Linear(4, 8, bias=False),  # whose gradient would be rounding and nothing else
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Linear(8, 1),
+        )
+
+    def loss(self, step: int, worker: int) -> torch.Tensor:
+        ids = torch.randint(0, 30, (8,), generator=torch.Generator().manual_seed(step * 10 + worker))
+        loss: torch.Tensor = (self.dense(self.open(ids * 7) + self.closed(ids)) - worker).square().mean()
+        return loss
+
+    def seen(self) -> list[torch.Tensor]:
+        """All that a job has learnt, but buffers, which are the first worker's."""
+        with torch.no_grad():
+            rows = [self.open(torch.arange(30) * 7), self.closed(torch.arange(30))]
+        return [*(each.detach().clone() for each in self.dense.parameters()), *rows]
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def hybrid_and_servers(
+    net: Net, make: Make, workers: int, servers: int, train: Callable[[Any, Net, int], None], **options: Any
+) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    """What every worker has seen in the end, with each of the two places for dense parameters."""
+
+    def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = copy.deepcopy(net)
+            optimizer = fleet_.distributed_optimizer(make(model), sync(dense=dense, **options), model=model)
+            fleet_.init_worker()
+            train(optimizer, model, worker)
+            fleet_.barrier_worker()
+            return model.seen()
+
+        return run
+
+    return run_job(body("all_reduce"), workers, servers), run_job(body("servers"), workers, servers)
+
+
+def check(hybrid: list[list[torch.Tensor]], servers: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(hybrid, servers, strict=True):
+        assert_close(one, other)
+        assert all(torch.equal(a, b) for a, b in zip(one, hybrid[0], strict=True)), "the same bits everywhere"
+
+
+def each_step(optimizer: Any, model: Net, worker: int) -> None:
+    for step in range(STEPS):
+        optimizer.minimize(model.loss(step, worker))
+
+
+# --- Synchronous: the same as on servers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "servers"),
+    [(name, 1 + place % 3, 1 + place // 3 % 2) for place, name in enumerate(OPTIMIZERS)],
+)
+def test_every_optimizer_ends_where_one_process_does(name: str, workers: int, servers: int) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = make_model()
+        if worker:  # worker 0's values win
+            torch.nn.init.constant_(model[0].weight, worker)  # type: ignore[index, arg-type]
+        plain = OPTIMIZERS[name](list(model.parameters()))
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            optimizer.minimize(loss_of(model, step, worker))
+        return values(model)
+
+    results = run_job(body, workers, servers)
+    for got in results:
+        assert_close(got, reference(OPTIMIZERS[name], workers))
+        assert all(torch.equal(a, b) for a, b in zip(got, results[0], strict=True))
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 1), (3, 2)])
+def test_rows_and_layers_end_where_servers_alone_end(net: Net, workers: int, servers: int) -> None:
+    check(*hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), workers, servers, each_step))
+
+
+def test_two_runs_are_alike(net: Net) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        plain = torch.optim.Adagrad(model.parameters(), 0.1)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        each_step(optimizer, model, worker)
+        fleet_.barrier_worker()
+        return model.seen()
+
+    for one, other in zip(run_job(body, 3, 2), run_job(body, 3, 2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Sign(torch.optim.Optimizer):
+    """A user's own, which no server knows."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "how": torch.sign})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["seen"] = state.get("seen", torch.zeros_like(param)) + param.grad
+                    param.sub_(group["lr"] * group["how"](state["seen"]))
+
+
+def test_a_class_of_the_user_s_own_trains_layers(net: Net) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        rows = torch.optim.SGD([model.open.weight, model.closed.weight], lr=0.1)
+        own = Sign(model.dense.parameters(), 0.01)
+        optimizer = fleet_.distributed_optimizer([rows, own], sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        each_step(optimizer, model, worker)
+        assert own.state[model.dense[0].weight]["seen"].any()
+        fleet_.barrier_worker()
+        return model.seen()
+
+    one, other = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(one[0], net.dense[0].weight)
+
+
+# --- What scripts do around a step ------------------------------------------------------------------------------------
+
+
+def with_schedule(optimizer: Any, model: Net, worker: int) -> None:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1)
+    for step in range(STEPS):
+        optimizer.minimize(model.loss(step, worker))
+        schedule.step()
+
+
+def accumulating(optimizer: Any, model: Net, worker: int) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            model.loss(2 * step, worker).backward()  # type: ignore[no-untyped-call]
+        model.loss(2 * step + 1, worker).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def accumulating_in_rounds(optimizer: Any, model: Net, worker: int) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for half in range(2):
+            model.loss(2 * step + half, worker).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def by_hand(optimizer: Any, model: Net, worker: int) -> None:
+    """Gradients that came in no backward which averaged anything."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            model.loss(step, worker).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def with_gaps(optimizer: Any, model: Net, worker: int) -> None:
+    """Some workers use some layers or tables only."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(step, worker)
+        if (step + worker) % 3 == 0:
+            loss = model.dense[0].weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("train", [with_schedule, accumulating, accumulating_in_rounds, by_hand, with_gaps])
+def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None:
+    def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        own = [each for each in model.parameters() if each.dim() == 1]
+        rest = [each for each in model.parameters() if each.dim() != 1]
+        return [torch.optim.Adagrad(rest, 0.1), torch.optim.SGD(own, 0.1, momentum=0.9)]
+
+    def one(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.0)
+
+    check(*hybrid_and_servers(net, one if train is with_schedule else make, 3, 2, train))
+
+
+def test_a_worker_that_stops_leaves_and_the_others_go_on(net: Net) -> None:
+    groups: list[int] = []
+
+    def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = copy.deepcopy(net)
+            plain = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
+            fleet_.init_worker()
+            for step in range(2 + 3 * worker):
+                optimizer.minimize(model.loss(step, worker))
+                if worker == 2 and dense == "all_reduce":
+                    groups.append(worker_of(fleet_).dense.group.size)
+            return model.seen() if worker == 2 else []
+
+        return run
+
+    *_, hybrid = run_job(body("all_reduce"), 3, 2)
+    *_, servers = run_job(body("servers"), 3, 2)
+    assert_close(hybrid, servers)
+    assert (groups[1], groups[-1]) == (3, 1)
+    assert sorted(groups, reverse=True) == groups
+
+
+def test_clipping_is_by_the_norm_of_what_all_push(net: Net) -> None:
+    """As one process clips that averages the workers' gradients, of layers and of rows."""
+    norms: dict[int, list[float]] = {}
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), 0.5), sync(dense="all_reduce"), model=model
+        )
+        fleet_.init_worker()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model.loss(step, worker)
+            if (step, worker) == (2, 1):  # without a row
+                loss = model.dense[0].weight.square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            norms.setdefault(worker, []).append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+            optimizer.step()
+        fleet_.barrier_worker()
+        return model.seen()
+
+    got = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+    assert norms[0] == norms[1]
+    assert min(norms[0]) > 0.05
+    plain = copy.deepcopy(net)
+    plain.open = torch.nn.Embedding.from_pretrained(torch.full((210, 4), 0.3), freeze=False)  # type: ignore[assignment]
+    plain.closed = torch.nn.Embedding.from_pretrained(net.closed.weight.detach().clone(), freeze=False)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    for step in range(STEPS):
+        total: list[torch.Tensor] = [torch.zeros_like(each) for each in plain.parameters()]
+        for worker in range(2):
+            plain.zero_grad()
+            loss = plain.loss(step, worker)
+            if (step, worker) == (2, 1):
+                loss = plain.dense[0].weight.square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            for each, param in zip(total, plain.parameters(), strict=True):
+                each += 0 if param.grad is None else param.grad / 2
+        for each, param in zip(total, plain.parameters(), strict=True):
+            param.grad = each
+        assert float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)) == pytest.approx(
+            norms[0][step], rel=1e-4
+        )
+        optimizer.step()
+
+
+def test_a_grad_scaler_skips_a_step_for_all(net: Net) -> None:
+    def body(fleet_: Fleet, worker: int) -> tuple[float, list[torch.Tensor]]:
+        model = copy.deepcopy(net)
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), sync(dense="all_reduce"), model=model
+        )
+        fleet_.init_worker()
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model.loss(step, worker)
+            if (step, worker) == (3, 1):
+                loss = (model.open(torch.tensor([7])) * torch.inf).sum() + 0 * loss
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+        fleet_.barrier_worker()
+        return scaler.get_scale(), model.seen()
+
+    (scale, one), (other_scale, other) = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert all(each.isfinite().all() for each in one)
+    assert (scale, other_scale) == (8.0, 8.0)
+
+
+def test_buffers_are_the_first_worker_s(net: Net) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        optimizer = fleet_.distributed_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), sync(dense="all_reduce"), model=model
+        )
+        fleet_.init_worker()
+        each_step(optimizer, model, worker)
+        return [each.clone() for each in model.buffers()]
+
+    one, other = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_half_precision_on_the_way(net: Net) -> None:
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce", wire_dtype="bf16"), model=model)
+        fleet_.init_worker()
+        each_step(optimizer, model, worker)
+        return [each.detach().clone() for each in model.dense.parameters()]
+
+    whole, _ = hybrid_and_servers(net, lambda m: torch.optim.SGD(m.parameters(), 0.1), 2, 1, each_step)
+    one, other = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert_close(one, whole[0][: len(one)], 0.05)
+
+
+def test_parameters_that_join(net: Net) -> None:
+    def train(optimizer: Any, model: Net, worker: int) -> None:
+        for step in range(STEPS):
+            if step == 2:
+                late = torch.nn.Linear(4, 1)
+                torch.nn.init.constant_(late.weight, 0.5 + worker)
+                torch.nn.init.zeros_(late.bias)
+                model.dense.append(torch.nn.Identity())
+                optimizer.add_param_group({"params": late.parameters(), "lr": 0.1})
+            loss = model.loss(step, worker)
+            if step >= 2:
+                loss = loss + late(model.dense[0].weight).square().mean()
+            optimizer.minimize(loss)
+
+    check(*hybrid_and_servers(net, lambda m: torch.optim.SGD(m.parameters(), 0.1), 2, 1, train))
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    factory = StrategyFactory
+    for make in (sync, factory.create_async_strategy, factory.create_half_async_strategy, factory.create_ssp_strategy):
+        assert make(dense="all_reduce").dense == "all_reduce"
+        with pytest.raises(ConfigurationError, match="dense is unknown"):
+            make(dense="elsewhere")
+    with pytest.raises(ArgumentTypeError, match="dense must be a str"):
+        sync(dense=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="delay compensation"):
+        factory.create_async_strategy(dense="all_reduce", dc_asgd_lambda=0.5)
+    with pytest.raises(UnsupportedError, match="elastic=True"):
+        factory.create_half_async_strategy(dense="all_reduce", elastic=True)
+    with pytest.raises(TypeError, match="dense"):
+        factory.create_geo_strategy(dense="all_reduce")  # type: ignore[call-arg]
+
+
+def test_the_config_says_it_too() -> None:
+    config = DistributeTranspilerConfig()
+    with pytest.raises(ConfigurationError, match="dense is unknown"):
+        config.dense = "nowhere"
+    config.dense = "all_reduce"
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = fleet_.distributed_optimizer(torch.optim.SGD(model.parameters(), 0.1), config, model=model)
+        fleet_.init_worker()
+        optimizer.minimize(loss_of(model, 0, worker))
+        assert fleet_.summary()["tables"] == {}
+        return values(model)
+
+    one, other = run_job(body, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    config.sync_mode, config.geo_sgd_mode = False, True
+    alone = Fleet(environ={})
+    alone.init()
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        alone.distributed_optimizer(torch.optim.SGD(make_model().parameters(), 0.1), config)
+
+
+def test_an_optimizer_that_needs_its_closure_is_refused(net: Net) -> None:
+    alone = Fleet(environ={})
+    alone.init()
+    with pytest.raises(UnsupportedError, match="LBFGS cannot be honoured"):
+        alone.distributed_optimizer(torch.optim.LBFGS(net.dense.parameters()), sync(dense="all_reduce"))
