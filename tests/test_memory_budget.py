@@ -298,6 +298,54 @@ def test_a_durable_server_goes_on_with_another_disk(tmp_path: Path, monkeypatch:
     assert all(isinstance(each, TableFileError) for each in job.hosts[0].losses)
 
 
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_who_saves_or_loads_does_not_notice_that_a_durable_server_has_lost_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    harmed: list[int] = []
+    write = os.pwrite
+
+    def harming(file: int, data: memoryview, start: int) -> int:
+        if what == "load" and harms[0] and not harmed:
+            harmed.append(start)
+            return write(file, bytes(len(data)), start)
+        return write(file, data, start)
+
+    def body(made: Fleet, index: int) -> torch.Tensor:
+        table = fleet.nn.Embedding(200, DIM)
+        optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
+        wrapped = made.distributed_optimizer(optimizer, model=table)
+        made.init_worker()
+        for start in range(0, 200, 20):
+            wrapped.minimize((table(torch.arange(start, start + 20)) - 1).square().sum())
+        if what == "load":
+            made.save_persistables(tmp_path / "saved")
+            harms[0] = True
+            made.load_persistables(tmp_path / "saved")
+        else:
+            for file in (tmp_path / "rows").rglob("*.rows"):
+                file.write_bytes(bytes(file.stat().st_size))
+                harmed.append(0)
+            made.save_persistables(tmp_path / "saved")
+        return table.weight.clone()
+
+    harms = [False]
+    monkeypatch.setattr(row_file.os, "pwrite", harming)
+    environ = budget(tmp_path / "rows", ENVIRON)
+    job = DyingJob(body, tmp_path / "durable", workers=1, servers=1, environ=environ)
+    (got,) = job.run()
+    assert harmed
+    assert len(job.hosts[0].losses) == 1
+
+    def loaded(made: Fleet, index: int) -> torch.Tensor:
+        table = fleet.nn.Embedding(200, DIM)
+        made.distributed_optimizer(torch.optim.Adagrad(table.parameters(), lr=0.1), model=table)
+        made.init_worker()
+        return table.weight.clone()
+
+    assert torch.equal(got, run_job(loaded, model_dir=str(tmp_path / "saved"))[0])
+
+
 # ---------------------------------------------------------------- settings
 
 

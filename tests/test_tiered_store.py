@@ -336,6 +336,20 @@ def test_scans_that_begin_together_end_apart(stores: TieredStores, seed: int, mo
     assert first == second == {*range(40)}
 
 
+def test_each_part_of_a_scan_may_be_asked_for_again(stores: TieredStores) -> None:
+    store = new_store(stores)
+    put(store, 0, 300)
+    place: int | None = 0
+    found: set[int] = set()
+    while place is not None:
+        (ids, _), following = store.scan(place, 50, ["weight"])
+        if place:  # the first begins anew
+            assert store.scan(place, 50, ["weight"])[0][0].tolist() == ids.tolist()
+        found |= {*ids.tolist()}
+        place = following
+    assert found == {*range(300)}
+
+
 def test_a_scan_that_was_given_up_does_not_go_on(stores: TieredStores, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_file, "_PATIENCE", 5)
     store = new_store(stores)

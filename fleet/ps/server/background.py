@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fleet.errors import CheckpointError, FleetError
+from fleet.errors import CheckpointError, FleetError, TableFileError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.object_states import ObjectState
@@ -28,10 +28,12 @@ _log = logging.getLogger("fleet.server")
 class BackgroundTask:
     """Does one piece of work that was asked for by a name, and answers those who wait for it."""
 
-    def __init__(self, name: str, work: Callable[[], Frame], what: str) -> None:
-        """``what`` names the work in errors."""
+    def __init__(self, name: str, work: Callable[[], Frame], what: str, *, is_kept: bool) -> None:
+        """``what`` names the work in errors; ``is_kept`` says that a server that loses rows is started again with all
+        of them."""
         self.name = name
         self.what = what
+        self._is_kept = is_kept
         self._work: Callable[[], Frame] | None = work
         self._lock = threading.Lock()
         self._asking: list[Respond] = []
@@ -75,6 +77,8 @@ class BackgroundTask:
         try:
             reply = work()
         except FleetError as error:
+            if self._is_kept and isinstance(error, TableFileError):
+                return  # unanswered, it is asked again when the server is there again
             reply = error_reply(error)
         except Exception as error:
             _log.warning("%s failed", self.what, exc_info=error)

@@ -107,7 +107,8 @@ class CheckpointRequests:
         def write() -> Frame:
             return write_share(save.folder, save.proof, server, export, self._clock, behind=save.begin)
 
-        task = BackgroundTask(save.id, write, f"writing the share of server {job.where} into {save.folder}")
+        what = f"writing the share of server {job.where} into {save.folder}"
+        task = BackgroundTask(save.id, write, what, is_kept=self._is_durable)
         if not job.policy.shares_steps:
             task.let_go_on()
         background.begin(task, arrival.worker)

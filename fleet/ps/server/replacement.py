@@ -88,7 +88,8 @@ class Replacement:
                         background.load(Loaded(load.attempt, restore, shard, states))
                 return Frame(pb.Reply())
 
-            task = BackgroundTask(load.attempt, read, f"loading {load.url} on server {job.where}")
+            what = f"loading {load.url} on server {job.where}"
+            task = BackgroundTask(load.attempt, read, what, is_kept=self._durability is not None)
             background.begin(task, arrival.worker)
             task.start()
         assert background.task is not None

@@ -19,7 +19,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.checkpoint.places import Place
 from fleet.checkpoint.resume_choice import Choice
-from fleet.errors import FleetError, JobAbortedError, ProtocolError, TableFileError
+from fleet.errors import FleetError, JobAbortedError, ProtocolError
 from fleet.ps.server.admission import Expected
 from fleet.ps.server.barrier import Barrier
 from fleet.ps.server.checkpoint_reader import Restore
@@ -198,10 +198,10 @@ class Service:
                     if durability is not None:
                         durability.begin_if_due(job)
                 self.end.end_if_rows_are_lost(job, outbox)
-        except TableFileError:
+        except FleetError:
             with self._lock:
                 self.end.end_if_rows_are_lost(self.job, outbox)
-            if not self.end.suspended:
+            if not self.end.suspended:  # else whatever has come of lost rows is nobody's concern
                 raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
