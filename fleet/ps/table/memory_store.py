@@ -195,15 +195,36 @@ class MemoryStore:
     def scan(
         self, start: int, most: int, names: Sequence[str], only: Between | None = None
     ) -> tuple[Batch, int | None]:
-        found, left = [_NONE], most
+        found: list[Batch] = []
+        left = most
         while start < self._count and left > 0:
-            slots = np.arange(start, min(start + (left if only is None else _LOOKED_THROUGH), self._count))
-            chosen = self._with_rows(slots)
-            chosen = (chosen if only is None else chosen[only(self._copied(only.column, chosen))])[:left]
-            left -= chosen.size
-            start = int(slots[-1] if left or only is None else chosen[-1]) + 1
-            found.append(chosen)
-        return self._batch(np.concatenate(found), names), start if start < self._count else None
+            if only is None:
+                stop = min(start + left, self._count)
+                found.append(self._between(start, stop, names))
+            else:
+                slots = self._with_rows(np.arange(start, min(start + _LOOKED_THROUGH, self._count)))
+                slots = slots[only(self._copied(only.column, slots))][:left]
+                found.append(self._batch(slots, names))
+                is_full = slots.size == left
+                stop = int(slots[-1]) + 1 if is_full else min(start + _LOOKED_THROUGH, self._count)
+            left -= found[-1][0].size
+            start = stop
+        batch, *more = found or [self._batch(_NONE, names)]
+        if more:
+            rows = {name: np.concatenate([rows[name] for _, rows in found]) for name in names}
+            batch = np.concatenate([ids for ids, _ in found]), rows
+        return batch, start if start < self._count else None
+
+    def _between(self, start: int, stop: int, names: Sequence[str]) -> Batch:
+        """Return copies of the rows from one slot to another."""
+        ids, rows = (
+            self._keys.between(start, stop)[:, 0],
+            {name: self._columns[name].between(start, stop) for name in names},
+        )
+        if self._free is None:
+            return ids, rows
+        there = self._free.left_between(start, stop)
+        return ids[there], {name: values[there] for name, values in rows.items()}
 
     def sample(self, count: int, names: Sequence[str]) -> Batch:
         slots = np.linspace(0, self._count, min(count, self._count), endpoint=False, dtype=np.int64)
@@ -253,6 +274,14 @@ class _Column:
         """Provide segments for so many rows in all."""
         if count > self._room:
             self._grow(count)
+
+    def between(self, start: int, stop: int) -> Array:
+        """Return copies of the rows from ``start`` to ``stop``."""
+        parts = []
+        for number in range(start >> self._bits, (stop - 1 >> self._bits) + 1):
+            begin = number << self._bits
+            parts.append(self._segments[number][max(0, start - begin) : stop - begin])
+        return np.concatenate(parts)
 
     def touch(self, start: int, stop: int) -> None:
         segments = tuple(self._segments)  # a short one that is replaced meanwhile stays until this is done
@@ -324,6 +353,11 @@ class _Free:
         gather(self._slots.rows, np.arange(self._count, self._count + taken), slots)
         stamp(self._has_none.rows, slots[:, 0], 0)
         return slots[:, 0]
+
+    def left_between(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Return for the slots from one to another whether they have a row."""
+        left: npt.NDArray[np.bool_] = self._has_none.between(start, stop)[:, 0] == 0
+        return left
 
     def without(self, slots: Ids) -> Ids:
         """Return those of the slots that have a row."""
