@@ -1314,20 +1314,34 @@ def test_what_is_carried_along_is_not_written_more_often_than_as_much_has_happen
     kept.close()
 
 
+def place_otherwise(patch: pytest.MonkeyPatch) -> None:
+    """As it was once: HashName put a parameter on one server."""
+    patch.setattr(HashName, "dispatch", lambda self, blocks: [len(block) % 2 for block in blocks])
+
+
+def speak_otherwise(patch: pytest.MonkeyPatch) -> None:
+    for module in ("plan.plan", "ps.server.durability.durability", "ps.server.durability.snapshot"):
+        patch.setattr(f"fleet.{module}.PROTOCOL", 1)
+
+
 @pytest.mark.parametrize("journal_bytes", [1, 1 << 30], ids=["a snapshot", "a journal alone"])
-def test_state_of_another_placement_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, journal_bytes: int
+@pytest.mark.parametrize("otherwise", [place_otherwise, speak_otherwise])
+def test_state_of_another_version_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    otherwise: Callable[[pytest.MonkeyPatch], None],
+    journal_bytes: int,
 ) -> None:
-    """A server that goes on would hold other blocks than what it finds: HashName once put a parameter on one server."""
+    """A server that goes on would hold other blocks than what it finds, or read pushes that it does not understand."""
     config = DistributeTranspilerConfig()
     config.split_method, config.min_block_size = "HashName", 1
     root, copy = tmp_path / "state", tmp_path / "copy"
 
     def body(made: Fleet, index: int) -> None:
-        model = torch.nn.Linear(8, 8)
+        model = torch.nn.Sequential(torch.nn.Embedding(9, 8, sparse=True), torch.nn.Linear(8, 8))
         optimizer = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), config, model=model)
         made.init_worker()
-        optimizer.minimize(model(torch.ones(1, 8)).sum())
+        optimizer.minimize(model(torch.ones(1, dtype=torch.int64)).sum())
         until(is_copied)
 
     def is_copied() -> bool:
@@ -1342,7 +1356,7 @@ def test_state_of_another_placement_is_refused(
 
     monkeypatch.setattr("fleet.ps.server.durability.state_directory.JOURNAL_BYTES", journal_bytes)
     with monkeypatch.context() as before:
-        before.setattr(HashName, "dispatch", lambda self, blocks: [len(block) % 2 for block in blocks])
+        otherwise(before)
         run_job(body, 1, 2, environ={**PATIENT, "FLEET_DURABLE_DIR": str(root)})
         started_again(copy, "server0:1").close()
     for endpoint in ("server0:1", "server1:1"):

@@ -399,8 +399,8 @@ def _waits_for_first(job: Job, kind: str, request: Any) -> bool:
 
 def _of_another_version(directory: Path) -> ConfigurationError:
     return ConfigurationError(
-        "the state that is kept here is of a version of this package that gave servers other parts of the parameters, "
-        "or spoke with them otherwise",
+        "the state that is kept here is of a version of this package that spoke with servers otherwise, or "
+        "gave servers other parts of the parameters",
         where=str(directory),
         todo="Go on with that version; or remove the directory and start the job from its last checkpoint, which does "
         "not depend on it.",
