@@ -357,6 +357,14 @@ class Checkpoint:
                 tensors.clear()  # before the next one takes its place: a loop over these holds the list until then
                 del coming
 
+    def piece(self, kind: str, number: int) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
+        """Return what the piece of a kind with this number is, its tensors, and whether another one follows."""
+        files = list(self.files(kind))
+        if not 0 <= number < len(files):
+            return {}, [], False
+        place, piece = files[number]
+        return piece.about, self._read(place, piece, False), number + 1 < len(files)
+
     def _read(self, place: Place, piece: PieceFile, once: bool) -> list[torch.Tensor]:
         try:
             return read(place, piece, once=once)

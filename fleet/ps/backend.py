@@ -118,14 +118,6 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
                 todo=f"Leave dense at 'servers', or unset {names} and keep the job in a network of its own.",
             )
 
-    def _refuse_all_reduce(self, call: str) -> None:
-        if self._parts is not None and self._parts[2].dense == ALL_REDUCE:
-            raise UnsupportedError(
-                f"{call} does not know yet of dense parameters that are on the workers",
-                got=f"dense={ALL_REDUCE!r}",
-                todo="Leave dense at 'servers'.",
-            )
-
     def _state_kept_at(self) -> Kept | None:
         """Return what the servers have of the optimizers' state; None where all of it is here."""
         assert self._parts is not None
@@ -276,7 +268,6 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def begin_saving(self, dirname: object, mode: object, own: Bytes | None = None, wanted: str = "") -> Rest:
         """Do the part of saving that needs this thread, and return a function that does the rest (``saves_behind``)."""
-        self._refuse_all_reduce("save_persistables()")
         return checkpoint_save.begin(self._running_worker("save_persistables()"), dirname, mode, own, wanted)
 
     #: The rest of a save may be done on another thread, while this one trains.
@@ -305,11 +296,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         shrink.shrink(self._running_worker("shrink()"))
 
     def load_persistables(self, dirname: object) -> None:
-        self._refuse_all_reduce("load_persistables()")
         replacement.load(self._running_worker("load_persistables()"), dirname)
 
     def load_state_dict(self, model: object, state: object) -> None:
-        self._refuse_all_reduce("load_state_dict()")
         replacement.load_state(self._running_worker("load_state_dict()"), model, state)
 
     def save_inference_model(self, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:

@@ -10,6 +10,7 @@ import json
 from contextlib import AbstractContextManager
 
 from fleet.base.clock import Clock
+from fleet.checkpoint.manifest import DENSE, Checkpoint
 from fleet.errors import CheckpointError, MissedError, ProtocolError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.background import BackgroundTask
@@ -23,6 +24,10 @@ from fleet.ps.table.frozen_view import HandOn
 from fleet.ps.table.shard import Piece, is_of_rows
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+
+#: What cursors begin with of an export that is of the checkpoint that the job has gone on from: for workers of which
+#: none has any values, as long as no step has been taken; and for any worker.
+ORIGIN, RECORD = "origin", "record"
 
 
 class CheckpointRequests:
@@ -57,6 +62,9 @@ class CheckpointRequests:
     def export(self, job: Job, arrival: Arrival) -> None:
         """Answer with one piece of the state, for the worker to keep."""
         export, background = arrival.request.export, job.background
+        if export.cursor.partition(":")[0] in (ORIGIN, RECORD):
+            self._export_record(job, arrival)
+            return
         # A server that has been killed meanwhile goes on with all rows, of which it no longer knows when they changed.
         forgotten = self._is_durable and not background.checkpoint
         if export.checkpoint not in ("", background.checkpoint) and not forgotten:
@@ -69,6 +77,28 @@ class CheckpointRequests:
         about = json.dumps({"tensors": list(piece.tensors), **piece.about})
         reply = pb.Reply(version=job.rounds.gate.version, cursor=piece.next_cursor, about=about)
         arrival.answer(reply, [WireTensor.of(tensor) for tensor in piece.tensors.values()])
+
+    def _export_record(self, job: Job, arrival: Arrival) -> None:
+        """Answer with dense parameters, and their optimizers' state, of the checkpoint that the job has gone on from:
+        workers train them, and the servers have read only the rows."""
+        kind, _, number = arrival.request.export.cursor.partition(":")
+        if not number.isdecimal() or (kind == ORIGIN and (not job.record.id or job.is_trained)):
+            raise CheckpointError(
+                "no worker has the dense parameters any more, and the servers have none later than a checkpoint's",
+                where=job.where,
+                todo="Start the whole job again, from its last checkpoint if there is one.",
+            )
+        if not job.record.id:
+            arrival.answer(pb.Reply(about=json.dumps({DENSE: [], "whole": [], "values": []})))
+            return
+        checkpoint = Checkpoint.open(job.record.url)
+        if checkpoint.manifest.id != job.record.id:
+            raise CheckpointError("the checkpoint that the job went on from has been replaced", where=job.record.url)
+        fit = checkpoint.fit(job.plans.current.spec)
+        told, tensors, has_next = checkpoint.piece(DENSE, int(number))
+        about = {DENSE: told.get(DENSE, []), "whole": sorted(fit.whole), "values": sorted(fit.values)}
+        reply = pb.Reply(cursor=f"{kind}:{int(number) + 1}" if has_next else "", about=json.dumps(about))
+        arrival.answer(reply, [WireTensor.of(tensor) for tensor in tensors])
 
     def save(self, job: Job, arrival: Arrival) -> None:
         """Begin a checkpoint, and write this server's share of it beside the training."""

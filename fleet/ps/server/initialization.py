@@ -121,7 +121,7 @@ class Initialization:
         job.rounds.gate.resume(dict.fromkeys(range(spec.settings.worker_num), restore.version), {}, restore.version)
         job.progress.go_on_from(restore)
         job.background.finish_checkpoint(restore.id, restore.url)
-        job.began = self.origin
+        job.began = job.record = self.origin
         self._lacking = restore.lacks(spec)
 
         def load() -> None:

@@ -157,6 +157,8 @@ class Job:
     initialized: bool = False
     #: the checkpoint that the job began with, if it did
     began: Origin = NOTHING
+    #: the checkpoint that it began with, or went on from since, unless other values have replaced those
+    record: Origin = NOTHING
 
     def held(self) -> Shard:
         """Return the shard; raise where a request needs one and there is none."""

@@ -12,7 +12,7 @@ from fleet.errors import CheckpointError, FleetError, JobAbortedError, ProtocolE
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import Plan
 from fleet.ps.server.background import BackgroundTask, Loaded
-from fleet.ps.server.checkpoint_reader import restore_from
+from fleet.ps.server.checkpoint_reader import NOTHING, restore_from
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
@@ -116,10 +116,12 @@ class Replacement:
                 job.states.bring(loaded.states, restore.workers)
                 job.progress.go_on_from(restore, (worker for worker, _ in job.rounds.pushed))
                 background.finish_checkpoint(restore.id, restore.url)
+                job.record = restore.origin
             else:
                 for upload, tensors in uploads:
                     write_upload(shard, upload, tensors)
                 shard.replaced()
+                job.record = NOTHING
         except FleetError as error:
             # Other servers have taken them over: nobody may go on from here as if nothing had happened.
             what = f"server {job.where} could not go on from other values"

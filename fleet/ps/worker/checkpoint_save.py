@@ -11,11 +11,9 @@ share instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from fleet.checkpoint.entries import names, split
 from fleet.checkpoint.manifest import Saved
@@ -27,6 +25,7 @@ from fleet.errors import ConfigurationError
 from fleet.plan.specs import JobSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.worker.dense_state import Piece
 from fleet.ps.worker.lease import once, withdrawn_if_it_fails
 from fleet.ps.worker.object_states import Shares
 from fleet.ps.worker.runtime import WorkerRuntime
@@ -43,8 +42,9 @@ class Moment:
     steps: int
     version: int
     spec: JobSpec
-    #: in GEO the state of the dense parameters, as entries and tensors, on the worker whose state is the job's
-    state: tuple[list[dict[str, Any]], list[torch.Tensor]] | None
+    #: what this worker adds: in GEO the state of the dense parameters, on the worker whose state is the job's; where
+    #: dense parameters are on the workers, these and their state
+    state: Sequence[Piece]
 
 
 #: Does the rest of a save, on any thread. It calls what it is given as soon as the worker may train on; None: it waits.
@@ -64,7 +64,9 @@ def begin(worker: WorkerRuntime, dirname: object, mode: object, own: Bytes | Non
     worker.flush()
     progress = worker.progress
     replica = worker.replica if worker.assignment.index == 0 else None
-    state = None if replica is None else split(replica.state())
+    state = [] if replica is None else [split(replica.state())]
+    if worker.has_dense:
+        state = worker.dense.pieces()
     moment = Moment(progress.steps, progress.completed, worker.trained.plan.spec, state)
     name = progress.name_of_call(f"save_persistables({where!r})")
     shares = Shares(wanted or name, everyone=not wanted) if own is not None or wanted else None
@@ -101,10 +103,10 @@ def _write(
         for server in sorted(files):
             writer.add(files[server])
         seed = files[0][0].about["seed"]
-        if moment.state is not None:
-            entries, state = moment.state
-            with writer.pieces("worker-0") as pieces:
-                pieces.add({"dense": entries}, dict(zip(names(entries), state, strict=True)))
+        if moment.state:
+            with writer.pieces(f"worker-{worker.assignment.index}") as pieces:
+                for entries, state in moment.state:
+                    pieces.add({"dense": entries}, dict(zip(names(entries), state, strict=True)))
             writer.add(pieces.files)
         if shares is not None:
             collected = collected or own.collect(shares)

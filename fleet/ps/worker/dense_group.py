@@ -95,7 +95,7 @@ class DenseGroup:
 
     def meet(self, step: int, steps: int, device: torch.device, *, has_values: bool) -> list[Comer]:
         """Make a group with all workers that there are, and return who is in it, in the order of ranks. This worker has
-        taken so many ``steps``, and the servers have them up to ``step``."""
+        taken so many ``steps`` with others, and the servers have ``step`` pushes of it."""
         while True:
             broken = self.is_broken
             self.close()

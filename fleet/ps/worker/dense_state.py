@@ -1,39 +1,95 @@
-"""Hands the dense state of one worker to others: parameters, buffers, and what optimizers keep of the parameters."""
+"""Brings the dense state of a worker, parameters and what optimizers keep of them, to other workers, into checkpoints
+and out of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fleet.checkpoint.entries import Entry, joined, set_state, state_entries
+from fleet.checkpoint.assembly import Assembly
+from fleet.checkpoint.entries import VALUE, Entry, cut, entries_of, joined, set_state, split, state_entries
+from fleet.checkpoint.pieces import PIECE_BYTES
 from fleet.errors import UnsupportedError
+from fleet.plan.specs import ParamSpec
 from fleet.ps.worker.dense_group import DenseGroup
 from fleet.ps.worker.describe import Description
 
+#: Entries of a checkpoint, with a tensor for each that has one.
+Piece = tuple[list[dict[str, Any]], list[torch.Tensor]]
 
-def entries(described: Description) -> Iterable[Entry]:
+
+def pieces(described: Description) -> list[Piece]:
+    """Return copies of all dense parameters and of what optimizers keep of them, as they stand in a checkpoint."""
+    found: list[Piece] = []
+    left = 0
+    for spec, param in zip(described.spec.params, described.params, strict=True):
+        whole = list(entries_of(spec.name, 0, param, _owner(described, spec).state.get(param, {})))
+        each = sum(tensor.itemsize for entry, tensor in whole if tensor is not None and entry["elementwise"])
+        start = 0
+        while start < param.numel() or (start == 0 and not param.numel()):
+            if left <= 0:
+                found.append(([], []))
+                left = PIECE_BYTES
+            stop = min(param.numel(), start + max(1, left // each))
+            told, tensors = split(cut(whole, start, stop))
+            found[-1][0].extend(told)
+            found[-1][1].extend(tensors)
+            left -= sum(tensor.nbytes for tensor in tensors)
+            start = max(stop, 1)
+    return found
+
+
+def fill(
+    described: Description,
+    read: Iterable[tuple[list[dict[str, Any]], Sequence[torch.Tensor]]],
+    whole: Collection[str],
+    values: Collection[str],
+    where: str,
+) -> None:
+    """Take over what a checkpoint has: parameters and what optimizers keep of them of the ``whole`` ones, parameters
+    alone of others."""
+    wanted = {spec.name: spec.numel for spec in described.spec.params if spec.name in whole or spec.name in values}
+    assembly = Assembly(wanted, where)
+    for told, tensors in read:
+        assembly.add(told, tensors)
+    for spec, param in zip(described.spec.params, described.params, strict=True):
+        if spec.name in wanted:
+            found, flat = assembly.whole(spec.name)
+            with torch.no_grad():
+                param.copy_(found[VALUE].view(param.shape))
+            owner = _owner(described, spec)
+            owner.state.pop(param, None)
+            if spec.name in whole and len(found) > 1:
+                set_state(owner, param, found, flat)
+
+
+def _entries(described: Description) -> Iterable[Entry]:
     """Yield what the optimizers keep of the dense parameters."""
     for spec, param in zip(described.spec.params, described.params, strict=True):
-        owner = described.optimizers[described.spec.groups[spec.group].optimizer]
-        yield from state_entries(spec.name, 0, param, owner.state.get(param, {}))
+        yield from state_entries(spec.name, 0, param, _owner(described, spec).state.get(param, {}))
 
 
-def hand_over(group: DenseGroup, described: Description, source: int) -> None:
-    """Give all that lag behind the rank ``source`` what it has; the others have the same."""
+def _owner(described: Description, spec: ParamSpec) -> torch.optim.Optimizer:
+    return described.optimizers[described.spec.groups[spec.group].optimizer]
+
+
+def hand_over(group: DenseGroup, described: Description, source: int, loads: int) -> int:
+    """Give all that lag behind the rank ``source`` what it has; the others have the same. ``loads`` is how often its
+    values have been replaced; return what that is for all now."""
     gives = group.rank == source
     told: list[dict[str, Any]] = []
     tensors: list[torch.Tensor] = []
     if gives:
-        for entry, tensor in entries(described):
+        for entry, tensor in _entries(described):
             kind = {}
             if tensor is not None:
                 kind = {"shape": list(tensor.shape), "dtype": _name(tensor.dtype), "device": tensor.device.type}
                 tensors.append(tensor)
             told.append({**entry, **kind})
-    told = _told(group, told, source)
+    loads, told = _told(group, (loads, told), source)
     device = described.params[0].device if described.params else torch.device("cpu")
     if not gives:
         tensors = [
@@ -44,20 +100,21 @@ def hand_over(group: DenseGroup, described: Description, source: int) -> None:
     group.broadcast([*described.params, *tensors], source)
     if not gives:
         _take(described, told, tensors)
+    return loads
 
 
 def _take(described: Description, told: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> None:
-    pieces: dict[str, dict[str, Any]] = {spec.name: {} for spec in described.spec.params}
+    found: dict[str, dict[str, Any]] = {spec.name: {} for spec in described.spec.params}
     for entry, tensor in joined(told, tensors):
-        pieces[entry["param"]][entry["key"]] = entry["plain"] if tensor is None else tensor
+        found[entry["param"]][entry["key"]] = entry["plain"] if tensor is None else tensor
     for spec, param in zip(described.spec.params, described.params, strict=True):
-        owner = described.optimizers[described.spec.groups[spec.group].optimizer]
+        owner = _owner(described, spec)
         owner.state.pop(param, None)
-        if pieces[spec.name]:
-            set_state(owner, param, pieces[spec.name], set())
+        if found[spec.name]:
+            set_state(owner, param, found[spec.name], set())
 
 
-def _told(group: DenseGroup, told: list[dict[str, Any]], source: int) -> list[dict[str, Any]]:
+def _told(group: DenseGroup, told: tuple[int, list[dict[str, Any]]], source: int) -> tuple[int, list[dict[str, Any]]]:
     """Return what the rank ``source`` tells in words."""
     try:
         text = json.dumps(told).encode()
@@ -73,8 +130,8 @@ def _told(group: DenseGroup, told: list[dict[str, Any]], source: int) -> list[di
     if group.rank != source:
         data = torch.empty(int(size), dtype=torch.uint8)
     group.broadcast([data], source)
-    found: list[dict[str, Any]] = json.loads(data.numpy().tobytes())
-    return found
+    loads, entries = json.loads(data.numpy().tobytes())
+    return loads, entries
 
 
 def _name(dtype: torch.dtype) -> str:

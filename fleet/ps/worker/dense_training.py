@@ -9,27 +9,30 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 
 from fleet.averaging.reducer import Round
 from fleet.base.turns import Turns
+from fleet.checkpoint.manifest import DENSE
 from fleet.errors import FleetError, NonFiniteGradientError, StateError
 from fleet.nn.trainables import ElementTypes
 from fleet.ps.worker.dense_group import Comer, DenseGroup, GroupBrokenError
 from fleet.ps.worker.dense_reducer import LastingReducer
-from fleet.ps.worker.dense_state import hand_over
+from fleet.ps.worker.dense_state import Piece, fill, hand_over, pieces
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.row_agreement import has_gradient, is_infinite, mean_rows, set_rows, share_infinite
 from fleet.ps.worker.trained_model import TrainedModel
 
-#: What a worker says in a round: whether another group is to be made after it, and in which step it is, as far as
-#: numbers in half precision tell.
-_WORDS, _STEPS_TOLD = 2, 32
+#: What a worker says in a round: whether another group is to be made after it, in which step it is, as far as numbers
+#: in half precision tell, and whether its values have replaced those of all.
+_WORDS, _STEPS_TOLD = 3, 32
 
 #: What gradients may travel in.
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -45,10 +48,14 @@ class DenseTraining:
         turns: Turns,
         worker: int,
         wire_dtype: str | None,
+        record: Callable[[bool], Iterator[tuple[dict[str, Any], list[torch.Tensor]]]],
         *,
         check_finite: bool,
     ) -> None:
+        """``record`` yields what the servers have of the checkpoint that the job has gone on from; True: as nobody has
+        any values."""
         self.group = group
+        self._record = record
         self._trained = trained
         self._model = model
         self._progress = progress
@@ -58,14 +65,21 @@ class DenseTraining:
         self._check_finite = check_finite
         self._reducer: LastingReducer | None = None
         self._is_enabled = True
+        #: how many steps the workers have taken together
+        self._steps = 0
         #: how many rounds were over after the last step
         self._rounds_before = 0
         self._has_values = False
+        #: whether this worker has taken over other values, which the others get in the next round
+        self._is_replaced = False
+        #: how often the values had been replaced of the first server that these are like
+        self._loads = 0
 
     # ---------------------------------------------------------------- the beginning
 
     def start(self) -> None:
         """Meet the others, and take over the values of the first."""
+        self._loads = self._progress.loads[0]
         self._meet()
         self._arm()
 
@@ -122,8 +136,8 @@ class DenseTraining:
     def _meet(self) -> bool:
         """Make another group; return whether this worker has got from it what it would have come to in this step."""
         while True:
-            progress = self._progress
-            comers = self.group.meet(progress.completed, progress.taken, self._device, has_values=self._has_values)
+            step = self._progress.completed
+            comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
             try:
                 return self._level(comers)
             except GroupBrokenError:
@@ -134,12 +148,8 @@ class DenseTraining:
         group = self.group
         there = [rank for rank, each in enumerate(comers) if each.has_values]
         source = max(there, key=lambda rank: (comers[rank].rounds, -rank), default=0)
-        if not there and self._progress.steps > 0:
-            raise FleetError(
-                "no worker has the dense parameters any more",
-                where=f"worker {self._worker}",
-                todo="Start the whole job again, from its last checkpoint: init_server(model_dir) or resume_from.",
-            )
+        if not there and source == group.rank and self._progress.steps > 0:
+            self._read_record(begins=True)
         first = comers[source]
         behind = [not each.has_values or each.rounds < first.rounds for each in comers]
         if any(
@@ -152,12 +162,40 @@ class DenseTraining:
                 "last leaves no such middle.",
             )
         if any(behind):
-            hand_over(group, self._described, source)
+            self._loads = hand_over(group, self._described, source, self._loads)
         if self._model is not None:
             group.broadcast(list(self._model.buffers()), source)
         group.rounds, was_there = first.rounds, self._has_values
+        if not was_there:
+            self._steps = first.steps
         self._has_values = True
         return behind[group.rank] and was_there
+
+    def _read_record(self, *, begins: bool) -> None:
+        read = self._record(begins)
+        first, tensors = next(read)
+        found = ((about[DENSE], each) for about, each in chain([(first, tensors)], read))
+        fill(self._described, found, first["whole"], first["values"], "what the servers went on from")
+
+    def pieces(self) -> list[Piece]:
+        """Return copies of all dense parameters and of what optimizers keep of them, as they stand in a checkpoint."""
+        return pieces(self._described)
+
+    def reload(self) -> None:
+        """Take over what the servers have gone on from, unless another worker has given it to this one."""
+        if self._loads < self._progress.loads[0]:
+            self._loads = self._progress.loads[0]
+            self._read_record(begins=False)
+
+    def replace(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over these parameters, by name, and let the others have all that this worker has."""
+        for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
+            if spec.name in values:
+                with torch.no_grad():
+                    param.copy_(values[spec.name])
+        self._is_replaced = True
+        if self._reducer is not None:
+            self._reducer.says = self._words(leaving=False)
 
     def _after_round(self, done: Round) -> None:
         """Take over the buffers of the first worker that took part, as DistributedDataParallel does with worker 0's."""
@@ -173,6 +211,11 @@ class DenseTraining:
             )
         group.is_over = group.is_over or any(said[0] for said in done.words)
         self._level_rows(done.marked)
+        replaced = [rank for rank, said in enumerate(done.words) if said[2]]
+        if replaced:
+            self._is_replaced = False
+            with self._in_a_step():
+                self._loads = hand_over(group, self._described, replaced[0], self._loads)
         buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
         if buffers and done.workers:
             with suppress(GroupBrokenError):  # else they come with the next group
@@ -214,6 +257,7 @@ class DenseTraining:
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""
         group = self.group
+        self._steps += 1
         if group.must_meet:
             self._meet()
         if self._armed.is_outdated and group.rounds_here > 0:
@@ -221,8 +265,9 @@ class DenseTraining:
         self._rounds_before = group.rounds
         self._armed.says = self._words(leaving=False)
 
-    def _words(self, *, leaving: bool) -> tuple[int, int]:
-        return int(leaving or self.group.is_wanted), (self._progress.taken + 1) % _STEPS_TOLD
+    def _words(self, *, leaving: bool) -> tuple[int, int, int]:
+        step = self._steps % _STEPS_TOLD
+        return int(leaving or self.group.is_wanted), step, int(self._is_replaced)
 
     def _run_round(self, *, taking_part: bool) -> None:
         reducer = self._armed

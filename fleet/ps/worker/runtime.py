@@ -47,7 +47,7 @@ from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
 from fleet.ps.worker.row_cuts import RowCuts
-from fleet.ps.worker.state_reader import exported_dense
+from fleet.ps.worker.state_reader import dense_record, exported_dense
 from fleet.ps.worker.step import RemoteTraining, UserGradients
 from fleet.ps.worker.summary import summary
 from fleet.ps.worker.trained_model import DenseValues, TrainedModel
@@ -138,6 +138,7 @@ class WorkerRuntime:
                 self.turns,
                 worker,
                 strategy.wire_dtype,
+                lambda begins: dense_record(first_server, progress.completed, begins=begins),
                 check_finite=check_finite,
             )
         self._edits = Edits(connections, trained, values, rows, self._training, self._geo, progress, worker)
@@ -203,6 +204,8 @@ class WorkerRuntime:
         self._pusher.drop_residues()
         self.own_states.forget_given()
         self._begin_from(replies)
+        if self._dense is not None:
+            self._dense.reload()
         self.trained.forget_whole_tables()
 
     def reload_in_turn(self) -> None:
@@ -252,8 +255,13 @@ class WorkerRuntime:
         return self._geo is not None or self._dense is not None
 
     @property
+    def has_dense(self) -> bool:
+        """Say whether dense parameters, and what optimizers keep of them, are on the workers."""
+        return self._dense is not None
+
+    @property
     def dense(self) -> DenseTraining:
-        """Return what trains dense parameters on the workers, in a job where they do."""
+        """Return what trains dense parameters on the workers, in a job where it does."""
         assert self._dense is not None
         return self._dense
 

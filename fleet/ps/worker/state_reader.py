@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
+
+import torch
 
 from fleet.ps.table.shard import FIRST, Piece
 from fleet.ps.wire import fleet_pb2 as pb
@@ -21,6 +24,19 @@ def exported(connection: Connection, step: int, checkpoint: str = "") -> Iterato
         cursor, about = reply.message.cursor, json.loads(reply.message.about)
         names = about.pop("tensors")
         yield Piece(about, dict(zip(names, (tensor.torch() for tensor in reply.tensors), strict=True)), cursor)
+
+
+def dense_record(
+    connection: Connection, step: int, *, begins: bool
+) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Yield what the checkpoint that the job has gone on from has of dense parameters: what it is, and the tensors.
+    ``begins`` says that no worker has any values."""
+    cursor = "origin:0" if begins else "record:0"
+    while cursor:
+        request = connection.request(step, export=pb.Export(cursor=cursor))
+        reply = connection.call(Frame(request), f"export of {cursor}")
+        cursor = reply.message.cursor
+        yield json.loads(reply.message.about), [tensor.torch() for tensor in reply.tensors]
 
 
 def exported_dense(connections: Connections, step: int) -> Iterator[Piece]:
