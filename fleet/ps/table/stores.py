@@ -143,7 +143,11 @@ class TieredStores:
             ) from error
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="fleet-rows")
         if not _warm:
-            self._compile()
+            try:
+                self._compile()
+            except BaseException:  # Ctrl-C, while a server starts
+                self.close()
+                raise
             _warm.append(True)
 
     def _compile(self) -> None:
