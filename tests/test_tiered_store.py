@@ -21,6 +21,7 @@ from inside import abandon, tiny_tiers
 from fleet.errors import CheckpointError, ConfigurationError, TableFileError
 from fleet.numeric.ids import gather, scatter
 from fleet.ps.table import row_file, tiered_store
+from fleet.ps.table import stores as tiers
 from fleet.ps.table.frames import FrameColumn
 from fleet.ps.table.place_index import PlaceIndex
 from fleet.ps.table.store import Between
@@ -584,6 +585,19 @@ def test_what_a_killed_server_has_left_goes_when_the_next_one_starts(tmp_path: P
     living.close()
     after.close()
     assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_server_that_is_interrupted_as_it_starts_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: TieredStores) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiers, "_warm", [])
+    monkeypatch.setattr(TieredStores, "_compile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TieredStores(tmp_path, "a-server", MIB, 10.0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -135,11 +135,19 @@ class TieredStores:
             self._folder = made.rename(made.with_name(made.name[1:]))  # it has its name when it is locked
         except OSError as error:
             raise ConfigurationError(
-                "FLEET_TABLE_DIR cannot be used", where=str(directory), got=error.strerror
+                "FLEET_TABLE_DIR cannot be used",
+                where=str(directory),
+                expected="a directory in which this process may make files",
+                got=error.strerror,
+                todo="Make it, or name another one.",
             ) from error
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="fleet-rows")
         if not _warm:
-            self._compile()
+            try:
+                self._compile()
+            except BaseException:  # Ctrl-C, while a server starts
+                self.close()
+                raise
             _warm.append(True)
 
     def _compile(self) -> None:

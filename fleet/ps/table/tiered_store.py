@@ -177,7 +177,9 @@ class TieredStore:
     # ---------------------------------------------------------------- rows by id
 
     def has(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        return self._located(packed_ids(ids))[0] >= 0
+        ids, most = packed_ids(ids), self.most  # records that are looked at take memory too
+        found = [self._located(ids[start : start + most])[0] >= 0 for start in range(0, ids.size, most)]
+        return np.concatenate(found) if found else np.empty(0, np.bool_)
 
     def find(self, ids: Ids) -> Ids:
         self.traffic.asked += ids.size
