@@ -200,7 +200,7 @@ class Fleet(Engine):
     def read(self, ids: Array) -> Array:
         rows = np.empty((ids.size, WORDS), "<u4")
         for part in self._parts(ids):
-            reading = self._store.reading(ids[part])
+            reading = self._store.reading(ids[part], expected=True)
             if reading is not None:
                 reading.run()
                 self._store.take(reading)

@@ -457,7 +457,8 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
         gc.collect()
         return len(made)
 
-    monkeypatch.setattr(shard_module, "Shard", Watched)
+    for module in (shard_module, disk_waits):
+        monkeypatch.setattr(module, "Shard", Watched)
     gc.freeze()  # or each count would look through all of torch's objects, for half a second
     yield count
     gc.unfreeze()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fleet.collective.exchange import neighbours
+from fleet.collective.hierarchical import neighbours
 
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.collective.dgc import Residual, clip_factor, kept, sparsity_at
