@@ -107,14 +107,6 @@ def _counts(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(scope="session")
-def prepared() -> Iterator[Prepared]:
-    """Starts scripts in Python processes that have imported torch and Fleet already."""
-    made = Prepared()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AbstractContextManager[Path]]:
     """Hands out a folder by its name, the same one in all the processes that the tests are spread over, and to one at a
     time: what takes long is found there by whoever comes second."""
@@ -130,6 +122,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Abstract
             yield folder
 
     return hold
+
+
+@pytest.fixture(scope="session")
+def prepared(shared: Callable[[str], AbstractContextManager[Path]]) -> Iterator[Prepared]:
+    """Starts scripts in Python processes that have imported torch and Fleet already."""
+    with shared("prepared") as folder:
+        made = Prepared(folder)
+    yield made
+    made.close()
 
 
 @pytest.fixture

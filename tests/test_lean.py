@@ -68,7 +68,7 @@ def told(prepared: Prepared, folder: Path, program: str) -> list[str]:
     """The lines that a process prints which has imported torch, and no compiler."""
     script = folder / "script.py"
     script.write_text(program)
-    out, err = prepared.start([str(script)], os.environ).communicate(PATIENCE_S)
+    out, err = prepared.start([str(script)], os.environ, bare=True).communicate(PATIENCE_S)
     assert not err
     return out.splitlines()
 
