@@ -294,6 +294,9 @@ def serve(folder: Path) -> None:
         server.leave()
         import torch._dynamo  # noqa: F401
 
+        with contextlib.suppress(ImportError):
+            import sklearn.datasets  # noqa: F401  where most examples have their data from
+
         gc.freeze()
         kind = KINDS[1]
         request = Server(door, over).serve(over=over)
