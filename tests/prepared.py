@@ -71,6 +71,8 @@ class Process:
         self.stdout = open(out, encoding="utf-8", errors="replace")  # noqa: SIM115
         self.stderr = open(err, encoding="utf-8", errors="replace")  # noqa: SIM115
         self._line = line
+        self._said: dict[str, str] = {}
+        self._readers: list[threading.Thread] = []
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -86,21 +88,20 @@ class Process:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All that it says from now on."""
-        said = {}
+        """All that it says from now on, also where an earlier call has waited in vain."""
 
         def read(name: str) -> None:
-            stream = getattr(self, name)
-            said[name] = "" if stream.closed else stream.read()
-            stream.close()
+            with getattr(self, name) as stream:
+                self._said[name] = stream.read()
 
-        readers = [threading.Thread(target=read, args=(name,), daemon=True) for name in ("stdout", "stderr")]
-        for reader in readers:
-            reader.start()
+        if not self._readers:
+            self._readers = [threading.Thread(target=read, args=(name,), daemon=True) for name in ("stdout", "stderr")]
+            for reader in self._readers:
+                reader.start()
         self.wait(timeout)
-        for reader in readers:
+        for reader in self._readers:
             reader.join(timeout)
-        return said["stdout"], said["stderr"]
+        return self._said["stdout"], self._said["stderr"]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
