@@ -39,6 +39,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return ("not libraries" in config.getoption("markexpr") and collection_path.name == "test_lightning.py") or None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a matrix that is marked so, the default run has as many cases as its longest side, with each value of every
+    side among them. The other cases are slow ones: of each value they show what those show as well."""
+    for item in items:
+        if item.get_closest_marker("pairs") is not None and not _is_on_the_diagonal(item):
+            item.add_marker("slow")
+
+
+def _is_on_the_diagonal(item: pytest.Item) -> bool:
+    indices: dict[str, int] = item.callspec.indices  # type: ignore[attr-defined]
+    sides = []
+    for mark in item.iter_markers("parametrize"):
+        names, values = mark.args
+        first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
+        sides.append((indices[first], len(values)))
+    return any(all(at == step % size for at, size in sides) for step in range(max(size for _, size in sides)))
+
+
 def pytest_collection_finish() -> None:
     """Have the collector of garbage leave alone what is there for good, a million objects of torch's and the tests."""
     gc.freeze()
@@ -107,14 +126,6 @@ def _counts(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(scope="session")
-def prepared() -> Iterator[Prepared]:
-    """Starts scripts in Python processes that have imported torch and Fleet already."""
-    made = Prepared()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AbstractContextManager[Path]]:
     """Hands out a folder by its name, the same one in all the processes that the tests are spread over, and to one at a
     time: what takes long is found there by whoever comes second."""
@@ -130,6 +141,15 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Abstract
             yield folder
 
     return hold
+
+
+@pytest.fixture(scope="session")
+def prepared(shared: Callable[[str], AbstractContextManager[Path]]) -> Iterator[Prepared]:
+    """Starts scripts in Python processes that have imported torch and Fleet already."""
+    with shared("prepared") as folder:
+        made = Prepared(folder)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -510,6 +510,7 @@ def straight() -> Callable[[str], list[torch.Tensor]]:
     return look
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.parametrize("move", MOVES)
 def test_going_on_equals_never_stopping(

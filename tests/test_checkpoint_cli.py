@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,8 @@ import safetensors
 import safetensors.torch
 import torch
 from harness import run_job
+from prepared import Prepared
+from test_processes import ended
 
 import fleet.nn
 from fleet import Fleet
@@ -451,6 +453,6 @@ def test_help_says_what_it_takes(run: Run) -> None:
     assert (code, "invalid choice" in err) == (2, True)
 
 
-def test_the_command_ends_with_the_exit_code(saved: Path) -> None:
-    command = [sys.executable, "-m", "fleet", "checkpoint", "diff", str(saved / "full"), str(saved / "delta")]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 1
+def test_the_command_ends_with_the_exit_code(saved: Path, prepared: Prepared) -> None:
+    command = ["-m", "fleet", "checkpoint", "diff", str(saved / "full"), str(saved / "delta")]
+    assert ended(prepared.start(command, os.environ))[0] == 1

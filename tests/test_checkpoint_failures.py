@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import torch
 from faults import Action, Fault, FaultyNetwork
 from harness import PATIENT, Job, run_job, until
 from inside import connections, lines_of, worker_of
+from prepared import Prepared
 from small_job import STRATEGIES, join, same, train
 
 from fleet import Checkpoints, Fleet
@@ -142,9 +142,12 @@ def test_a_writer_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(exis
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_while_it_writes(tmp_path: Path, free_endpoints: Callable[[int], list[str]]) -> None:
+def test_a_server_that_is_killed_while_it_writes(
+    prepared: Prepared, tmp_path: Path, free_endpoints: Callable[[int], list[str]]
+) -> None:
     """The job ends by its rules, and the checkpoint before it loads."""
-    script = """
+    script = tmp_path / "deadly.py"
+    script.write_text("""
 import os, signal, sys
 from fleet.checkpoint.places import Directory
 from fleet.launch.cli import main
@@ -156,14 +159,13 @@ def deadly(place, name, content):
     create(place, name, content)
 Directory.create = deadly
 sys.exit(main(sys.argv[1:]))
-"""
+""")
     environ = {"FLAGS_rpc_deadline": "4000", "FLEET_STARTUP_DEADLINE_S": "60"}
     (endpoint,) = free_endpoints(1)
-    server = subprocess.Popen(
-        [sys.executable, "-c", script, "server", "--endpoint", endpoint],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+    server = prepared.start(
+        [str(script), "server", "--endpoint", endpoint],
+        {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ},
+        bare=True,
     )
     try:
         fleet_ = Fleet(environ=environ)
@@ -179,7 +181,7 @@ sys.exit(main(sys.argv[1:]))
         assert server.wait(10) == -signal.SIGKILL
     finally:
         server.kill()
-        server.wait()
+        server.communicate()
     assert everything(tmp_path) == before
     assert same(loaded(tmp_path / "ckpt"), expected)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from fsspec.registry import _registry
 from fsspec.spec import AbstractFileSystem
 from harness import PATIENT, run_job
+from prepared import Prepared
 from small_job import join, same, train
 
 from fleet import Checkpoints, Fleet
@@ -132,24 +131,18 @@ def test_a_place_without_directories_has_the_same_rules(store: str, stores: dict
 
 
 @pytest.fixture
-def servers(s3: str, free_endpoints: Callable[[int], list[str]]) -> Iterator[list[str]]:
+def servers(s3: str, prepared: Prepared, free_endpoints: Callable[[int], list[str]]) -> Iterator[list[str]]:
     """Two server processes that stand somewhere else."""
     endpoints = free_endpoints(2)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **PATIENT}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "fleet", "server", "--endpoint", endpoint],
-            env=environ,
-            cwd="/",
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        prepared.start(["-m", "fleet", "server", "--endpoint", endpoint], environ, Path("/"), bare=True)
         for endpoint in endpoints
     ]
     yield endpoints
     for process in processes:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @pytest.mark.slow

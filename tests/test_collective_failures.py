@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,12 +75,15 @@ def test_a_worker_that_is_lost_is_named(start: Start, variant: str, who: int) ->
         ("end", 1, r"its script ended without fleet.stop_worker\(\)"),
     ],
 )
-def test_fleetrun_names_the_worker_that_ended_the_job(tmp_path: Path, variant: str, code: int, why: str) -> None:
-    command = [sys.executable, "-m", "fleet.launch", "--worker_num", "2", str(SCRIPT), variant, "1"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PROCESSES_S)
-    assert ended.returncode == code
-    assert re.search(rf"^\[fleetrun\] worker 1 failed: {why}", ended.stderr, re.MULTILINE), ended.stderr
-    assert ended.stderr.count("Traceback (most recent call last)") == (variant == "raise")
+def test_fleetrun_names_the_worker_that_ended_the_job(
+    prepared: Prepared, tmp_path: Path, variant: str, code: int, why: str
+) -> None:
+    command = ["-m", "fleet.launch", "--worker_num", "2", str(SCRIPT), variant, "1"]
+    launcher = prepared.start(command, os.environ, tmp_path)
+    _, err = launcher.communicate(PROCESSES_S)
+    assert launcher.returncode == code
+    assert re.search(rf"^\[fleetrun\] worker 1 failed: {why}", err, re.MULTILINE), err
+    assert err.count("Traceback (most recent call last)") == (variant == "raise")
 
 
 def test_an_exception_ends_the_job_for_all(start: Start) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from patience import PROCESSES_S
+import test_processes
+from test_processes import ROOT, Processes, ended
 
-ROOT = Path(__file__).parent.parent
+processes = test_processes.processes  # the fixture
+
 FLEETRUN = ("-m", "fleet.launch")
 TORCHRUN = (
     "-m",
@@ -23,30 +22,16 @@ TORCHRUN = (
 )
 
 
-def launch(cwd: Path, *command: str) -> str:
+def launch(processes: Processes, cwd: Path, *command: str) -> str:
     """What a whole launch printed; it must end well."""
-    strange = ("PADDLE_", "FLAGS_", "FLEET_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-    started = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = started.communicate(timeout=PROCESSES_S)
-    finally:
-        started.terminate()
-        started.wait(10)
-    assert started.returncode == 0, err
+    code, out, err = ended(processes.start(*command, cwd=cwd))
+    assert code == 0, err
     return out
 
 
-def test_fleetrun_makes_one_job_of_its_workers(tmp_path: Path) -> None:
+def test_fleetrun_makes_one_job_of_its_workers(processes: Processes, tmp_path: Path) -> None:
     script = str(ROOT / "tests" / "scripts" / "collective_failures.py")
-    out = launch(tmp_path, *FLEETRUN, "--worker_num", "2", script, "none", "0")
+    out = launch(processes, tmp_path, *FLEETRUN, "--worker_num", "2", script, "none", "0")
     assert sorted(out.splitlines()) == ["[worker 0] trained as 0 of 2", "[worker 1] trained as 1 of 2"]
 
 
@@ -59,9 +44,11 @@ def test_fleetrun_makes_one_job_of_its_workers(tmp_path: Path) -> None:
     ],
     ids=["fleetrun", "torchrun, local SGD", "torchrun"],
 )
-def test_digits_are_learned(tmp_path: Path, launcher: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def test_digits_are_learned(
+    processes: Processes, tmp_path: Path, launcher: tuple[str, ...], arguments: tuple[str, ...]
+) -> None:
     pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
-    out = launch(tmp_path, *launcher, str(ROOT / "examples" / "collective.py"), *arguments)
+    out = launch(processes, tmp_path, *launcher, str(ROOT / "examples" / "collective.py"), *arguments)
     found = re.findall(r"worker (\d) of 2: accuracy ([\d.]+)", out)
     assert sorted(rank for rank, _ in found) == ["0", "1"]
     assert len({accuracy for _, accuracy in found}) == 1, "the same model"
@@ -69,11 +56,11 @@ def test_digits_are_learned(tmp_path: Path, launcher: tuple[str, ...], arguments
 
 
 @pytest.mark.slow
-def test_a_restarted_job_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+def test_a_restarted_job_goes_on_from_its_last_checkpoint(processes: Processes, tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "elastic.py")
 
     def ends(*arguments: str) -> set[tuple[str, str]]:
-        out = launch(tmp_path, *TORCHRUN, "--max-restarts", "2", script, *arguments)
+        out = launch(processes, tmp_path, *TORCHRUN, "--max-restarts", "2", script, *arguments)
         # Two processes write to one pipe, and the end of a line may come after the other's begins.
         found = re.findall(r"worker \d of 2 began at step (\d+); parameters add up to (-?[\d.]+)", out)
         assert len(found) == 2

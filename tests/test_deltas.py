@@ -31,6 +31,7 @@ from fleet.ps.table.shard import FIRST, Piece, Shard
 from fleet.ps.worker.state_reader import exported
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("into", ["the same directory", "directories of their own"])
 def test_base_and_deltas_are_what_a_full_one_is(strategy: str, into: str, tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_base_and_deltas_are_what_a_full_one_is(strategy: str, into: str, tmp_pa
         assert same(found, expected), servers
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("who", ["one", "all"])
 def test_a_running_job_goes_on_from_a_checkpoint(strategy: str, who: str, tmp_path: Path) -> None:

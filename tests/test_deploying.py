@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_processes
 from network_namespaces import Machine, Machines, missing
 from patience import PROCESSES_S
-from test_processes import CLEAN, ROOT, TRAIN, ended
+from test_processes import CLEAN, ROOT, TRAIN, Processes, ended
 
 from fleet.base.cluster import Assignment
 from fleet.role_maker.resolve import resolve
+
+processes = test_processes.processes  # the fixture
 
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "deploying").glob("*.md"))}
 KUBERNETES = ROOT / "examples" / "kubernetes"
@@ -74,26 +77,26 @@ def accuracies(out: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_on_a_laptop(clone: Path) -> None:
-    assert accuracies(run(block("laptop", 0), clone)) == [0.977]
-    out = run(block("laptop", 1), clone)
+def test_on_a_laptop(processes: Processes, clone: Path) -> None:
+    assert accuracies(run(block("laptop", 0), clone, PATH=processes.path())) == [0.977]
+    out = run(block("laptop", 1), clone, PATH=processes.path())
     assert accuracies(out) == [0.977] * 2, "as the page says"
     assert (clone / "ckpt" / "quickstart" / "manifest.json").is_file()
     assert len(list((clone / "logs").glob("*.log"))) == 4
 
 
 @pytest.mark.slow
-def test_a_batch_job_of_slurm(clone: Path) -> None:
+def test_a_batch_job_of_slurm(processes: Processes, clone: Path) -> None:
     """With stand-ins for sbatch and srun, whose nodes are addresses of this machine."""
     slurm = ROOT / "tests" / "scripts" / "slurm"
-    out = run(block("slurm", 0), clone, PATH=f"{slurm}{os.pathsep}{ENVIRON['PATH']}")
+    out = run(block("slurm", 0), clone, PATH=f"{slurm}{os.pathsep}{processes.path()}")
     assert accuracies(out) == [0.977] * 2
 
 
 @pytest.mark.slow
-def test_torchrun_on_one_machine(clone: Path) -> None:
+def test_torchrun_on_one_machine(processes: Processes, clone: Path) -> None:
     pytest.importorskip("sklearn", reason="the example's data come with the extra 'examples'")
-    first, second = accuracies(run(block("torchrun", 0), clone))
+    first, second = accuracies(run(block("torchrun", 0), clone, PATH=processes.path()))
     assert first == second > 0.95
 
 

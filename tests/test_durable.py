@@ -115,6 +115,7 @@ def trained(optimizer: str) -> list[Any]:
     return run_job(trains(optimizer, between=gathers), 2, 2)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("offset", range(3))
 def test_killed_at_every_request(tmp_path: Path, optimizer: str, offset: int) -> None:
@@ -486,6 +487,7 @@ def unkilled(mode: str) -> list[Any]:
     return run_job(in_turns(REMEMBERING[mode]), 2, 2)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("journal_bytes", [1, 4000, 1 << 30])
 @pytest.mark.parametrize("mode", REMEMBERING)
 def test_what_workers_were_given_is_remembered(tmp_path: Path, mode: str, journal_bytes: int) -> None:
@@ -544,6 +546,7 @@ def saved_and_loaded(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_job(saves_and_loads(tmp_path_factory.mktemp("undisturbed")), 2, 2)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["claim", "load", "ready", "release", "save", "settle"])
 def test_checkpoints_around_a_kill(tmp_path: Path, kind: str, moment: str, saved_and_loaded: list[Any]) -> None:
@@ -575,6 +578,7 @@ def began_with(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Any]
     return folder, run_job(trains("adam"), 2, 2, model_dir=folder)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["hello", "push", "bye"])
 def test_a_job_that_began_with_a_checkpoint(
@@ -631,6 +635,7 @@ def test_a_checkpoint_is_taken_over_when_the_journal_has_been_done_over(
 # ---------------------------------------------------------------- and a newer one by the time a server is there again
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("moment", ["before the first", "between two", "before it is read"])
 def test_what_is_kept_comes_before_a_checkpoint(
@@ -744,6 +749,7 @@ def test_nobody_looks_up_at_servers_that_another_thread_of_the_worker_has_ended(
 # ---------------------------------------------------------------- what is on the disk
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("piece", range(1, 9))
 def test_killed_while_it_takes_a_snapshot(tmp_path: Path, piece: int, after: bool) -> None:
@@ -819,6 +825,7 @@ def test_every_push_once_while_a_snapshot_is_written(tmp_path: Path, mode: str) 
     assert sum(host.kills_amid_snapshots for host in job.hosts) > 2
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("then", ["goes on", "is killed", "is stopped"])
 @pytest.mark.parametrize("where", ["before its first piece", "before it is whole"])
 def test_requests_are_answered_while_a_snapshot_is_written(
@@ -861,6 +868,7 @@ def test_requests_are_answered_while_a_snapshot_is_written(
     assert not threads[0].is_alive()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_a_checkpoint_is_saved_while_a_snapshot_is_written(
@@ -1148,6 +1156,7 @@ def test_a_server_that_has_kept_less_ends_the_job(
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("lost", [1, 5, 8])
 @pytest.mark.parametrize("mode", FREE)
 def test_without_rounds_a_job_goes_on_without_what_was_lost(

@@ -259,6 +259,7 @@ def at_another_one(halve: Halve, wrapped: Any, inner: torch.optim.Optimizer) -> 
         each.register_hook(hook)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", ["sync", "ssp", "half_async"])
 @pytest.mark.parametrize("halve", [in_place, another, unseen, by_numpy])
 @pytest.mark.parametrize(

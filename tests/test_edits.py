@@ -205,6 +205,7 @@ def trained_in_a_job(make: Any, strategy: Any, edit: Edit, when: str, servers: i
     return run_job(body, 1, servers)[0]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("mode", EXACT)
 def test_an_edit_has_the_result_of_plain_torch(mode: str, edit: str) -> None:
@@ -721,6 +722,7 @@ def trained_tables(model: torch.nn.Module, optimizer: Any, edit: Edit, when: str
     return seen
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("when", ["before", "after backward"])
 @pytest.mark.parametrize("edit", TABLE_EDITS)
 @pytest.mark.parametrize("mode", EXACT)

@@ -27,7 +27,7 @@ TWO_AND_TWO = ("--server_num", "2", "--worker_num", "2")
 
 def fleetrun(processes: Processes, cwd: Path, *arguments: str, code: int = 0) -> str:
     """What it printed."""
-    status, out, err = ended(processes.python("-m", "fleet.launch", *arguments, cwd=cwd), PATIENCE_S)
+    status, out, err = ended(processes.start("-m", "fleet.launch", *arguments, cwd=cwd), PATIENCE_S)
     assert status == code, err
     return out + err
 

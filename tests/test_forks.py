@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from patience import PROCESSES_S
+from prepared import Prepared
+from test_processes import ended
 
 SCRIPT = Path(__file__).parent / "scripts" / "forks.py"
 JOBS = ("alone", "collective", "no-direct-connections", "sync", "async", "half-async", "ssp", "geo", "dc-asgd")
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found(prepared: Prepared) -> dict[str, Any]:
     """By job; in one process, and that a new one, which has no threads yet but its jobs'."""
-    ran = subprocess.run(
-        [sys.executable, str(SCRIPT), *JOBS],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PROCESSES_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return {told.pop("job"): told for told in map(json.loads, ran.stdout.splitlines())}
+    code, out, err = ended(prepared.start([str(SCRIPT), *JOBS], {**os.environ, "OMP_NUM_THREADS": "1"}))
+    assert code == 0, err
+    return {told.pop("job"): told for told in map(json.loads, out.splitlines())}
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -313,6 +313,7 @@ def some_rounds(worker_num: int, departures: int) -> set[tuple[int, ...]]:
 # --- Every order ------------------------------------------------------------------------------------------------------
 
 
+LARGEST = (3, 2, 1)
 #: Workers, departures and repetitions. A mishap that may come need not: orders with fewer of them are among these, and
 #: are looked at in the same way. By themselves they tell which rounds there are.
 SIZES = [
@@ -322,7 +323,7 @@ SIZES = [
         for departures in range(worker_num + 1)
         for repeats in (0, 1)
     ),
-    (3, 2, 1),
+    LARGEST,
 ]
 ROUNDS = [(3, 0, 0), (3, 1, 0), (3, 2, 0)]
 
@@ -344,16 +345,23 @@ KINDS = [name for name in MODES if next(each for each in MODES if asked(each) ==
         for name in MODES
         for size in (*SIZES, *(ROUNDS if name == "sync" else ()))
         # Where counting starts is looked at in the smaller cases.
-        for start in ((0,) if size == (3, 2, 1) else (0, 41))
-        if size != (3, 2, 1) or name in KINDS
+        for start in ((0,) if size == LARGEST else (0, 41))
+        if size != LARGEST or name in KINDS
     ],
 )
 def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:
-    for staleness in (0, 1, 2) if name == "ssp" else (0,):
+    stalenesses = (0,) if name != "ssp" else (1,) if (worker_num, departures, repeats) == LARGEST else (0, 1, 2)
+    for staleness in stalenesses:
         walked = Explorer(MODES[name], worker_num, repeats, departures, start, staleness).explore()
         assert walked.endings
     if name == "sync":
         assert walked.rounds == some_rounds(worker_num, departures)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_every_order_of_three_workers_with_another_staleness(staleness: int) -> None:
+    assert Explorer(MODES["ssp"], *(LARGEST[place] for place in (0, 2, 1)), 0, staleness).explore().endings
 
 
 def test_the_number_of_orders_is_known() -> None:

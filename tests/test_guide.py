@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,14 +21,13 @@ COMMANDS = re.findall(r"^```sh\n(.*?)\n```", GUIDE, re.DOTALL | re.MULTILINE)
 def test_a_stranger_follows_the_guide(processes: Processes, tmp_path: Path) -> None:
     for name, code in FILES.items():
         (tmp_path / name).write_text(code)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = {}
     plain, alone, together, listing, relaxed, scores, durable = COMMANDS
     assert set(together.split()) < set(durable.split()), "one job shows both"
     # At the same time what does not need each other.
     for commands in ((plain, alone), (durable,), (listing,), (relaxed, scores)):
         replace = "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[1]])"
-        shells = [processes.python("-c", replace, command, cwd=tmp_path, PATH=path) for command in commands]
+        shells = [processes.python("-c", replace, command, cwd=tmp_path, PATH=processes.path()) for command in commands]
         for command, shell in zip(commands, shells, strict=True):
             code, out, err = ended(shell, 200)
             assert code == 0, f"{command}: {err}"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from patience import PATIENCE_S
+from prepared import Prepared
 
 import fleet
 from fleet.base.pointers import NAMES, OF_A_PROGRAM, OF_A_TRAINER
@@ -37,6 +40,8 @@ def states():
 before = shared()
 import fleet, fleet.collective
 told = {"fleet": sorted(sys.modules), "shared": [before, shared()]}
+fleet.optim.Ftrl
+told["optim"] = sorted(sys.modules)
 import fleet.nn
 told["nn"] = sorted(sys.modules)
 import random, numpy, torch
@@ -65,9 +70,10 @@ def test_importing_fleet_imports_nothing_heavy(told: Any) -> None:
     assert {"torch", "numpy", "grpc", "google.protobuf", "numba", "llvmlite"} & set(told["fleet"]) == set()
 
 
-def test_fleet_nn_imports_torch_and_nothing_else_heavy(told: Any) -> None:
-    assert "torch" in told["nn"]
-    assert {"grpc", "google.protobuf", "numba", "llvmlite"} & set(told["nn"]) == set()
+@pytest.mark.parametrize("part", ["optim", "nn"])
+def test_some_parts_import_torch_and_nothing_else_heavy(told: Any, part: str) -> None:
+    assert "torch" in told[part]
+    assert {"grpc", "google.protobuf", "numba", "llvmlite"} & set(told[part]) == set()
 
 
 def test_import_leaves_every_random_state_alone(told: Any) -> None:
@@ -180,8 +186,9 @@ def test_a_call_as_fluid_has_it_says_how_it_is_called(
     assert todo in str(caught.value.todo)
 
 
-def test_a_strategy_for_lightning_says_what_it_needs() -> None:
-    code = "import sys; sys.modules['lightning'] = None; import fleet.lightning"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S).stderr
+def test_a_strategy_for_lightning_says_what_it_needs(prepared: Prepared, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.modules['lightning'] = None; import fleet.lightning")
+    _, said = prepared.start([str(script)], os.environ).communicate(PATIENCE_S)
     assert said.count("Error: ") == 1
     assert "ModuleNotFoundError: fleet.lightning needs Lightning: pip install 'torch-fleet[lightning]'" in said

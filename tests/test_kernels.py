@@ -559,11 +559,12 @@ def test_the_name_of_a_table_hashes_to_the_same_bits_for_ever() -> None:
     assert rows.table_key("user") == 7173623408806911919
 
 
-def test_initial_values_are_the_same_in_another_process() -> None:
+def test_in_another_process_the_first_call_imports_numba_and_initial_values_are_the_same() -> None:
     program = (
+        "import sys, fleet.kernels, fleet.ps.table.table; assert 'numba' not in sys.modules;"
         "import numpy as np; from fleet.numeric import ids; out = np.empty((2, 5), 'float32');"
         "ids.initial_rows(ids.NORMAL, 0.0, 1.0, np.uint64(7), ids.table_key('user'), np.array([5, -5]), out);"
-        "print(out.tobytes().hex())"
+        "assert 'numba' in sys.modules; print(out.tobytes().hex())"
     )
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert other.stdout.strip() == initial(rows.NORMAL, 0, 1, [5, -5], 5, "float32").tobytes().hex()
@@ -608,14 +609,6 @@ def test_a_uniform_value_never_reaches_the_upper_end() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- compilation
-
-
-def test_numba_is_imported_by_the_first_call_only() -> None:
-    program = (
-        "import sys, fleet.kernels, fleet.ps.table.table; assert 'numba' not in sys.modules;"
-        "from fleet.numeric import ids; ids.unique([1]); assert 'numba' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def _twice(values: Any) -> Any:

@@ -68,7 +68,7 @@ def told(prepared: Prepared, folder: Path, program: str) -> list[str]:
     """The lines that a process prints which has imported torch, and no compiler."""
     script = folder / "script.py"
     script.write_text(program)
-    out, err = prepared.start([str(script)], os.environ).communicate(PATIENCE_S)
+    out, err = prepared.start([str(script)], os.environ, bare=True).communicate(PATIENCE_S)
     assert not err
     return out.splitlines()
 
@@ -79,12 +79,17 @@ def test_the_compiler_comes_with_what_is_compiled(prepared: Prepared, tmp_path: 
 
 
 _BEGUN = """
-import sys, functools, torch
+import contextlib, sys, functools, torch
 from fleet.numeric import compiler
+class Over:
+    def find_spec(self, name, *_):
+        if name == "torch._dynamo": raise ImportError("it takes seconds, and that it begins is enough")
 class Elsewhere(dict):
     def __setitem__(self, name, function):
         super().__setitem__(name, function)
-        import torch._dynamo  # as another thread may at this moment
+        sys.meta_path.insert(1, Over())
+        with contextlib.suppress(ImportError):
+            import torch._dynamo  # as another thread may at this moment
 class Late:
     def __init__(self): self.__dict__ = Elsewhere()
 late = Late()

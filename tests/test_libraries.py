@@ -62,7 +62,7 @@ def test_every_script_is_compared() -> None:
 def result(processes: Processes, folder: Path, out: str, *command: str) -> dict[str, torch.Tensor]:
     """What the command has written to ``out``."""
     folder.mkdir()
-    status, _, err = ended(processes.python("-W", "ignore", *command, cwd=folder), PATIENCE_S)
+    status, _, err = ended(processes.start(*command, cwd=folder), PATIENCE_S)
     assert status == 0, err
     return torch.load(out)  # type: ignore[no-any-return]
 

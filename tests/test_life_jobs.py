@@ -93,6 +93,7 @@ def same(got: list[Any], expected: list[Any]) -> None:
             assert torch.equal(mine, other)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rules", RULED.values(), ids=RULED)
 @pytest.mark.parametrize(("offset", "journal_bytes"), [(0, 2000), (1, 1), (2, 600)])
 def test_killed_at_every_request(

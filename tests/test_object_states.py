@@ -282,6 +282,7 @@ def files(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_worker_goes_on_where_it_was(strategy: str, workers: int, tmp_path: Path, files: Path) -> None:
@@ -509,6 +510,7 @@ def go_different_ways(strategy: str, where: Path) -> Callable[[Fleet, int], None
     return body
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", OWN_STEPS)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_where_workers_share_no_step_each_goes_on_after_its_own_last_one(
@@ -558,6 +560,7 @@ def test_a_running_job_goes_back_to_where_each_workers_state_was(
     assert "belongs to step" not in caplog.text
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kept", ["in a journal", "in snapshots"])
 @pytest.mark.parametrize("strategy", ["async", "geo"])
 @pytest.mark.usefixtures("impatient")

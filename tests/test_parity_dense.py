@@ -127,10 +127,22 @@ def test_every_layout_and_every_pair_is_among_the_cases() -> None:
         assert {(case[0], case[other]) for case in CASES} == set(itertools.product(names, values_))
 
 
+def ids_of(case: tuple[str, int, int, tuple[bool, str]]) -> str:
+    name, workers, servers, (sliced, method) = case
+    return f"{name}-{workers}-{servers}-{'sliced' if sliced else 'whole'}-{method}"
+
+
+#: Two of each optimizer are quick to show what is wrong with it, and all of them, what is wrong with a layout.
 @pytest.mark.parametrize(
     ("name", "workers", "servers", "placement"),
-    CASES,
-    ids=[f"{name}-{w}-{s}-{'sliced' if sliced else 'whole'}-{method}" for name, w, s, (sliced, method) in CASES],
+    [
+        pytest.param(
+            *case,
+            id=ids_of(case),
+            marks=() if place % 4 in ((place // 4) % 4, (place // 4 + 1) % 4) else pytest.mark.slow,
+        )
+        for place, case in enumerate(CASES)
+    ],
 )
 def test_ends_where_one_process_ends(name: str, workers: int, servers: int, placement: tuple[bool, str]) -> None:
     expected = reference(OPTIMIZERS[name], workers)

@@ -28,11 +28,9 @@ TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
 QUICKSTART = str(ROOT / "examples" / "quickstart.py")
 
 #: Without the variables of whatever started the tests.
-CLEAN = {
-    key: value
-    for key, value in os.environ.items()
-    if not key.startswith(("PADDLE_", "FLAGS_", "FLEET_", "TRAINING_ROLE", "POD_IP", "RANK", "WORLD_SIZE"))
-}
+STRANGE = ("PADDLE_", "FLAGS_", "FLEET_", "TRAINING_ROLE", "POD_IP")
+STRANGE_TO_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+CLEAN = {key: value for key, value in os.environ.items() if not key.startswith(STRANGE + STRANGE_TO_TORCH)}
 
 
 Started = Process | subprocess.Popen[str]
@@ -45,9 +43,15 @@ class Processes:
         self._prepared = prepared
         self.started: list[Started] = []
 
-    def start(self, script: str, *arguments: str, cwd: Path | None = None, **variables: str) -> Started:
-        """A script in a process that has the imports behind it."""
-        return self._add(self._prepared.start([script, *arguments], environ_with(variables), cwd))
+    def start(self, *command: str, cwd: Path | None = None, **variables: str) -> Started:
+        """A script or a module in a process that has the imports behind it, and none of a compiler where the script
+        sees to that."""
+        bare = TRAIN in command
+        return self._add(self._prepared.start([*command], environ_with(variables), cwd, bare=bare))
+
+    def path(self) -> str:
+        """A search path on which Python and its commands begin so too."""
+        return os.pathsep.join([str(self._prepared.commands()), str(Path(sys.executable).parent), os.environ["PATH"]])
 
     def python(self, *command: str, cwd: Path | None = None, **variables: str) -> Started:
         """A Python with a command line of its own."""
@@ -384,7 +388,7 @@ def test_fleetrun_names_the_worker_that_ended_the_job(
     processes: Processes, tmp_path: Path, variant: str, code: int, why: str
 ) -> None:
     command = ("-m", "fleet.launch", "--server_num", "1", "--worker_num", "2", TRAIN, variant)
-    got, _, err = ended(processes.python(*command, cwd=tmp_path))
+    got, _, err = ended(processes.start(*command, cwd=tmp_path))
     assert got == code
     assert re.search(rf"^\[fleetrun\] worker [01] failed: {why}; its output is in logs/worker", err, re.MULTILINE), err
     assert err.count("Traceback (most recent call last)") == (variant == "fail")
@@ -403,7 +407,7 @@ def test_a_second_server_on_the_same_port(processes: Processes, free_endpoints: 
     endpoints = free_endpoints(1)
     here = Here(endpoints, 1, "again").start(servers=[0])
     until(lambda: is_taken(Endpoint.parse(endpoints[0])))
-    code, _, err = ended(processes.python("-m", "fleet", "server", "--endpoint", endpoints[0]))
+    code, _, err = ended(processes.start("-m", "fleet", "server", "--endpoint", endpoints[0]))
     here.start(workers=[0]).end()
     assert code != 0
     assert f"port {endpoints[0].partition(':')[2]} is in use" in err

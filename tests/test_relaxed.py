@@ -265,6 +265,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 @pytest.mark.parametrize("mode", [*EXACT, *BEHIND])
 def test_one_worker_does_what_plain_torch_does(mode: str, recipe: Callable[[Run], None]) -> None:

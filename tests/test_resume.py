@@ -6,8 +6,6 @@ import json
 import logging
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_processes
 import torch
 from harness import PATIENT, Job, assert_close, run_job, until
 from inside import abort, end_of, flush, leave, listening
-from patience import PROCESSES_S
 from ranks import free_ports
 from small_job import Net, same, train
-from test_processes import CLEAN
+from test_processes import Processes, ended
 
 import fleet.nn
 from fleet import Checkpoints, Fleet
@@ -196,6 +194,7 @@ def alone(root: Path, steps: int = STEPS, die_at: int | None = None) -> tuple[in
 MOMENTS = {"before the first checkpoint": (2, 0), "between two": (5, 3), "in the midst of one": (None, 3)}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("durable", [False, True], ids=["not durable", "durable"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("numbers", [(2, 2), (1, 3)], ids=["the same numbers", "others"])
@@ -892,30 +891,28 @@ def test_what_is_told_can_be_read_again() -> None:
 
 # ---------------------------------------------------------------- as processes
 
+processes = test_processes.processes  # the fixture
 SCRIPT = Path(__file__).parent / "scripts" / "resumes.py"
 
 
-def output(*command: str, **variables: str) -> str:
-    environ = {**CLEAN, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(
-        [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=PROCESSES_S, check=False
-    )
-    return done.stdout + done.stderr
+def output(processes: Processes, *command: str, **variables: str) -> str:
+    _, out, err = ended(processes.start(*command, **variables))
+    return out + err
 
 
 @pytest.mark.slow
-def test_the_same_command_again(tmp_path: Path) -> None:
+def test_the_same_command_again(processes: Processes, tmp_path: Path) -> None:
     """Killed and started again, with other numbers of servers and workers, and alone."""
     root = str(tmp_path / "ckpt")
 
     def run(numbers: str, *arguments: str) -> str:
         command = ("-m", "fleet.launch", "--server_num", numbers, "--worker_num", numbers)
-        return output(*command, "--log_dir", str(tmp_path / "logs"), str(SCRIPT), root, *arguments)
+        return output(processes, *command, "--log_dir", str(tmp_path / "logs"), str(SCRIPT), root, *arguments)
 
-    (expected,) = re.findall(r"ends with (.*)", output(str(SCRIPT), str(tmp_path / "whole"), "11"))
+    (expected,) = re.findall(r"ends with (.*)", output(processes, str(SCRIPT), str(tmp_path / "whole"), "11"))
     assert run("2", "11", "5").count("told 0") == 4
     assert run("1", "8").count("told 3") == 2
-    assert output(str(SCRIPT), root, "10").count("told 6") == 1
+    assert output(processes, str(SCRIPT), root, "10").count("told 6") == 1
     last = run("2", "11")
     assert last.count("told 9") == 4
     for got in re.findall(r"ends with (.*)", last):
@@ -923,7 +920,7 @@ def test_the_same_command_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_before_it_serves(tmp_path: Path) -> None:
+def test_a_server_that_ends_before_it_serves(processes: Processes, tmp_path: Path) -> None:
     """It listens already, and nothing of that holds its process."""
     environ = {
         "TRAINING_ROLE": "PSERVER",
@@ -931,4 +928,5 @@ def test_a_server_that_ends_before_it_serves(tmp_path: Path) -> None:
         "PADDLE_TRAINERS_NUM": "1",
         "PADDLE_PSERVER_ID": "0",
     }
-    assert output(str(SCRIPT), str(tmp_path), "8", "0", **environ).splitlines() == ["told 0", "ends before it serves"]
+    said = output(processes, str(SCRIPT), str(tmp_path), "8", "0", **environ)
+    assert said.splitlines() == ["told 0", "ends before it serves"]

@@ -154,6 +154,7 @@ RULES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_rows_come_and_leave_as_the_rules_say(rules: str, workers: int, servers: int) -> None:
@@ -184,6 +185,7 @@ MODES = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_one_worker_has_the_same_rows_in_every_mode(mode: str, servers: int) -> None:
@@ -245,6 +247,7 @@ def test_a_process_alone_does_the_same() -> None:
     torch.testing.assert_close(seen, model.seen())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("journal_bytes", "nth"), [(1, 7), (2000, 4), (1 << 30, 4)])
 @pytest.mark.parametrize("rules", ["weights", "those not seen for long"])
 def test_servers_that_are_killed_forget_the_same_rows(
@@ -270,6 +273,7 @@ def test_servers_that_are_killed_forget_the_same_rows(
     assert told["evicted"] > 0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["cut", "shrink"])
 def test_a_server_killed_while_rows_leave_lets_them_leave(

@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -23,7 +22,8 @@ import pytest
 import torch
 import trustme
 from harness import PATIENT, Job, run_job, values
-from patience import PROCESSES_S
+from prepared import Prepared
+from test_processes import ended
 
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
@@ -366,23 +366,17 @@ def test_no_log_shows_the_token(
     assert SECRET[:-1] not in caplog.text + "".join(traceback.format_exception(caught.value))
 
 
-def test_fleetrun_hands_the_token_on_and_shows_it_nowhere(tmp_path: Path) -> None:
+def test_fleetrun_hands_the_token_on_and_shows_it_nowhere(prepared: Prepared, tmp_path: Path) -> None:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLEET_", "PADDLE_"))}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "fleet.launch", "--server_num", "1", "--worker_num", "1"),
-            *("--log_dir", str(tmp_path), str(ROOT / "tests" / "scripts" / "secured.py")),
-        ],
-        env={**environ, "FLEET_AUTH_TOKEN": SECRET, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PROCESSES_S,
-        check=False,
-    )
+    command = [
+        *("-m", "fleet.launch", "--server_num", "1", "--worker_num", "1"),
+        *("--log_dir", str(tmp_path), str(ROOT / "tests" / "scripts" / "secured.py")),
+    ]
+    code, out, err = ended(prepared.start(command, {**environ, "FLEET_AUTH_TOKEN": SECRET, "OMP_NUM_THREADS": "1"}))
     kept = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert done.returncode == 0, done.stderr
-    assert "turned away without the token" in done.stdout
-    assert SECRET not in done.stdout + done.stderr + kept
+    assert code == 0, err
+    assert "turned away without the token" in out
+    assert SECRET not in out + err + kept
 
 
 # ---------------------------------------------------------------------------------------------- certificates

@@ -776,6 +776,7 @@ class _Interrupts:
         return self
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", ["sync", "half-async", "ssp", "geo"])
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_an_interruption_anywhere_in_a_step_counts_it_once(strategy: str, first: int) -> None:
