@@ -33,7 +33,7 @@ from fleet.checkpoint.places import Directory, place_at
 from fleet.checkpoint.writer import CheckpointWriter
 from fleet.errors import CheckpointError, FleetError
 from fleet.plan.specs import JobSpec, PlanSettings
-from fleet.ps.server import replacement
+from fleet.ps.server import disk_waits, replacement
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.pending import Waiting
 from fleet.ps.table import shard as shard_module

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fleet.collective.hierarchical import neighbours
 
 from fleet.collective import DGC, DistributedStrategy, GradientMerge, LocalSGD, PowerSGD
 from fleet.collective.dgc import Residual, clip_factor, kept, sparsity_at
+from fleet.collective.hierarchical import neighbours
 from fleet.collective.liveness import Liveness, stopped
 from fleet.errors import ConfigurationError
 from fleet.strategy.collective import _EXCLUSIONS, as_collective
