@@ -23,6 +23,7 @@ from fleet.plan.specs import GroupSpec, Initializer, JobSpec, PlanSettings, Tabl
 from fleet.ps.table.bundle import Bundle, Request, parts
 from fleet.ps.table.memory_store import MemoryStore
 from fleet.ps.table.shard import Contribution, JoinedRows, Shard
+from fleet.ps.table.slot_cache import SlotCache
 from fleet.ps.table.table import Table
 
 DIMS = (4, 4, 3, 4, 4, 4)
@@ -154,6 +155,17 @@ def test_any_gradients_are_merged_as_table_by_table(data: st.DataObject) -> None
         expected, total = merge(same, count)
         assert np.array_equal(ids[part], expected)
         assert sums[part].tobytes() == total.tobytes()
+
+
+def test_equal_ids_of_other_tables_are_not_taken_for_those_looked_up() -> None:
+    """What two tables are asked for may be the same one after the other, and end elsewhere."""
+    tables = [filled(np.arange(3)), filled(np.arange(3, 6))]
+    bundle, ids = Bundle(tables, SlotCache()), np.array([1, 5, 4])
+    bundle.read(ids, np.array([2, 3]), True, np.empty((3, 2), np.float32))
+    bundle.apply(ids, np.array([1, 3]), np.ones((3, 2), np.float32), {"lr": 1.0}, keep=False)
+    assert [len(table) for table in tables] == [3, 3]
+    assert tables[0].read(np.arange(3), True)[:, 0].tolist() == [0, 0, 2]
+    assert tables[1].read(np.arange(3, 6), True)[:, 0].tolist() == [3, 3, 4]
 
 
 def test_the_table_is_named_whose_ids_are_out_of_range() -> None:

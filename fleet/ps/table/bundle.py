@@ -64,7 +64,7 @@ class Bundle:
         ids, joined = packed_ids(ids), self._now(_WEIGHTS)
         slots = _found(joined, ids, stops)
         if training and self._slot_cache is not None:
-            self._slot_cache.remember(self, ids, slots)
+            self._slot_cache.remember((self, stops.tobytes()), ids, slots)
         numbers = np.empty_like(slots)
         absent = lift(slots, stops, joined.offsets, numbers)
         gather(joined.columns[WEIGHT], numbers, out)
@@ -80,7 +80,7 @@ class Bundle:
         """Update the rows of ids, as ``Table.apply`` does, as the step that all tables are at; the ids are known to be
         in range."""
         names, ids = self._prepare(options), packed_ids(ids)
-        known = None if self._slot_cache is None else self._slot_cache.take(self, ids)
+        known = None if self._slot_cache is None else self._slot_cache.take((self, stops.tobytes()), ids)
         slots = _found(self._now(names), ids, stops) if known is None else known
         if slots.size and bounds(slots)[0] < 0:
             for table, part in self._lacking(slots, stops):
