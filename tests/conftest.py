@@ -11,9 +11,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,13 +50,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_on_the_diagonal(item: pytest.Item) -> bool:
-    indices: dict[str, int] = item.callspec.indices  # type: ignore[attr-defined]
-    sides = []
-    for mark in item.iter_markers("parametrize"):
-        names, values = mark.args
-        first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
-        sides.append((indices[first], len(values)))
+    sides = [_place(item, *mark.args) for mark in item.iter_markers("parametrize")]
     return any(all(at == step % size for at, size in sides) for step in range(max(size for _, size in sides)))
+
+
+def _place(item: pytest.Item, names: str | Sequence[str], values: Iterable[Any]) -> tuple[int, int]:
+    """Where a case stands on one side of its matrix, and how long that is."""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    rows = [value.values if isinstance(value, _PARAM) else value if len(names) > 1 else (value,) for value in values]
+    given = [item.callspec.params[name] for name in names]  # type: ignore[attr-defined]
+    at = next(at for at, row in enumerate(rows) if all(a is b or a == b for a, b in zip(row, given, strict=True)))
+    return at, len(rows)
+
+
+_PARAM = type(pytest.param())
 
 
 def pytest_collection_finish() -> None:

@@ -107,7 +107,7 @@ halves = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.one_of(decimals, halves, st.floats(width=32).map(repr), st.floats(-1e38, 1e38).map(repr)), min_size=1)
 )
@@ -127,7 +127,7 @@ def test_a_float_is_the_nearest_one(tmp_path: Path, numbers: list[str]) -> None:
     assert np.array(found).view(np.int32).tolist() == np.array(expected, np.float32).view(np.int32).tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(decimals, halves))
 def test_what_decides_doubtful_floats_is_right(number: str) -> None:
     """No other float32 is nearer, and of two that are equally near it is the even one."""

@@ -145,7 +145,7 @@ def test_a_header_larger_than_a_piece(with_tensors: bool) -> None:
 chunkings = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(chunkings, st.integers(0, 33), st.booleans())
 @example([1], 0, True)
 @example([23], 5, False)
@@ -310,13 +310,13 @@ def test_no_memory_for_an_honest_payload(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---------------------------------------------------------------------------------------------- fuzzing
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(1, 200))
 def test_random_bytes(data: bytes, piece: int) -> None:
     read_or_refused(data, piece)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=120), st.binary(max_size=64), st.integers(1, 64))
 def test_a_random_header(header: bytes, payload: bytes, piece: int) -> None:
     read_or_refused(raw(header, payload), piece)
@@ -325,7 +325,7 @@ def test_a_random_header(header: bytes, payload: bytes, piece: int) -> None:
 sizes = st.one_of(st.integers(0, 200), st.integers(0, 2**64 - 1), st.sampled_from([2**31, 2**32 - 1, 2**40, 2**63]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), sizes, st.binary(max_size=100))
 def test_random_sizes(header_size: int, payload_size: int, rest: bytes) -> None:
     read_or_refused(PREFIX.pack(b"FLT1", header_size, payload_size) + rest)
@@ -337,13 +337,13 @@ announcements = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(announcements, st.integers(0, 12))
 def test_random_tensors(tensors: list[tuple[str, tuple[int, ...]]], sixteens: int) -> None:
     read_or_refused(raw(announcing(*tensors), bytes(16 * sixteens)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_damaged_frames(data: st.DataObject) -> None:
     """Flipped, cut, inserted and repeated bytes of a good frame."""

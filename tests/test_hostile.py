@@ -114,7 +114,7 @@ def test_any_text_as_a_job(text: str) -> None:
 odd = st.one_of(values_of_json, st.sampled_from([-1, 0, 1 << 31, 1 << 62, 1 << 64, 10**400, 1e308, "", "w" * 1000, []]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_value_in_a_job(data: st.DataObject) -> None:
     """What is read all the same can be planned, and a server can tell whether it could hold it."""
@@ -153,7 +153,7 @@ def test_a_job_of_a_billion_blocks_is_not_planned() -> None:
         JobSpec.from_json(json.dumps(raw))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(texts, values_of_json.map(json.dumps), st.sampled_from(["[" * 10_000, "9" * 5000, '{"lr": 1e999}'])))
 def test_any_text_as_options(text: str) -> None:
     read_or_refused(lambda: Shard.check_options(PLAN, [text]), ProtocolError)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from harness import until
 from patience import PROCESSES_S
+from prepared import Prepared, Process
 
 from fleet.base import ports
 from fleet.base.cluster import Endpoint, Role
@@ -102,7 +103,7 @@ def all_ready(directory: Path, count: int) -> Callable[[], bool]:
     return lambda: len(list(directory.glob("*.pid"))) == count
 
 
-def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(launcher: subprocess.Popen[str] | Process) -> tuple[int, str, str]:
     out, err = launcher.communicate(timeout=PROCESSES_S)
     return launcher.returncode, out, err
 
@@ -169,10 +170,11 @@ def test_what_the_user_set_is_kept(launch: Launch) -> None:
     assert "OMP" not in err
 
 
-def test_variables_without_effect_are_told_of_once_a_job(launch: Launch) -> None:
-    script = "import fleet; fleet.init()"
+def test_variables_without_effect_are_told_of_once_a_job(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import fleet; fleet.init()")
     variables = {"PADDLE_TRAINERS_NUMBER": "9", "FLEET_BEET": "1", "FLAGS_rpc_send_thread_num": "12"}
-    code, _, err = finish(launch(script, "--server_num", "1", "--worker_num", "1", **variables))
+    command = ["-m", "fleet.launch", "--server_num", "1", "--worker_num", "1", "script.py"]
+    code, _, err = finish(prepared.start(command, {**os.environ, **variables}, tmp_path))
     assert code == 0
     for name in variables:
         assert [line.split()[0] for line in err.splitlines() if name in line] == ["[fleetrun]"], err

@@ -220,7 +220,7 @@ class Saved:
         assert counts == {id: count for id, count in self.counts.items() if count}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(admit=admit_st, evict=evict_st, operations=operations_st)
 def test_a_table_with_rules_is_a_dict(
     admit: CountFilter | None, evict: list[Eviction], operations: list[tuple[str, Any]]
@@ -315,7 +315,7 @@ def test_chance_depends_on_seed_table_id_and_step_alone() -> None:
 # ---------------------------------------------------------------------------------------------- the last that stays
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.dictionaries(st.integers(-20, 20), st.integers(0, 5), max_size=30),
     most=st.integers(1, 30),

@@ -68,7 +68,7 @@ nested = st.recursive(
 
 
 @given(nested)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_whatever_is_plain_comes_back_as_it_was(value: Any) -> None:
     assert alike(back(value), value)
 

@@ -34,7 +34,7 @@ def scanned(store: MemoryStore, only: Between | None = None, most: int = 7) -> d
 
 
 @pytest.mark.parametrize("segment_bytes", SEGMENTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(operations=st.lists(st.tuples(st.sampled_from("iirfs"), st.lists(few, max_size=40)), max_size=40))
 def test_a_store_with_removal_is_a_dict(segment_bytes: int, operations: list[tuple[str, list[int]]]) -> None:
     store, model, number = MemoryStore(segment_bytes), dict[int, float](), 0

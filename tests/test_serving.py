@@ -280,7 +280,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
         assert torch.equal(value, right[key]), key
 
 
-@pytest.mark.parametrize(("servers", "example"), [(1, 0), (1, 1), (3, 3)])
+@pytest.mark.parametrize(("servers", "example"), [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), (3, 3)])
 def test_a_program_gives_what_evaluation_in_the_job_gives(tmp_path: Path, servers: int, example: int) -> None:
     """To the bit, for batches of any size; and so does a frozen copy of a fresh model."""
 
@@ -340,6 +340,7 @@ TABLES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[torch.Tensor, ...]]
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "never trained"])
 @pytest.mark.parametrize(("make", "inputs"), TABLES.values(), ids=TABLES)
 def test_an_example_of_one_sample_is_enough(tmp_path: Path, make: Any, inputs: Any, train: bool) -> None:
@@ -420,7 +421,7 @@ def forwards() -> torch.nn.Module:
     return freeze(model, {}, tables, {})
 
 
-@pytest.mark.parametrize("example", [1, 3])
+@pytest.mark.parametrize("example", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_way_to_treat_a_batch_decides_its_size(forwards: torch.nn.Module, example: int) -> None:
     program = export_program(forwards, forwarded(example)).module()
     for size in (0, 1, 2, 1000):
