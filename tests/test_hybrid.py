@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_close, run_job, values
-from inside import worker_of
+from harness import SOON, assert_close, run_job, values
+from inside import leave, worker_of
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
 
 import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.ps.worker.dense_group import DenseGroup
 from fleet.transpiler import DistributeTranspilerConfig
 
 STEPS = 6
@@ -475,6 +476,69 @@ def test_plain_values_and_models_to_serve(net: Net, tmp_path: Path) -> None:
 
     one, other = run_job(body, 2, 2)
     assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+# --- Faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_others_go_on_without_a_worker_that_dies(net: Net) -> None:
+    """It is in nobody's way, wherever the others are, and they are where they would be with their layers on servers."""
+
+    def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = copy.deepcopy(net)
+            plain = torch.optim.Adam(model.parameters(), 0.05)
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
+            fleet_.init_worker()
+            for step in range(STEPS):
+                if (step, worker) == (3, 1):
+                    leave(fleet_)
+                    return []
+                optimizer.minimize(model.loss(step, worker))
+            fleet_.barrier_worker()
+            if dense == "all_reduce":
+                assert worker_of(fleet_).dense.group.size == 2
+            return model.seen()
+
+        return run
+
+    def job(dense: str) -> list[list[torch.Tensor]]:
+        first, _, last = run_job(body(dense), 3, 2, environ=SOON)
+        return [first, last]
+
+    check(job("all_reduce"), job("servers"))
+
+
+@pytest.mark.parametrize("failing", [(3, 3), (3, 0), (0, 3), (1, 0)], ids=["all", "one", "other", "buffers"])
+def test_a_round_that_breaks_is_done_over(net: Net, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, int]) -> None:
+    """A collective fails on one worker, or on all; it may be over for some of them, which then give the others what has
+    come of it. Nothing is lost of any gradient. After the third round two are for buffers, and then comes one for
+    gradients."""
+    finish, calls = DenseGroup.finish, dict[int, int]()
+
+    def breaking(self: Any, work: Any, device: torch.device) -> None:
+        finish(self, work, device)
+        if self.number != 1 or self.rounds != 3:
+            return
+        calls[self._worker] = calls.get(self._worker, 0) + 1
+        if calls[self._worker] == failing[self._worker]:
+            raise self.broken_by(RuntimeError("a connection broke"))
+
+    def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(net)
+        plain = torch.optim.Adam(model.parameters(), 0.05)
+        optimizer = fleet_.distributed_optimizer(plain, sync(dense="all_reduce"), model=model)
+        fleet_.init_worker()
+        for step in range(STEPS):
+            optimizer.minimize(model.loss(step, worker))
+        fleet_.barrier_worker()
+        assert worker_of(fleet_).dense.group.number > 1
+        return model.seen()
+
+    expected, _ = hybrid_and_servers(net, lambda m: torch.optim.Adam(m.parameters(), 0.05), 2, 1, each_step)
+    monkeypatch.setattr(DenseGroup, "finish", breaking)
+    got = run_job(body, 2, 1, environ=SOON)
+    check(got, expected)
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------

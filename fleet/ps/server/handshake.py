@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
-from fleet.errors import FleetError, IdentityError, ServerBusyError
+from fleet.errors import FleetError, IdentityError, ServerBusyError, UnsupportedError
 from fleet.plan.plan import Plan
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import Standing
@@ -65,6 +65,7 @@ class Handshake:
             reason = on_one_line(str(error))
             _log.warning("%s: worker %d (%s) was refused: %s", self._where, worker, label, reason)
             raise
+        self._refuse_second_start(job, request)
         is_repeated = self._members.has(request)
         settings = job.plans.current.spec.settings
         before = self._members.admit(request, label, settings, surely=self._is_replaying)
@@ -107,6 +108,16 @@ class Handshake:
                 got=f"a new worker {worker}; the earlier "
                 + ("one has left" if before is Standing.LEFT else "job is over"),
                 todo="Wait until the earlier job has ended, or give this one servers of its own.",
+            )
+
+    def _refuse_second_start(self, job: Job, request: Any) -> None:
+        """Refuse a worker that starts again where the others have gone on without it."""
+        before = self._members.succeeds(request.worker, request.incarnation)
+        if before in (Standing.LIVE, Standing.LOST) and job.meetings.has_group and not self._is_replaying:
+            raise UnsupportedError(
+                f"worker {request.worker} cannot start again in a job whose dense parameters are on the workers",
+                where=self._where,
+                todo="Let the others go on without it; the next start of the whole job goes on from a checkpoint.",
             )
 
     @property

@@ -7,7 +7,7 @@ from fleet.errors import ProtocolError
 from fleet.ps.server.job import Job
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox, Waiting
-from fleet.ps.server.step_requests import StepRequests
+from fleet.ps.server.step_requests import StepRequests, push_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
@@ -31,10 +31,19 @@ class MeetingRequests:
             self._steps.answer(job, job.reductions.leave(worker), worker, arrival.outbox)
             arrival.answer(pb.Reply())
             return
+        if meet.broken and not meet.address:
+            job.meetings.broke(meet.group)
+            arrival.answer(pb.Reply())
+            return
         waiting = Waiting(worker, "the other workers", self._clock.now(), arrival.respond, lambda: Frame(pb.Reply()))
         job.check_room(waiting)
-        job.meetings.come(worker, request.incarnation, meet, waiting, arrival.outbox)
+        job.meetings.come(request, waiting, arrival.outbox)
 
     def answer_ready(self, job: Job, outbox: Outbox) -> None:
+        """Let a meeting end if everybody has come, or go on whom others wait for elsewhere."""
         if job.meetings.waiting():
+            step, lacking = job.rounds.gate.lacking()
+            parked = job.rounds.parked.values()
+            pushing = [each.worker for each in parked if each.what == push_of(step)]
+            job.meetings.send_on(step, lacking, pushing, outbox)
             job.meetings.answer_ready(self._members.awaited(), outbox)

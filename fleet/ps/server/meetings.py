@@ -24,6 +24,7 @@ class _Come:
     """Holds what a worker's process has said that has come to the meeting."""
 
     incarnation: int
+    step: int
     meet: Any
     waiting: Waiting
 
@@ -44,13 +45,24 @@ class Meetings:
         #: the number of the group that somebody waits for, and of the last one that broke
         self.told = (0, 0)
 
-    def come(self, worker: int, incarnation: int, meet: Any, waiting: Waiting, outbox: Outbox) -> None:
+    @property
+    def has_group(self) -> bool:
+        """Say whether there is a group, or has been one, as far as this process knows."""
+        return self._number > 0
+
+    def come(self, request: Any, waiting: Waiting, outbox: Outbox) -> None:
+        worker, incarnation, meet = request.worker, request.incarnation, request.meet
         if meet.group < self._number and self._members.get(worker) == incarnation:
             outbox.append((waiting.respond, self._answer()))  # the first one was lost on its way
             return
         if meet.broken:
-            self._broken = max(self._broken, meet.group)
-        self._come[worker] = _Come(incarnation, meet, waiting)
+            self.broke(meet.group)
+        self._come[worker] = _Come(incarnation, request.step, meet, waiting)
+        self._tell()
+
+    def broke(self, group: int) -> None:
+        """Note that nobody in a group gets any further."""
+        self._broken = max(self._broken, group)
         self._tell()
 
     def leave(self, worker: int) -> None:
@@ -63,6 +75,17 @@ class Meetings:
         if worker in self._members and worker not in self._leaving:
             self._broken = self._number
         self._leaving.discard(worker)
+        self._tell()
+
+    def send_on(self, step: int, lacking: Collection[int], pushing: Collection[int], outbox: Outbox) -> None:
+        """Send workers on whose push of a step is ``lacking`` where others that have not come are ``pushing`` theirs,
+        and wait: for these the round of that step is over, and they come when the step is."""
+        if not set(pushing) - self._come.keys():
+            return
+        for worker in set(lacking) & self._come.keys():
+            if self._come[worker].step == step - 1:
+                come = self._come.pop(worker)
+                outbox.append((come.waiting.respond, Frame(pb.Reply(about=json.dumps({"number": 0, "members": []})))))
         self._tell()
 
     def answer_ready(self, awaited: Collection[int], outbox: Outbox) -> None:

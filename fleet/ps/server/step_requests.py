@@ -83,7 +83,7 @@ class StepRequests:
             handing_out = Frame(pb.Request(worker=worker, step=step, push=pb.Push(quiet=quiet)))
         waiting = Waiting(
             worker,
-            f"push of step {step}",
+            push_of(step),
             self._clock.now(),
             arrival.respond,
             lambda: self._values_after(job, worker, step, quiet),
@@ -308,6 +308,11 @@ class StepRequests:
                 values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
             values.message.table_clocks.extend(table.step for table in shard.tables)
         return values
+
+
+def push_of(step: int) -> str:
+    """Return what a request is called that waits for the round of a step."""
+    return f"push of step {step}"
 
 
 def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:

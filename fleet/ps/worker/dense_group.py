@@ -95,7 +95,8 @@ class DenseGroup:
 
     def meet(self, step: int, steps: int, device: torch.device, *, has_values: bool) -> list[Comer]:
         """Make a group with all workers that there are, and return who is in it, in the order of ranks. This worker has
-        taken so many ``steps`` with others, and the servers have ``step`` pushes of it."""
+        taken so many ``steps`` with others, and the servers have ``step`` pushes of it. Nobody is in it where the round
+        that this worker is in is over for others, which wait for its push: then they meet when the step is over."""
         while True:
             broken = self.is_broken
             self.close()
@@ -122,6 +123,9 @@ class DenseGroup:
             reply = self._first.call(Frame(self._first.request(step, meet=asked)), "a meeting of the workers")
             told = json.loads(reply.message.about)
             comers = [Comer(**each) for each in told["members"]]
+            if not comers:
+                self._is_broken = True
+                return []
             self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
             self.size, self.number = len(comers), told["number"]
             self.rounds_here, self.is_over, self._is_broken = 0, False, False
@@ -140,6 +144,11 @@ class DenseGroup:
         self.is_leaving = True
         request = self._first.request(step, meet=pb.Meet(group=self.number, leaving=True))
         self._first.call(Frame(request), "a farewell to the workers")
+
+    def tell_broken(self, step: int) -> None:
+        """Tell the others, through the first server, that the group is broken, as this worker meets them later."""
+        request = self._first.request(step, meet=pb.Meet(group=self.number, broken=True))
+        self._first.call(Frame(request), "word of a broken group")
 
     def close(self) -> None:
         """Let go of the connections. Collectives that will never end go with them."""

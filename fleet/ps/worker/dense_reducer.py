@@ -176,6 +176,7 @@ class LastingReducer(Reducer):
             try:
                 super()._finish()
             except GroupBrokenError:  # in agreeing on the next round's buckets: this round is over
+                self._lasting.is_over = True
                 self._end_round(self._done)
             return
         if self.is_taken_over:

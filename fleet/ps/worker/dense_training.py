@@ -67,6 +67,8 @@ class DenseTraining:
         self._is_enabled = True
         #: how many steps the workers have taken together
         self._steps = 0
+        #: whether this worker has missed the end of its step, and gets what has come of it after that
+        self._is_late = False
         #: how many rounds were over after the last step
         self._rounds_before = 0
         self._has_values = False
@@ -138,6 +140,9 @@ class DenseTraining:
         while True:
             step = self._progress.completed
             comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
+            if not comers:
+                self._is_late = True
+                return True
             try:
                 return self._level(comers)
             except GroupBrokenError:
@@ -166,8 +171,8 @@ class DenseTraining:
         if self._model is not None:
             group.broadcast(list(self._model.buffers()), source)
         group.rounds, was_there = first.rounds, self._has_values
-        if not was_there:
-            self._steps = first.steps
+        if not was_there or self._is_late:
+            self._steps, self._is_late = first.steps, False
         self._has_values = True
         return behind[group.rank] and was_there
 
@@ -218,8 +223,10 @@ class DenseTraining:
                 self._loads = hand_over(group, self._described, replaced[0], self._loads)
         buffers = [value for module in self._buffered for value in module.buffers(recurse=False)]
         if buffers and done.workers:
-            with suppress(GroupBrokenError):  # else they come with the next group
+            try:
                 group.broadcast(buffers, done.workers[0])
+            except GroupBrokenError:  # they come with the next group
+                group.tell_broken(self._progress.completed)
 
     def _level_rows(self, marked: Sequence[bool]) -> None:
         """Let gradients of rows lead all workers to the same decisions: where others have some of a table this worker
@@ -257,7 +264,7 @@ class DenseTraining:
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""
         group = self.group
-        self._steps += 1
+        self._steps += not self._is_late
         if group.must_meet:
             self._meet()
         if self._armed.is_outdated and group.rounds_here > 0:
