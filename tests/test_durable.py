@@ -1124,7 +1124,7 @@ STRICT = {
 }
 
 
-#: Every mode with each number of records, and either of these with each set of servers; the default run has each of them.
+#: Every mode with each number of records, and either of these with each set of servers. The default run has each one.
 LESS = [
     pytest.param(
         *(mode, lost, [(0,), (1,), (0, 1)][(place + at) % 3]), marks=() if at == place % 3 else pytest.mark.slow
