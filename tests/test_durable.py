@@ -287,9 +287,12 @@ def undisturbed() -> list[Any]:
     return run_job(goes_on, 2, 2)
 
 
-#: In memory, with snapshots, and with a journal alone; of the last two each with either worker and with each end.
+#: In memory, with snapshots, and with a journal alone; of the last two each with either worker and with each end. The
+#: default run has either worker and each end in memory or on disk, the slow one both.
 KEPT = [
-    (who, ended, journal_bytes)
+    pytest.param(
+        who, ended, journal_bytes, marks=() if (journal_bytes is None) is bool(ended // 2 % 2) else pytest.mark.slow
+    )
     for who in (0, 1)
     for ended in (1, 2, 3, 4, 5)
     for journal_bytes in (None, 1 if (who + ended) % 2 else 1 << 30)
@@ -1121,9 +1124,11 @@ STRICT = {
 }
 
 
-#: Every mode with each number of records, and either of these with each set of servers.
+#: Every mode with each number of records, and either of these with each set of servers. The default run has each one.
 LESS = [
-    (mode, lost, [(0,), (1,), (0, 1)][(place + at) % 3])
+    pytest.param(
+        *(mode, lost, [(0,), (1,), (0, 1)][(place + at) % 3]), marks=() if at == place % 3 else pytest.mark.slow
+    )
     for place, mode in enumerate(STRICT)
     for at, lost in enumerate([5, 8, 11])
 ]

@@ -106,7 +106,11 @@ def test_killed_at_every_request(
     assert job.kills > 6
 
 
-@pytest.mark.parametrize("rules", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize(
+    "rules",
+    # With two servers the others are killed as well.
+    [pytest.param(rules, id=name, marks=pytest.mark.slow if name in RULED else ()) for name, rules in ALONE.items()],
+)
 def test_killed_at_every_request_with_one_server(tmp_path: Path, ruled: Callable[[Rules], None], rules: Rules) -> None:
     ruled(rules)
     expected = run_job(trains(7), 2, 1)
