@@ -201,6 +201,18 @@ def _home(hashed: np.uint64, size: int) -> Any:
 
 
 @compiled
+def _search(keys: Rows, counts: Rows, sizes: Ids, id: int) -> tuple[Any, Any, Any, Any]:
+    """Return an id's hash, its part, where that begins, and its place there, which is empty if it has no count."""
+    hashed = mix(np.uint64(id))
+    part = np.int64(hashed >> _PART_SHIFT)
+    base, size = part << _PLACE_BITS, sizes[part]
+    at = _home(hashed, size)
+    while row(counts, base + at)[0] != 0 and row(keys, base + at)[0] != hashed:
+        at = at + 1 if at + 1 < size else 0
+    return hashed, part, base, at
+
+
+@compiled
 def _add(
     keys: Rows, counts: Rows, sizes: Ids, taken: Ids, ids: Ids, amounts: Array, totals: Array, start: int
 ) -> tuple[Any, int]:
@@ -212,15 +224,10 @@ def _add(
             part = np.int64(ahead >> _PART_SHIFT)
             prefetch(keys, (part << _PLACE_BITS) + _home(ahead, sizes[part]))
             prefetch(counts, (part << _PLACE_BITS) + _home(ahead, sizes[part]))
-        hashed = mix(np.uint64(ids[k]))
-        part = np.int64(hashed >> _PART_SHIFT)
-        base, size = part << _PLACE_BITS, sizes[part]
-        at = _home(hashed, size)
-        while row(counts, base + at)[0] != 0 and row(keys, base + at)[0] != hashed:
-            at = at + 1 if at + 1 < size else 0
+        hashed, part, base, at = _search(keys, counts, sizes, ids[k])
         count = row(counts, base + at)
         if count[0] == 0 and amounts[k] > 0:
-            if (taken[part] + 1) * 100 > size * _FULL:
+            if (taken[part] + 1) * 100 > sizes[part] * _FULL:
                 return part, k
             taken[part] += 1
             row(keys, base + at)[0] = hashed
@@ -232,24 +239,15 @@ def _add(
 @compiled
 def _find(keys: Rows, counts: Rows, sizes: Ids, ids: Ids, out: Array) -> None:
     for k in range(ids.size):
-        hashed = mix(np.uint64(ids[k]))
-        part = np.int64(hashed >> _PART_SHIFT)
-        base, size = part << _PLACE_BITS, sizes[part]
-        at = _home(hashed, size)
-        while row(counts, base + at)[0] != 0 and row(keys, base + at)[0] != hashed:
-            at = at + 1 if at + 1 < size else 0
+        _, _, base, at = _search(keys, counts, sizes, ids[k])
         out[k] = row(counts, base + at)[0]
 
 
 @compiled
 def _remove(keys: Rows, counts: Rows, sizes: Ids, taken: Ids, ids: Ids) -> None:
     for k in range(ids.size):
-        hashed = mix(np.uint64(ids[k]))
-        part = np.int64(hashed >> _PART_SHIFT)
-        base, size = part << _PLACE_BITS, sizes[part]
-        at = _home(hashed, size)
-        while row(counts, base + at)[0] != 0 and row(keys, base + at)[0] != hashed:
-            at = at + 1 if at + 1 < size else 0
+        _, part, base, at = _search(keys, counts, sizes, ids[k])
+        size = sizes[part]
         if row(counts, base + at)[0] == 0:
             continue
         taken[part] -= 1

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fleet.errors import ConfigurationError
 from fleet.numeric.ids import gather, packed_ids, scatter, stamp, touch_pages, unique
 from fleet.numeric.jit import Array, Ids, Segments
 from fleet.ps.table.index import Index
 from fleet.ps.table.row_file import Reading
-from fleet.ps.table.store import Batch, Between, Layout
+from fleet.ps.table.store import Batch, Between, Layout, check_shape
 
 _SEGMENT_BYTES = 32 << 20
 #: No more than this is copied when a column grows.
@@ -157,13 +156,7 @@ class MemoryStore:
             self._columns[name] = _Column(width, fill, np.dtype(dtype), self._segment_bytes)
             self._columns[name].extend(0, self._count)
         column = self._columns[name]
-        if (column.width, column.dtype) != (width, dtype):
-            raise ConfigurationError(
-                "a state column has another shape than the one that is there",
-                where=name,
-                expected=f"{column.width} x {column.dtype}",
-                got=f"{width} x {np.dtype(dtype)}",
-            )
+        check_shape(name, (column.width, column.dtype), (width, np.dtype(dtype)))
         column.fill = fill
 
     def column(self, name: str) -> Segments:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from fleet.errors import ConfigurationError
 from fleet.numeric.jit import Array, Ids, Segments
 from fleet.ps.table.row_file import Backlog, Reading
 
@@ -37,6 +38,17 @@ class Layout(NamedTuple):
     places: tuple[int, ...]
     keys: Segments
     columns: Mapping[str, Segments]
+
+
+def check_shape(name: str, there: tuple[int, np.dtype[Any]], wanted: tuple[int, np.dtype[Any]]) -> None:
+    """Refuse a column, wanted with a width and an element type, that is there with others."""
+    if there != wanted:
+        raise ConfigurationError(
+            "a state column has another shape than the one that is there",
+            where=name,
+            expected=f"{there[0]} x {there[1]}",
+            got=f"{wanted[0]} x {wanted[1]}",
+        )
 
 
 class Store(Protocol):

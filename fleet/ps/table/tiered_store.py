@@ -20,14 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fleet.errors import ConfigurationError
 from fleet.numeric.ids import packed_ids, unique
 from fleet.numeric.jit import Array, Ids, Segments
 from fleet.ps.table.frames import CHANGED, FRAME_BYTES, FREE, Frames
 from fleet.ps.table.memory_budget import MemoryBudget
 from fleet.ps.table.place_index import ELSEWHERE, ONLY_THERE, PlaceIndex
 from fleet.ps.table.row_file import Backlog, Layout, Lines, Reading, RowFile, most_bytes, segment_of
-from fleet.ps.table.store import Batch, Between
+from fleet.ps.table.store import Batch, Between, check_shape
 
 #: No table is left fewer frames.
 LEAST_FRAMES = 1024
@@ -149,13 +148,7 @@ class TieredStore:
             self._layout = Layout.of({each: column.row_bytes for each, column in columns.items()})
             self._fills[name] = np.full(width, fill, dtype).view(np.uint8)
         column = columns[name]
-        if (column.width, column.dtype) != (width, dtype):
-            raise ConfigurationError(
-                "a state column has another shape than the one that is there",
-                where=name,
-                expected=f"{column.width} x {column.dtype}",
-                got=f"{width} x {np.dtype(dtype)}",
-            )
+        check_shape(name, (column.width, column.dtype), (width, np.dtype(dtype)))
         column.fill = fill
 
     def column(self, name: str) -> Segments:

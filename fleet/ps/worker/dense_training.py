@@ -258,7 +258,7 @@ class DenseTraining:
         else:
             if self._check_finite:
                 self._refuse_infinite()
-            with self._tables_aside():
+            with self._described.tables_aside():
                 update()
 
     def end_step(self) -> None:
@@ -291,19 +291,6 @@ class DenseTraining:
                     f"the gradient of {spec.name!r} holds NaN or infinity",
                     where=f"worker {self._worker}, step {self._progress.taken + 1}",
                 )
-
-    @contextmanager
-    def _tables_aside(self) -> Iterator[None]:
-        """Hide gradients of rows from torch's optimizers: the servers step on them."""
-        weights = [handle.weight for handle in self._described.handles]
-        grads = [weight.grad for weight in weights]
-        for weight in weights:
-            weight.grad = None
-        try:
-            yield
-        finally:
-            for weight, grad in zip(weights, grads, strict=True):
-                weight.grad = grad
 
     def set_synchronized(self, wanted: bool) -> bool:
         """Set whether backwards average from now on, and return what it was before."""

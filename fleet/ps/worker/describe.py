@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -57,6 +58,19 @@ class Description:
         params = {id(param): spec.name for param, spec in zip(self.params, self.spec.params, strict=True)}
         tables = {id(handle.weight): handle.name for handle in self.handles}
         return {id(group) for group in self.groups}, {**params, **tables}
+
+    @contextmanager
+    def tables_aside(self) -> Iterator[None]:
+        """Hide gradients of rows from torch's optimizers: others step on them."""
+        weights = [handle.weight for handle in self.handles]
+        grads = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        try:
+            yield
+        finally:
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad
 
     def check_types(self) -> None:
         """Refuse parameters that were converted since this was made."""

@@ -12,7 +12,6 @@ A row is fetched when it is first trained here, and is held from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -144,7 +143,7 @@ class Replica:
         """Take one step: ``update`` runs the user's optimizers; ``fetch`` brings rows of a table from the servers."""
         for index, (ids, _) in rows.items():  # what was read in evaluation mode is not held yet
             self._tables[index].hold(ids, partial(fetch, index))
-        with self._tables_aside():
+        with self._described.tables_aside():
             update()
         for index, (ids, grads) in rows.items():
             options = self._described.option_values(self._described.spec.tables[index].group)
@@ -163,19 +162,6 @@ class Replica:
             for dtype, value in now.items()
         )
         return dense or any(table.is_touched for table in self._tables)
-
-    @contextmanager
-    def _tables_aside(self) -> Iterator[None]:
-        """Hide gradients of rows from torch's optimizers."""
-        weights = [handle.weight for handle in self._described.handles]
-        grads = [weight.grad for weight in weights]
-        for weight in weights:
-            weight.grad = None
-        try:
-            yield
-        finally:
-            for weight, grad in zip(weights, grads, strict=True):
-                weight.grad = grad
 
     # ---------------------------------------------------------------- agreeing with the servers
 
