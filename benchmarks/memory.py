@@ -47,7 +47,7 @@ from measuring import (
 #: A row and its record: 16 weights, 16 numbers of state; the id, the checksum.
 ROW_BYTES, RECORD_BYTES = 128, 144
 #: Memory for a row beside its columns, and for any row wherever it is; the part for segments on their way to the disk.
-FRAME_BYTES, INDEX_BYTES, ON_THE_WAY = 17, 11.2, 1 / 16
+FRAME_BYTES, INDEX_BYTES, ON_THE_WAY = 25, 11.2, 1 / 16
 #: A table with so few rows takes next to nothing.
 FEW_ROWS = 10_000
 BATCH = 1000

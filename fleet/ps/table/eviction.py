@@ -185,7 +185,8 @@ def last_here(batches: Callable[[], Iterable[Scored]], sample: Scored, rows: int
             before += more
             kept.append((ids[chosen], scored[chosen]))
         ids, scored = (np.concatenate(each) for each in zip(*kept, strict=True))
-        if before < most <= before + ids.size:
+        has_all = low < 0 and high >= order.size
+        if has_all or before < most <= before + ids.size:
             return _last_of(ids, scored, most - before)
         margin *= 8  # the sample was not like the rows
 
