@@ -405,7 +405,7 @@ class RowReader:
             )
             for place, (each, ids) in enumerate(zip(known, asked, strict=True))
         }
-        if not ahead and held is None:
+        if held is None:
             self._expand_together(by_table, begun)
         return begun
 
