@@ -205,6 +205,9 @@ def _last_of(ids: Ids, scored: npt.NDArray[np.int64], most: int) -> Last:
 #: All rows come after the one, and before the other.
 _FIRST, _LAST = (np.iinfo(np.int64).max, _LEAST_ID), (-1, _GREATEST_ID)
 
+#: Rows are sifted by so many.
+_BLOCK = 32
+
 
 @compiled
 def _sift(
@@ -212,12 +215,26 @@ def _sift(
 ) -> tuple[int, Ids]:
     """Return how many rows come before the first, and which do not but come no later than the last."""
     before, found = 0, 0
-    for k in range(ids.size):
-        if scored[k] > high or (scored[k] == high and ids[k] < first):
-            before += 1
-        elif scored[k] > low or (scored[k] == low and ids[k] <= last):
-            out[found] = k
-            found += 1
+    # As a rule no row of a block is in between. To see that takes no branches, as the processor cannot guess them, and
+    # where the scores tell, no ids.
+    for start in range(0, ids.size, _BLOCK):
+        these, block = ids[start : start + _BLOCK], scored[start : start + _BLOCK]
+        above, up_to = np.int64(0), np.int64(0)
+        for k in range(block.size):
+            above += np.int64(block[k] > high)
+            up_to += np.int64(block[k] >= low)
+        if above < up_to:
+            above, up_to = np.int64(0), np.int64(0)
+            for k in range(block.size):
+                above += np.int64(block[k] > high) | (np.int64(block[k] == high) & np.int64(these[k] < first))
+                up_to += np.int64(block[k] > low) | (np.int64(block[k] == low) & np.int64(these[k] <= last))
+        before += int(above)
+        for k in range(start, start + block.size if above < up_to else start):
+            if scored[k] > high or (scored[k] == high and ids[k] < first):
+                continue
+            if scored[k] > low or (scored[k] == low and ids[k] <= last):
+                out[found] = k
+                found += 1
     return before, out[:found]
 
 

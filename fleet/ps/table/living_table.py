@@ -47,7 +47,7 @@ from fleet.ps.table.tombstones import Tombstones
 #: Rows are looked at by so many at once.
 _AT_ONCE = 1 << 16
 #: So many rows say about where a cut will be.
-_SAMPLE = 1 << 14
+_SAMPLE = 1 << 16
 #: So many rows that are due are counted where somebody asks for the number of rows.
 _COUNTED = 1 << 20
 
@@ -260,10 +260,10 @@ class LivingTable(Table):
         return self._rankings[by]
 
     def _scored(self, by: str) -> Iterator[Scored]:
-        """Yield the ids and the scores of all rows, some at a time."""
+        """Yield the ids and the scores of all rows, some at a time; they hold until something is written."""
         place: int | None = 0
         while place is not None:
-            (ids, columns), place = self._store.scan(place, _AT_ONCE, [score_column(by)])
+            (ids, columns), place = self._store.scan(place, _AT_ONCE, [score_column(by)], briefly=True)
             yield ids, scores(by, columns)
 
     def agree(self, by: str, last: Last | None) -> None:

@@ -186,14 +186,14 @@ class MemoryStore:
         raise NotImplementedError("nothing is read")
 
     def scan(
-        self, start: int, most: int, names: Sequence[str], only: Between | None = None
+        self, start: int, most: int, names: Sequence[str], only: Between | None = None, *, briefly: bool = False
     ) -> tuple[Batch, int | None]:
         found: list[Batch] = []
         left = most
         while start < self._count and left > 0:
             if only is None:
                 stop = min(start + left, self._count)
-                found.append(self._between(start, stop, names))
+                found.append(self._between(start, stop, names, briefly))
             else:
                 slots = self._with_rows(np.arange(start, min(start + _LOOKED_THROUGH, self._count)))
                 slots = slots[only(self._copied(only.column, slots))][:left]
@@ -208,11 +208,12 @@ class MemoryStore:
             batch = np.concatenate([ids for ids, _ in found]), rows
         return batch, start if start < self._count else None
 
-    def _between(self, start: int, stop: int, names: Sequence[str]) -> Batch:
-        """Return copies of the rows from one slot to another."""
+    def _between(self, start: int, stop: int, names: Sequence[str], briefly: bool) -> Batch:
+        """Return the rows from one slot to another."""
+        briefly = briefly or self._free is not None  # then those that are there are copied below
         ids, rows = (
-            self._keys.between(start, stop)[:, 0],
-            {name: self._columns[name].between(start, stop) for name in names},
+            self._keys.between(start, stop, briefly)[:, 0],
+            {name: self._columns[name].between(start, stop, briefly) for name in names},
         )
         if self._free is None:
             return ids, rows
@@ -268,13 +269,13 @@ class _Column:
         if count > self._room:
             self._grow(count)
 
-    def between(self, start: int, stop: int) -> Array:
-        """Return copies of the rows from ``start`` to ``stop``."""
-        parts = []
+    def between(self, start: int, stop: int, briefly: bool) -> Array:
+        """Return the rows from ``start`` to ``stop``; copies, unless they are needed ``briefly``."""
+        parts: list[Array] = []
         for number in range(start >> self._bits, (stop - 1 >> self._bits) + 1):
             begin = number << self._bits
             parts.append(self._segments[number][max(0, start - begin) : stop - begin])
-        return np.concatenate(parts)
+        return parts[0] if briefly and len(parts) == 1 else np.concatenate(parts)
 
     def touch(self, start: int, stop: int) -> None:
         segments = tuple(self._segments)  # a short one that is replaced meanwhile stays until this is done
@@ -349,7 +350,7 @@ class _Free:
 
     def left_between(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Return for the slots from one to another whether they have a row."""
-        left: npt.NDArray[np.bool_] = self._has_none.between(start, stop)[:, 0] == 0
+        left: npt.NDArray[np.bool_] = self._has_none.between(start, stop, True)[:, 0] == 0
         return left
 
     def without(self, slots: Ids) -> Ids:

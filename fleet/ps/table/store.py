@@ -149,8 +149,9 @@ class Store(Protocol):
         """Return copies of about so many rows with these columns, which lie evenly among all of them."""
 
     def scan(
-        self, start: int, most: int, names: Sequence[str], only: Between | None = None
+        self, start: int, most: int, names: Sequence[str], only: Between | None = None, *, briefly: bool = False
     ) -> tuple[Batch, int | None]:
         """Return copies of at most so many rows from a place on, with these columns, and the place at which the rest
-        begins, if there may be more; the first place is 0. ``only`` leaves out rows. Whoever goes through all places
+        begins, if there may be more; the first place is 0. ``only`` leaves out rows. Where they are needed ``briefly``,
+        until something is written, they need not be copies. Whoever goes through all places
         gets every row that was there all the time at least once, and once if nothing was written meanwhile."""

@@ -427,8 +427,9 @@ class TieredStore:
     # ---------------------------------------------------------------- all rows
 
     def scan(
-        self, start: int, most: int, names: Sequence[str], only: Between | None = None
+        self, start: int, most: int, names: Sequence[str], only: Between | None = None, *, briefly: bool = False
     ) -> tuple[Batch, int | None]:
+        del briefly  # they are copies in any case
         # First what is in the file: segments, the newest first, and of them the records that are live. Then what is in
         # memory alone. A row that has left for the file in between is in a segment begun since then: of all records
         # there their rows are taken, wherever those are by now.
