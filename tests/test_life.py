@@ -349,9 +349,9 @@ def found_last(bounds: list[tuple[int, int]], ranks: list[Callable[[Last], int]]
 
 @settings(max_examples=200, deadline=None)
 @given(
-    rows=st.dictionaries(st.integers(-2000, 2000), st.integers(0, 5), min_size=2, max_size=60),
+    rows=st.dictionaries(st.integers(-2000, 2000), st.integers(0, 5), min_size=2, max_size=150),
     share=st.floats(0, 1),
-    batch=st.integers(1, 20),
+    batch=st.integers(1, 150),
     sampled=st.lists(st.tuples(st.integers(-2000, 2000), st.integers(0, 9)), max_size=40, unique=True),
 )
 def test_the_last_row_that_stays_is_found_whatever_the_sample(
