@@ -144,7 +144,8 @@ class DenseTraining:
                 self._is_late = True
                 return True
             try:
-                return self._level(comers)
+                with self.group.together("the values to go on from"):
+                    return self._level(comers)
             except GroupBrokenError:
                 continue
 
@@ -301,7 +302,7 @@ class DenseTraining:
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return the gradients of one table's rows as the servers will have them: the mean over the workers."""
-        with self._in_a_step():
+        with self._in_a_step(), self.group.together("the norm of gradients of rows"):
             return mean_rows(self.group, ids, values)
 
     @contextmanager
@@ -310,6 +311,7 @@ class DenseTraining:
         try:
             yield
         except GroupBrokenError as error:
+            self.group.tell_broken(self._progress.completed)  # which raises what has ended the job, if it is over
             raise FleetError(
                 "a worker was lost in the middle of a step",
                 where=f"worker {self._worker}, step {self._progress.taken + 1}",
@@ -321,7 +323,8 @@ class DenseTraining:
 
     def extend(self, known: int) -> None:
         """Train further parameters from now on, those behind the ``known`` ones, with the first worker's values."""
-        self.group.broadcast(self._described.params[known:], 0)
+        with self._in_a_step(), self.group.together("the values of parameters that join"):
+            self.group.broadcast(self._described.params[known:], 0)
         self._arm()
 
     # ---------------------------------------------------------------- the end
@@ -330,7 +333,9 @@ class DenseTraining:
         """Part from the others, who hear of it in their next round."""
         if self._reducer is None:
             return
-        if self.group.size > 1 and not self.group.must_meet:
+        # After a backward without a step the others are in the push of that step, and go on when this one is gone.
+        is_between_steps = self.group.rounds == self._rounds_before
+        if self.group.size > 1 and is_between_steps and not self.group.must_meet:
             self.group.say_farewell(self._progress.completed)
             self._armed.says = self._words(leaving=True)
             with suppress(GroupBrokenError):  # who is left makes another one
