@@ -129,6 +129,7 @@ class Meetings:
                 "worker": worker,
                 "address": each.meet.address,
                 "rounds": each.meet.rounds,
+                "place": each.waiting.told[1],
                 "steps": each.meet.steps,
                 "has_values": each.meet.has_values,
             }

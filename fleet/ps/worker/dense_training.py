@@ -135,11 +135,14 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- meeting
 
-    def _meet(self) -> bool:
-        """Make another group; return whether this worker has got from it what it would have come to in this step."""
+    def _meet(self, *, in_a_step: bool = False) -> bool:
+        """Make another group; return whether this worker has got from it what it would have come to in this step. If
+        this is ``in_a_step``, on whose gradients it has met the others, all have to be there."""
         while True:
             step = self._progress.completed
             comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
+            if in_a_step and len({(each.rounds, each.place) for each in comers}) != 1:
+                raise self._lost_in_a_step(f"workers that were not as far: {[each.worker for each in comers]}")
             if not comers:
                 self._is_late = True
                 return True
@@ -242,8 +245,9 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, update: Callable[[], None]) -> None:
-        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step."""
+    def step(self, update: Callable[[], None], *, if_finite: bool) -> bool:
+        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step. With ``if_finite`` it
+        is left out if a gradient is not finite; return whether it was not."""
         reducer = self._armed
         if reducer.was_interrupted:
             raise StateError(
@@ -254,13 +258,15 @@ class DenseTraining:
         if self.group.rounds == self._rounds_before and not reducer.is_taken_over:
             reducer.check_watching()
             self._run_round(taking_part=True)  # nothing was averaged since the last step
+        is_taken = not if_finite or self._is_finite()
         if reducer.is_taken_over:
             reducer.is_taken_over = False
-        else:
+        elif is_taken:
             if self._check_finite:
                 self._refuse_infinite()
             with self._described.tables_aside():
                 update()
+        return is_taken
 
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""
@@ -285,6 +291,13 @@ class DenseTraining:
         finally:
             reducer.enabled = before
 
+    def _is_finite(self) -> bool:
+        """Say whether all gradients are finite. All workers say the same, as dense ones are everybody's and of rows
+        that are not finite each has one."""
+        dense = [param.grad for param in self._described.params if param.grad is not None]
+        flags = [gradient.isfinite().all() for gradient in dense]
+        return not any(map(is_infinite, self._weights)) and (not flags or bool(torch.stack(flags).all()))
+
     def _refuse_infinite(self) -> None:
         for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
             if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
@@ -302,8 +315,12 @@ class DenseTraining:
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return the gradients of one table's rows as the servers will have them: the mean over the workers."""
-        with self._in_a_step(), self.group.together("the norm of gradients of rows"):
-            return mean_rows(self.group, ids, values)
+        while True:
+            try:
+                with self.group.together("the norm of gradients of rows"):
+                    return mean_rows(self.group, ids, values)
+            except GroupBrokenError:
+                self._meet(in_a_step=True)
 
     @contextmanager
     def _in_a_step(self) -> Iterator[None]:
@@ -312,12 +329,15 @@ class DenseTraining:
             yield
         except GroupBrokenError as error:
             self.group.tell_broken(self._progress.completed)  # which raises what has ended the job, if it is over
-            raise FleetError(
-                "a worker was lost in the middle of a step",
-                where=f"worker {self._worker}, step {self._progress.taken + 1}",
-                got=str(error),
-                todo="Start the job again from its last checkpoint.",
-            ) from None
+            raise self._lost_in_a_step(str(error)) from None
+
+    def _lost_in_a_step(self, got: str) -> FleetError:
+        return FleetError(
+            "a worker was lost in the middle of a step",
+            where=f"worker {self._worker}, step {self._progress.taken + 1}",
+            got=got,
+            todo="Start the job again from its last checkpoint.",
+        )
 
     # ---------------------------------------------------------------- parameters that join
 
