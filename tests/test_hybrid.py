@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SOON, assert_close, run_job, values
+from harness import SOON, Job, assert_close, run_job, values
 from inside import leave, worker_of
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
 
@@ -18,6 +19,7 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.ps.worker.dense_group import DenseGroup
+from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
 
 STEPS = 6
@@ -605,6 +607,69 @@ def test_a_worker_that_dies_before_it_clips(net: Net) -> None:
     assert not torch.equal(first[0], net.dense[0].weight)
 
 
+class Coming:
+    """A job of two workers, to which another one comes: one that was killed and starts again, or a third one."""
+
+    def __init__(self, net: Net, mode: str, *, elastic: bool) -> None:
+        self.net, self.mode, self.elastic = net, mode, elastic
+        self.job = Job(self.body, 2, 2, environ=SOON)
+
+    def begin(self, fleet_: Fleet) -> tuple[Net, Any]:
+        model = copy.deepcopy(self.net)
+        strategy = getattr(StrategyFactory, f"create_{self.mode}_strategy")(dense="all_reduce", elastic=self.elastic)
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(model.parameters(), 0.05), strategy, model=model)
+        fleet_.init_worker()
+        return model, optimizer
+
+    def body(self, fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = self.begin(fleet_)
+        for step in range(3):
+            optimizer.minimize(model.loss(step, worker))
+        if worker == 0:
+            return self.train(fleet_, model, optimizer)
+        if self.elastic:
+            self.third = threading.Thread(target=self.come, args=(2, 3), name="job-work-2", daemon=True)
+            self.third.start()
+            return self.train(fleet_, model, optimizer)
+        leave(fleet_)
+        self.come(1, 2)
+        return []
+
+    def come(self, worker: int, of: int) -> None:
+        fleet_ = Fleet(environ=SOON, network=self.job.network)
+        fleet_.init(UserDefinedRoleMaker(worker, Role.WORKER, of, self.job.endpoints))
+        torch.nn.init.constant_(self.net.dense[0].weight, 7.0)  # which nobody else has
+        model, optimizer = self.begin(fleet_)
+        self.came = self.train(fleet_, model, optimizer)
+        fleet_.stop_worker()
+
+    def train(self, fleet_: Fleet, model: Net, optimizer: Any) -> list[torch.Tensor]:
+        """Until all have taken five steps together in a group that is complete."""
+        group = worker_of(fleet_).dense.group
+        while group.number == 1 or group.size < 2 + self.elastic or group.rounds_here < 5:
+            optimizer.minimize(model.loss(group.rounds, 0))
+        state = optimizer.state[model.dense[0].weight]
+        return [*(each.detach().clone() for each in model.dense.parameters()), state["exp_avg"], state["step"].clone()]
+
+
+@pytest.mark.parametrize("mode", ["async", "half_async"])
+@pytest.mark.parametrize("elastic", [False, True], ids=["again", "elastic"])
+def test_a_worker_that_comes_gets_everything_from_another_one(net: Net, mode: str, elastic: bool) -> None:
+    coming = Coming(net, mode, elastic=elastic)
+    job = coming.job
+    if not elastic:  # worker 1's first process never says goodbye, and its second one does
+        job.join(job.start())
+        assert {name: error for name, error in job.errors.items() if name != "worker 1"} == {}
+        results = [job.results[0]]
+    else:
+        results = job.run()
+        job.join([coming.third])
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, coming.came, strict=True))
+    assert float(coming.came[-1]) > 7
+    assert not (coming.came[0] > 5).any()
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
@@ -618,8 +683,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         sync(dense=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="delay compensation"):
         factory.create_async_strategy(dense="all_reduce", dc_asgd_lambda=0.5)
-    with pytest.raises(UnsupportedError, match="elastic=True"):
-        factory.create_half_async_strategy(dense="all_reduce", elastic=True)
     with pytest.raises(TypeError, match="dense"):
         factory.create_geo_strategy(dense="all_reduce")  # type: ignore[call-arg]
 

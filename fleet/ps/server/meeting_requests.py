@@ -66,4 +66,4 @@ class MeetingRequests:
             parked = job.rounds.parked.values()
             pushing = [each.worker for each in parked if each.what == push_of(step)]
             job.meetings.send_on(step, lacking, pushing, outbox)
-            job.meetings.answer_ready(self._members.awaited(), outbox)
+            job.meetings.answer_ready(self._members.awaited(), outbox, is_trained=job.is_trained)

@@ -117,8 +117,8 @@ class Meetings:
                 outbox.append((come.waiting.respond, Frame(pb.Reply(about=json.dumps({"number": 0, "members": []})))))
         self._tell()
 
-    def answer_ready(self, awaited: Collection[int], outbox: Outbox) -> None:
-        """Let the meeting end once everybody has come."""
+    def answer_ready(self, awaited: Collection[int], outbox: Outbox, *, is_trained: bool) -> None:
+        """Let the meeting end once everybody has come. All hear whether the job ``is_trained`` already."""
         if not self._come or not self._come.keys() >= set(awaited) - self._leaving:
             return
         come, self._come = dict(sorted(self._come.items())), {}
@@ -135,7 +135,7 @@ class Meetings:
             }
             for worker, each in come.items()
         ]
-        self._outcome = json.dumps({"number": self._number, "members": said})
+        self._outcome = json.dumps({"number": self._number, "members": said, "trained": is_trained})
         outbox += [(each.waiting.respond, self._answer()) for each in come.values()]
         self._tell()
 

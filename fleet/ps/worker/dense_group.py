@@ -72,6 +72,8 @@ class DenseGroup:
         self.number = 0
         #: how many rounds are over, and how many of them in this group
         self.rounds = self.rounds_here = 0
+        #: whether the servers had updates when it was made
+        self.is_trained = False
         #: whether all have agreed to make another one before the next round
         self.is_over = False
         #: whether this worker's next round is its last
@@ -138,7 +140,7 @@ class DenseGroup:
                 self._is_broken = True
                 return []
             self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
-            self.size, self.number = len(comers), told["number"]
+            self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
             self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
             self._first.together = Together(self.number)
             patience = timedelta(seconds=self._first.deadline_s)

@@ -83,6 +83,7 @@ class DenseTraining:
         """Meet the others, and take over the values of the first."""
         self._loads = self._progress.loads[0]
         self._meet()
+        self._rounds_before = self.group.rounds
         self._arm()
 
     def _arm(self) -> None:
@@ -118,6 +119,7 @@ class DenseTraining:
             self._meet,
         )
         self._reducer.enabled = self._is_enabled
+        self._reducer.says = self._words(leaving=False)
 
     def _disarm(self) -> None:
         if self._reducer is not None:
@@ -157,7 +159,7 @@ class DenseTraining:
         group = self.group
         there = [rank for rank, each in enumerate(comers) if each.has_values]
         source = max(there, key=lambda rank: (comers[rank].rounds, -rank), default=0)
-        if not there and source == group.rank and self._progress.steps > 0:
+        if not there and source == group.rank and (self._progress.steps > 0 or group.is_trained):
             self._read_record(begins=True)
         first = comers[source]
         behind = [not each.has_values or each.rounds < first.rounds for each in comers]
