@@ -41,6 +41,12 @@ class RemoteStepper(Stepper, Protocol):
     def step(self) -> None: ...
 
 
+class AveragingStepper(Stepper, Protocol):
+    """Runs as a worker whose backwards average gradients among the workers, unless they are kept from that."""
+
+    def set_synchronized(self, wanted: bool) -> bool: ...
+
+
 class Guard:
     """Keeps optimizers from stepping by themselves, as a step hook, unless it is open."""
 
@@ -453,3 +459,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({', '.join(repr(optimizer) for optimizer in self._wrapped)})"
+
+
+class AveragingOptimizer(DistributedOptimizer):
+    """Wraps optimizers that step in this process, on gradients that backwards average among the workers."""
+
+    #: A GradScaler then hands its scale over and leaves to ``step`` what to skip, so that no worker misses a step.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if not hasattr(self, "found_inf"):
+            return super()._step(closure)
+        # A GradScaler calls; it takes no closure.
+        if self.grad_scale is not None:
+            for gradient in self._gradients():
+                gradient.div_(self.grad_scale.to(gradient.device))
+        return self._step_if_finite()
+
+    def _step_if_finite(self) -> None:
+        """Take a step whose update is skipped if a gradient is not finite."""
+        raise NotImplementedError
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Surround backwards that only accumulate: they send nothing, and the first one outside sends everything."""
+        worker = cast(AveragingStepper, self._stepper())
+        before = worker.set_synchronized(False)
+        try:
+            yield
+        finally:
+            worker.set_synchronized(before)

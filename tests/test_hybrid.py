@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SOON, assert_close, run_job, values
+from harness import SOON, Job, assert_close, run_job, values
 from inside import leave, worker_of
 from test_parity_dense import OPTIMIZERS, TEMPLATE, loss_of, make_model, reference
 
@@ -17,6 +19,7 @@ import fleet.nn
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.ps.worker.dense_group import DenseGroup
+from fleet.role_maker import Role, UserDefinedRoleMaker
 from fleet.transpiler import DistributeTranspilerConfig
 
 STEPS = 6
@@ -211,7 +214,33 @@ def with_gaps(optimizer: Any, model: Net, worker: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("train", [with_schedule, accumulating, accumulating_in_rounds, by_hand, with_gaps])
+def with_zeros(optimizer: Any, model: Net, worker: int) -> None:
+    """Gradients are set to zero instead of taken away, so that momentum goes on where there was none."""
+    for step in range(STEPS):
+        loss = model.loss(step, worker)
+        if step % 2:
+            loss = model.dense[2].weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def with_closures(optimizer: Any, model: Net, worker: int) -> None:
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model.loss(step, worker)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        assert float(optimizer.step(closure)) > 0
+
+
+@pytest.mark.parametrize(
+    "train",
+    [with_schedule, accumulating, accumulating_in_rounds, by_hand, with_gaps, with_zeros, with_closures],
+)
 def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None:
     def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         own = [each for each in model.parameters() if each.dim() == 1]
@@ -221,7 +250,7 @@ def test_as_on_servers(net: Net, train: Callable[[Any, Net, int], None]) -> None
     def one(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), 0.1, momentum=0.0)
 
-    check(*hybrid_and_servers(net, one if train is with_schedule else make, 3, 2, train))
+    check(*hybrid_and_servers(net, one if train in (with_schedule, with_closures) else make, 3, 2, train))
 
 
 def test_a_worker_that_stops_leaves_and_the_others_go_on(net: Net) -> None:
@@ -295,11 +324,14 @@ def test_clipping_is_by_the_norm_of_what_all_push(net: Net) -> None:
         optimizer.step()
 
 
-def test_a_grad_scaler_skips_a_step_for_all(net: Net) -> None:
+@pytest.mark.parametrize("where", ["rows", "layers", "by hand"])
+def test_a_grad_scaler_skips_a_step_for_all(net: Net, where: str) -> None:
+    """Gradients stay as they are, as in torch, and nothing of them reaches a server."""
+
     def body(fleet_: Fleet, worker: int) -> tuple[float, list[torch.Tensor]]:
         model = copy.deepcopy(net)
         optimizer = fleet_.distributed_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), sync(dense="all_reduce"), model=model
+            torch.optim.SGD(model.parameters(), 0.1), sync(dense="all_reduce", check_finite=True), model=model
         )
         fleet_.init_worker()
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
@@ -307,17 +339,24 @@ def test_a_grad_scaler_skips_a_step_for_all(net: Net) -> None:
             optimizer.zero_grad()
             loss = model.loss(step, worker)
             if (step, worker) == (3, 1):
-                loss = (model.open(torch.tensor([7])) * torch.inf).sum() + 0 * loss
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                culprit = model.dense[2].weight if where == "layers" else model.open(torch.tensor([7]))
+                loss = (culprit * torch.inf).sum() + 0 * loss
+            with optimizer.no_sync() if where == "by hand" else contextlib.nullcontext():
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            before = model.seen()
             scaler.step(optimizer)
             scaler.update()
+            if step == 3:
+                assert all(torch.equal(a, b) for a, b in zip(before, model.seen(), strict=True))
+                assert all(each.grad is not None for each in model.parameters())
         fleet_.barrier_worker()
         return scaler.get_scale(), model.seen()
 
     (scale, one), (other_scale, other) = run_job(body, 2)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert all(each.isfinite().all() for each in one)
-    assert (scale, other_scale) == (8.0, 8.0)
+    assert other_scale == 8.0
+    assert scale == (16.0 if where == "by hand" else 8.0), "each scaler sees its own gradients before they are averaged"
 
 
 def test_buffers_are_the_first_worker_s(net: Net) -> None:
@@ -541,6 +580,96 @@ def test_a_round_that_breaks_is_done_over(net: Net, monkeypatch: pytest.MonkeyPa
     check(got, expected)
 
 
+def test_a_worker_that_dies_before_it_clips(net: Net) -> None:
+    """The others clip by what they push without it."""
+
+    def body(dense: str) -> Callable[[Fleet, int], list[torch.Tensor]]:
+        def run(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+            model = copy.deepcopy(net)
+            plain = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = fleet_.distributed_optimizer(plain, sync(dense=dense), model=model)
+            fleet_.init_worker()
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model.loss(step, worker).backward()  # type: ignore[no-untyped-call]
+                if (step, worker) == (3, 1):
+                    leave(fleet_)
+                    return []
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+            fleet_.barrier_worker()
+            return model.seen()
+
+        return run
+
+    first, _, last = run_job(body("all_reduce"), 3, 2, environ=SOON)
+    assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
+    assert not torch.equal(first[0], net.dense[0].weight)
+
+
+class Coming:
+    """A job of two workers, to which another one comes: one that was killed and starts again, or a third one."""
+
+    def __init__(self, net: Net, mode: str, *, elastic: bool) -> None:
+        self.net, self.mode, self.elastic = net, mode, elastic
+        self.job = Job(self.body, 2, 2, environ=SOON)
+
+    def begin(self, fleet_: Fleet) -> tuple[Net, Any]:
+        model = copy.deepcopy(self.net)
+        strategy = getattr(StrategyFactory, f"create_{self.mode}_strategy")(dense="all_reduce", elastic=self.elastic)
+        optimizer = fleet_.distributed_optimizer(torch.optim.Adam(model.parameters(), 0.05), strategy, model=model)
+        fleet_.init_worker()
+        return model, optimizer
+
+    def body(self, fleet_: Fleet, worker: int) -> list[torch.Tensor]:
+        model, optimizer = self.begin(fleet_)
+        for step in range(3):
+            optimizer.minimize(model.loss(step, worker))
+        if worker == 0:
+            return self.train(fleet_, model, optimizer)
+        if self.elastic:
+            self.third = threading.Thread(target=self.come, args=(2, 3), name="job-work-2", daemon=True)
+            self.third.start()
+            return self.train(fleet_, model, optimizer)
+        leave(fleet_)
+        self.come(1, 2)
+        return []
+
+    def come(self, worker: int, of: int) -> None:
+        fleet_ = Fleet(environ=SOON, network=self.job.network)
+        fleet_.init(UserDefinedRoleMaker(worker, Role.WORKER, of, self.job.endpoints))
+        torch.nn.init.constant_(self.net.dense[0].weight, 7.0)  # which nobody else has
+        model, optimizer = self.begin(fleet_)
+        self.came = self.train(fleet_, model, optimizer)
+        fleet_.stop_worker()
+
+    def train(self, fleet_: Fleet, model: Net, optimizer: Any) -> list[torch.Tensor]:
+        """Until all have taken five steps together in a group that is complete."""
+        group = worker_of(fleet_).dense.group
+        while group.number == 1 or group.size < 2 + self.elastic or group.rounds_here < 5:
+            optimizer.minimize(model.loss(group.rounds, 0))
+        state = optimizer.state[model.dense[0].weight]
+        return [*(each.detach().clone() for each in model.dense.parameters()), state["exp_avg"], state["step"].clone()]
+
+
+@pytest.mark.parametrize("mode", ["async", "half_async"])
+@pytest.mark.parametrize("elastic", [False, True], ids=["again", "elastic"])
+def test_a_worker_that_comes_gets_everything_from_another_one(net: Net, mode: str, elastic: bool) -> None:
+    coming = Coming(net, mode, elastic=elastic)
+    job = coming.job
+    if not elastic:  # worker 1's first process never says goodbye, and its second one does
+        job.join(job.start())
+        assert {name: error for name, error in job.errors.items() if name != "worker 1"} == {}
+        results = [job.results[0]]
+    else:
+        results = job.run()
+        job.join([coming.third])
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, coming.came, strict=True))
+    assert float(coming.came[-1]) > 7
+    assert not (coming.came[0] > 5).any()
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
@@ -554,8 +683,6 @@ def test_what_does_not_go_together_is_refused() -> None:
         sync(dense=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="delay compensation"):
         factory.create_async_strategy(dense="all_reduce", dc_asgd_lambda=0.5)
-    with pytest.raises(UnsupportedError, match="elastic=True"):
-        factory.create_half_async_strategy(dense="all_reduce", elastic=True)
     with pytest.raises(TypeError, match="dense"):
         factory.create_geo_strategy(dense="all_reduce")  # type: ignore[call-arg]
 

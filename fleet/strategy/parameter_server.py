@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fleet.base import checks
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
 from fleet.plan.specs import ALL_REDUCE, DENSE, WIRE_DTYPES
 
@@ -166,7 +166,7 @@ class StrategyFactory:
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
             elastic=checks.switch("elastic", elastic),
-            dense=_dense(dense, strength, elastic=elastic),
+            dense=_dense(dense, strength),
         )
 
     @staticmethod
@@ -203,7 +203,7 @@ class StrategyFactory:
             dc_lambda=strength,
             dc_adaptive=dc_asgd_adaptive,
             elastic=checks.switch("elastic", elastic),
-            dense=_dense(dense, strength, elastic=elastic),
+            dense=_dense(dense, strength),
         )
 
     @staticmethod
@@ -319,7 +319,7 @@ def _from_config(config: DistributeTranspilerConfig) -> Strategy:
         check_finite=config.check_finite,
         elastic=config.elastic,
         wire_dtype=config.wire_dtype,
-        dense=_dense(config.dense, compensation, elastic=config.elastic),
+        dense=_dense(config.dense, compensation),
     )
 
 
@@ -343,7 +343,7 @@ def _wire_dtype(value: object) -> str | None:
     return value
 
 
-def _dense(value: object, compensation: float = 0.0, *, elastic: bool = False) -> str:
+def _dense(value: object, compensation: float = 0.0) -> str:
     """Return where dense parameters are trained, if that goes with the rest of a strategy."""
     if not isinstance(value, str):
         raise ArgumentTypeError("dense must be a str", got=repr(value))
@@ -354,11 +354,6 @@ def _dense(value: object, compensation: float = 0.0, *, elastic: bool = False) -
             f"delay compensation and dense={ALL_REDUCE!r} exclude each other: what workers average among themselves "
             "has no delay",
             todo="Leave one of the two out.",
-        )
-    if value == ALL_REDUCE and elastic:
-        raise UnsupportedError(
-            f"elastic=True and dense={ALL_REDUCE!r} cannot be had together yet",
-            todo="Leave elastic out, or dense at 'servers'.",
         )
     return value
 

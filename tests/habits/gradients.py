@@ -147,7 +147,9 @@ def _(s: Script) -> Any:
 
 
 @as_in_torch(
-    "`zero_grad(set_to_none=False)`, `model.zero_grad()`, `p.grad.zero_()`, `p.grad.detach_()`", everywhere=True
+    "`zero_grad(set_to_none=False)`, `model.zero_grad()`, `p.grad.zero_()`, `p.grad.detach_()`",
+    everywhere=True,
+    not_in=("all-reduce",),  # whose gradients are views, which torch does not detach in place
 )
 def _(s: Script) -> Any:
     found = []

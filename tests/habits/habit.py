@@ -38,6 +38,7 @@ MODES: Mapping[str, Callable[[], Any]] = {
     "ssp": StrategyFactory.create_ssp_strategy,
     "async": StrategyFactory.create_async_strategy,
     "dc-asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
+    "all-reduce": lambda: StrategyFactory.create_sync_strategy(dense="all_reduce"),
     "geo": lambda: StrategyFactory.create_geo_strategy(1),
 }
 

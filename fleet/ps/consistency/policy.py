@@ -48,6 +48,11 @@ class Policy:
         """Return which version of the servers' values a worker needs to go on after a step."""
         return 0
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Say whether a worker may wait for a step of another one."""
+        return self.version_needed(1 << 62) > 0
+
     def steps_per_push(self, most_merged: int) -> int:
         """Return how many steps make one push of a worker; ``most_merged`` is the communicator's setting."""
         return 1

@@ -111,13 +111,16 @@ class Handshake:
             )
 
     def _refuse_second_start(self, job: Job, request: Any) -> None:
-        """Refuse a worker that starts again where the others have gone on without it."""
+        """Refuse a worker that starts again where the others have its dense parameters, and would wait for its step
+        before they gave it any."""
         before = self._members.succeeds(request.worker, request.incarnation)
-        if before in (Standing.LIVE, Standing.LOST) and job.meetings.has_group and not self._is_replaying:
+        has_left = before in (Standing.LIVE, Standing.LOST) and not self._is_replaying
+        if has_left and job.meetings.has_group and job.policy.waits_for_others:
             raise UnsupportedError(
                 f"worker {request.worker} cannot start again in a job whose dense parameters are on the workers",
-                where=self._where,
-                todo="Let the others go on without it; the next start of the whole job goes on from a checkpoint.",
+                where=f"{self._where}, a job in the mode {job.plans.current.spec.settings.mode!r}",
+                todo="Let the others go on without it; the next start of the whole job goes on from a checkpoint. In "
+                "asynchronous and half-asynchronous jobs workers may start again.",
             )
 
     @property

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fleet.base.clock import Clock
 from fleet.errors import ProtocolError
 from fleet.ps.server.job import Job
+from fleet.ps.server.meetings import Told
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Outbox, Waiting
+from fleet.ps.server.status import on_one_line
 from fleet.ps.server.step_requests import StepRequests, push_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 
 _LONGEST_ADDRESS = 300
+
+
+_LONGEST_WAIT = 100
 
 
 class MeetingRequests:
@@ -35,9 +42,22 @@ class MeetingRequests:
             job.meetings.broke(meet.group)
             arrival.answer(pb.Reply())
             return
-        waiting = Waiting(worker, "the other workers", self._clock.now(), arrival.respond, lambda: Frame(pb.Reply()))
+        waiting = Waiting(
+            worker,
+            "the other workers",
+            self._clock.now(),
+            arrival.respond,
+            lambda: Frame(pb.Reply()),
+            told=arrival.told,
+        )
         job.check_room(waiting)
         job.meetings.come(request, waiting, arrival.outbox)
+
+    def heard(self, job: Job, request: Any) -> tuple[int, int]:
+        """Note what a heartbeat tells of a worker among the others, and return what it is told. Takes no lock."""
+        told = Told(request.group, request.place, on_one_line(request.beat.awaits[:_LONGEST_WAIT]))
+        job.meetings.hear(request.worker, told)
+        return job.meetings.told
 
     def answer_ready(self, job: Job, outbox: Outbox) -> None:
         """Let a meeting end if everybody has come, or go on whom others wait for elsewhere."""
@@ -46,4 +66,4 @@ class MeetingRequests:
             parked = job.rounds.parked.values()
             pushing = [each.worker for each in parked if each.what == push_of(step)]
             job.meetings.send_on(step, lacking, pushing, outbox)
-            job.meetings.answer_ready(self._members.awaited(), outbox)
+            job.meetings.answer_ready(self._members.awaited(), outbox, is_trained=job.is_trained)

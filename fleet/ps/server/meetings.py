@@ -4,7 +4,7 @@ They meet to make a group: at the beginning, when one of them has left or is los
 meeting is over once everybody has come who is in the job, and all hear who is in the group. Gradients pass between
 workers, and never through here.
 
-Not thread-safe: the caller holds the server's lock, but for ``told``.
+Not thread-safe: the caller holds the server's lock, but for ``told`` and ``hear``, which heartbeats use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleet.ps.server.pending import Outbox, Waiting
 from fleet.ps.wire import fleet_pb2 as pb
@@ -29,6 +29,15 @@ class _Come:
     waiting: Waiting
 
 
+class Told(NamedTuple):
+    """Holds what a worker tells with its heartbeat: the group that it is in, how much all of it have done together, and
+    what it waits for that they do next, if it does."""
+
+    group: int
+    place: int
+    awaits: str
+
+
 class Meetings:
     """Holds who is in the group of a job's workers, and who has come to make the next one."""
 
@@ -42,19 +51,36 @@ class Meetings:
         #: who meets nobody any more, and has not said goodbye yet
         self._leaving: set[int] = set()
         self._broken = 0
+        self._heard: dict[int, Told] = {}
         #: the number of the group that somebody waits for, and of the last one that broke
         self.told = (0, 0)
 
     @property
     def has_group(self) -> bool:
         """Say whether there is a group, or has been one, as far as this process knows."""
-        return self._number > 0
+        return self._newest > 0
+
+    @property
+    def heard(self) -> dict[int, Told]:
+        """Return what each worker of a group has told last."""
+        return dict(self._heard)
+
+    @property
+    def _newest(self) -> int:
+        """Return the number of the newest group, as far as this process knows, which may have been started again."""
+        return max(self._number, *(told.group for told in self.heard.values()), 0)
+
+    def hear(self, worker: int, told: Told) -> None:
+        """Note what a worker tells of itself."""
+        if told.group:
+            self._heard[worker] = told
 
     def come(self, request: Any, waiting: Waiting, outbox: Outbox) -> None:
         worker, incarnation, meet = request.worker, request.incarnation, request.meet
         if meet.group < self._number and self._members.get(worker) == incarnation:
             outbox.append((waiting.respond, self._answer()))  # the first one was lost on its way
             return
+        self._number = max(self._number, meet.group)
         if meet.broken:
             self.broke(meet.group)
         self._come[worker] = _Come(incarnation, request.step, meet, waiting)
@@ -72,8 +98,11 @@ class Meetings:
     def left(self, worker: int) -> None:
         """Note that a worker's process is gone. Those who have not agreed to go on without it cannot go on."""
         self._come.pop(worker, None)
-        if worker in self._members and worker not in self._leaving:
-            self._broken = self._number
+        # One that has been started again does not know who is in the group that there is.
+        is_in_it = worker in self._members or (self._newest > 0 and not self._members)
+        if is_in_it and worker not in self._leaving:
+            self._broken = self._newest
+        self._heard.pop(worker, None)
         self._leaving.discard(worker)
         self._tell()
 
@@ -88,8 +117,8 @@ class Meetings:
                 outbox.append((come.waiting.respond, Frame(pb.Reply(about=json.dumps({"number": 0, "members": []})))))
         self._tell()
 
-    def answer_ready(self, awaited: Collection[int], outbox: Outbox) -> None:
-        """Let the meeting end once everybody has come."""
+    def answer_ready(self, awaited: Collection[int], outbox: Outbox, *, is_trained: bool) -> None:
+        """Let the meeting end once everybody has come. All hear whether the job ``is_trained`` already."""
         if not self._come or not self._come.keys() >= set(awaited) - self._leaving:
             return
         come, self._come = dict(sorted(self._come.items())), {}
@@ -100,12 +129,13 @@ class Meetings:
                 "worker": worker,
                 "address": each.meet.address,
                 "rounds": each.meet.rounds,
+                "place": each.waiting.told[1],
                 "steps": each.meet.steps,
                 "has_values": each.meet.has_values,
             }
             for worker, each in come.items()
         ]
-        self._outcome = json.dumps({"number": self._number, "members": said})
+        self._outcome = json.dumps({"number": self._number, "members": said, "trained": is_trained})
         outbox += [(each.waiting.respond, self._answer()) for each in come.values()]
         self._tell()
 

@@ -37,6 +37,11 @@ class Arrival:
         return worker
 
     @property
+    def told(self) -> tuple[int, int]:
+        """Return how far the worker is in its group, as it says."""
+        return self.frame.message.group, self.frame.message.place
+
+    @property
     def tensors(self) -> Sequence[WireTensor]:
         return self.frame.tensors
 
@@ -60,4 +65,5 @@ class Waiting:
     has_rows: bool = False  #: the answer
     version: int = 0  #: which it needs
     nbytes: int = 0  #: what it keeps in memory until then
+    told: tuple[int, int] = (0, 0)  #: the group that the worker is in, and how much that has done together
     handing_out: Frame | None = None  #: the request that says what the answer gives, where that is remembered

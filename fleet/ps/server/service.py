@@ -39,6 +39,7 @@ from fleet.ps.server.pending import Arrival, Outbox, nobody
 from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.resumption import Resumption
 from fleet.ps.server.row_requests import RowRequests
+from fleet.ps.server.standstill import Standstill
 from fleet.ps.server.state_requests import StateRequests
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.server.status import Status
@@ -98,7 +99,8 @@ class Service:
         self._handshake = handshake = Handshake(
             endpoint, settings, end, members, durability, steps, initialization, expected, self._begin
         )
-        self._barrier = barrier = Barrier(clock, end, members, steps)
+        barrier = Barrier(clock, steps)
+        self._standstill = Standstill(end, members)
         self._meetings = meetings = MeetingRequests(clock, members, steps)
         self._states = states = StateRequests(clock, members, settings.rpc_deadline_s)
         self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
@@ -156,7 +158,7 @@ class Service:
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
             self._check_member(request, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
-            meeting, broken = (0, 0) if self.job is None else self.job.meetings.told
+            meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
             respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken)))
             return None
         if kind == "status":
@@ -192,7 +194,7 @@ class Service:
                         durability.note(job, kind, frame, outbox)
                     handler(job, Arrival(frame, respond, outbox))
                 if job is not None:
-                    self._barrier.refuse_standstill(job, outbox)
+                    self._standstill.refuse(job, outbox)
                     self._states.answer_ready(job, outbox)
                     self._meetings.answer_ready(job, outbox)
                     if durability is not None:
@@ -275,7 +277,7 @@ class Service:
             self.end.end_if_rows_are_lost(self.job, outbox)
             self._departure.tick(self.job, now, outbox)
             if self.job is not None:
-                self._barrier.refuse_standstill(self.job, outbox)
+                self._standstill.refuse(self.job, outbox)
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)
                 self.job.claims.tick(now, outbox)

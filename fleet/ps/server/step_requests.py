@@ -87,6 +87,7 @@ class StepRequests:
             self._clock.now(),
             arrival.respond,
             lambda: self._values_after(job, worker, step, quiet),
+            told=arrival.told,
             handing_out=handing_out,
         )
         job.check_room(waiting)
@@ -132,6 +133,7 @@ class StepRequests:
             has_rows=bool(pull.tables),
             version=pull.version,
             nbytes=arrival.frame.nbytes,
+            told=arrival.told,
             handing_out=arrival.frame if is_remembered else None,
         )
         job.check_room(waiting)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from fleet.base.clock import Clock, Wait, notice_every_s
 from fleet.base.cluster import Endpoint
@@ -45,6 +46,15 @@ MISSED_BEATS = 2
 
 #: After one of these there is nothing to ask the server any more.
 FATAL = (JobAbortedError, ServerLostError, IdentityError)
+
+
+class Together(NamedTuple):
+    """Says how far a worker is with what a group of workers does among itself: how many things they have done together,
+    and what it waits for that they do next, if it waits."""
+
+    group: int = 0
+    place: int = 0
+    awaits: str = ""
 
 
 class Connection:
@@ -82,12 +92,24 @@ class Connection:
         self._heartbeat: threading.Thread | None = None
         #: by its last heartbeat, the number of the group that somebody waits for, and of the last one that broke
         self.meeting = self.broken_group = 0
+        #: what this server is told with every request and heartbeat, to see who waits for whom; written as a whole
+        self.together = Together()
         #: whether the user knows what ended this connection
         self.reported = False
 
     def request(self, step: int, **kind: object) -> pb.Request:
         """Make a request of this worker; ``kind`` names its one field, as in ``request(3, pull=pb.Pull())``."""
-        return pb.Request(worker=self._worker, incarnation=self._incarnation, step=step, **kind)  # type: ignore[arg-type]
+        return self._request(step, self.together, **kind)
+
+    def _request(self, step: int, together: Together, **kind: object) -> pb.Request:
+        return pb.Request(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            step=step,
+            group=together.group,
+            place=together.place,
+            **kind,  # type: ignore[arg-type]
+        )
 
     def start(self, frame: Frame, what: str, *, ahead: bool = False) -> PendingRequest:
         """Send a request; ``what`` names it in errors ("push of step 7"). Nobody waits yet for the reply to a request
@@ -162,7 +184,9 @@ class Connection:
         noticed, every_s = self._clock.now(), notice_every_s(self._settings.rpc_deadline_s)
         while not self._closing.wait(self._settings.heartbeat_s):
             try:
-                beat = Frame(self.request(0, beat=pb.Beat(figures=self._figures())))
+                together = self.together
+                said = pb.Beat(figures=self._figures(), awaits=together.awaits)
+                beat = Frame(self._request(0, together, beat=said))
                 call = self._channel.start(beat, self._settings.heartbeat_s * 2, urgent=True)
                 reply = raise_if_error(call.result())
                 self._heard()

@@ -5,17 +5,19 @@ first of them keeps a store, through which they connect. A group never changes. 
 those who are there meet again and make another one, whose number is higher.
 
 A collective is waited for in slices. It has failed when a connection of this worker breaks, or when the first server
-says that another worker of the group is lost or has given it up. Then nobody in it gets any further.
+says that another worker of the group is lost or has given it up. Then nobody in it gets any further. The first server
+hears with each heartbeat what a worker waits for, so that it finds workers that wait for different things.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +30,7 @@ from fleet.averaging.communicators import done_within, hand_round, keep_store
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Connection
+from fleet.ps.worker.connection import Connection, Together
 
 _log = logging.getLogger("fleet.worker")
 
@@ -38,6 +40,9 @@ _PATIENCE = timedelta(days=30)
 SLICE_S = 0.25
 _BACKLOG = 1024
 
+#: What workers do together, as errors name it.
+AVERAGE = "an average of gradients"
+
 
 class GroupBrokenError(Exception):
     """Says that no collective of the present group will end any more."""
@@ -45,12 +50,13 @@ class GroupBrokenError(Exception):
 
 @dataclass(frozen=True)
 class Comer:
-    """Says who has come to a meeting: a worker's index, how many rounds are over for it, how many steps it has taken,
-    and whether it has the values that the workers train."""
+    """Says who has come to a meeting: a worker's index, how many rounds are over for it, how much it has done together
+    with others in its last group, how many steps it has taken, and whether it has the values that the workers train."""
 
     worker: int
     address: str
     rounds: int
+    place: int
     steps: int
     has_values: bool
 
@@ -66,11 +72,16 @@ class DenseGroup:
         self.number = 0
         #: how many rounds are over, and how many of them in this group
         self.rounds = self.rounds_here = 0
+        #: whether the servers had updates when it was made
+        self.is_trained = False
         #: whether all have agreed to make another one before the next round
         self.is_over = False
         #: whether this worker's next round is its last
         self.is_leaving = False
+        #: whether a collective has begun that nobody waits for any more
+        self.is_unfinished = False
         self._is_broken = False
+        self._does = AVERAGE
         self._worker = worker
         self._first = first_server
         self._exchanging = exchanging
@@ -103,6 +114,8 @@ class DenseGroup:
             try:
                 with self._exchanging:
                     return self._meet(step, steps, device, broken=broken, has_values=has_values)
+            except FleetError:  # of the servers, some of which are RuntimeErrors too
+                raise
             except (RuntimeError, OSError) as error:
                 # Somebody was lost in between: what is known of that comes with the next meeting.
                 _log.warning("worker %d could not connect to the others, and meets them again: %s", self._worker, error)
@@ -127,8 +140,9 @@ class DenseGroup:
                 self._is_broken = True
                 return []
             self.rank = next(rank for rank, each in enumerate(comers) if each.worker == self._worker)
-            self.size, self.number = len(comers), told["number"]
-            self.rounds_here, self.is_over, self._is_broken = 0, False, False
+            self.size, self.number, self.is_trained = len(comers), told["number"], told["trained"]
+            self.rounds_here, self.is_over, self._is_broken, self.is_unfinished = 0, False, False, False
+            self._first.together = Together(self.number)
             patience = timedelta(seconds=self._first.deadline_s)
             host, port = json.loads(comers[0].address)
             if self.rank == 0:
@@ -151,10 +165,14 @@ class DenseGroup:
         self._first.call(Frame(request), "word of a broken group")
 
     def close(self) -> None:
-        """Let go of the connections. Collectives that will never end go with them."""
+        """Let go of the connections."""
         group, self._group, self._store = self._group, None, None
-        if group is not None and self.is_broken and hasattr(group, "abort"):  # which older ones of torch do not have
+        if group is None or not (self.is_broken or self.is_unfinished):
+            return
+        if hasattr(group, "abort"):  # which older ones of torch do not have
             group.abort()
+        # With a group of Gloo's torch would wait for its collectives, some of which never end: so this one stays.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     # ---------------------------------------------------------------- for averaging
 
@@ -169,10 +187,10 @@ class DenseGroup:
 
     def finish(self, work: dist.Work, device: torch.device) -> None:
         """Wait for a collective: on CUDA the stream does, elsewhere this thread, until done or the group breaks."""
-        with self._exchanging:
-            if device.type == "cuda":
-                work.wait()
-                return
+        if device.type == "cuda":
+            work.wait()
+            return
+        with self._exchanging, self._awaiting():
             while True:
                 try:
                     if done_within(work, SLICE_S):
@@ -186,11 +204,40 @@ class DenseGroup:
         backend: Any = self.everyone._get_backend(torch.device("cpu"))
         backend._set_default_timeout(timedelta(seconds=self._first.deadline_s))
         try:
-            call()
+            with self._awaiting():
+                call()
         except RuntimeError as error:
             raise self.broken_by(error) from error
         finally:
             backend._set_default_timeout(_PATIENCE)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Surround something that all workers do together at the same place, beside averages of gradients."""
+        self._does = what
+        try:
+            yield
+        finally:
+            self._does = AVERAGE
+        self.advance()
+
+    def advance(self) -> None:
+        """Note that all have done one more thing together."""
+        said = self._first.together
+        self._first.together = Together(said.group, said.place + 1)
+
+    @contextmanager
+    def _awaiting(self) -> Iterator[None]:
+        """Surround a wait, and let the first server know of it."""
+        group, place, _ = self._first.together
+        self._first.together = Together(group, place, self._does)
+        try:
+            yield
+        except BaseException:
+            self.is_unfinished = True
+            raise
+        finally:
+            self._first.together = Together(group, place)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Copy the values that the rank ``source`` has to every worker, in place."""
@@ -202,20 +249,18 @@ class DenseGroup:
 
         hand_round(tensors, send, gives=self.rank == source)
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over all workers, in place."""
-        self.finish(self.begin(lambda: self.everyone.allreduce([tensor])), tensor.device)
-
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all workers, which may differ in length."""
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(tensor)
-        self.add_up(lengths)
-        mine = tensor.new_zeros(int(lengths.max()), *tensor.shape[1:])
+        # Not an all-reduce: a worker that should not be here would add its number to another one's gradients.
+        lengths = [int(each) for each in self._gather_alike(torch.tensor([len(tensor)]))]
+        mine = tensor.new_zeros(max(lengths), *tensor.shape[1:])
         mine[: len(tensor)] = tensor
+        return [each[:length] for each, length in zip(self._gather_alike(mine), lengths, strict=True)]
+
+    def _gather_alike(self, mine: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self.finish(self.begin(lambda: self.everyone.allgather([found], [mine])), mine.device)
-        return [each[:length] for each, length in zip(found, lengths.tolist(), strict=True)]
+        return found
 
     def begin(self, collective: Callable[[], dist.Work]) -> dist.Work:
         """Begin a collective."""

@@ -54,6 +54,7 @@ class LastingReducer(Reducer):
         return self._number != self._lasting.number
 
     def close(self) -> None:
+        self._lasting.is_unfinished |= self._is_open
         super().close()
         self._pending.clear()
 
@@ -189,6 +190,10 @@ class LastingReducer(Reducer):
                 param.grad.copy_(average.view_as(param))
         self._averages = []
         self._end_round(self._settle(self._counted, 1))
+
+    def _end_round(self, done: Round) -> None:
+        super()._end_round(done)
+        self._lasting.advance()
 
     def _settle(self, counted: Sequence[float], divided_by: int) -> Round:
         self._done = super()._settle(counted, divided_by)

@@ -83,6 +83,7 @@ class DenseTraining:
         """Meet the others, and take over the values of the first."""
         self._loads = self._progress.loads[0]
         self._meet()
+        self._rounds_before = self.group.rounds
         self._arm()
 
     def _arm(self) -> None:
@@ -118,6 +119,7 @@ class DenseTraining:
             self._meet,
         )
         self._reducer.enabled = self._is_enabled
+        self._reducer.says = self._words(leaving=False)
 
     def _disarm(self) -> None:
         if self._reducer is not None:
@@ -135,16 +137,20 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- meeting
 
-    def _meet(self) -> bool:
-        """Make another group; return whether this worker has got from it what it would have come to in this step."""
+    def _meet(self, *, in_a_step: bool = False) -> bool:
+        """Make another group; return whether this worker has got from it what it would have come to in this step. If
+        this is ``in_a_step``, on whose gradients it has met the others, all have to be there."""
         while True:
             step = self._progress.completed
             comers = self.group.meet(step, self._steps, self._device, has_values=self._has_values)
+            if in_a_step and len({(each.rounds, each.place) for each in comers}) != 1:
+                raise self._lost_in_a_step(f"workers that were not as far: {[each.worker for each in comers]}")
             if not comers:
                 self._is_late = True
                 return True
             try:
-                return self._level(comers)
+                with self.group.together("the values to go on from"):
+                    return self._level(comers)
             except GroupBrokenError:
                 continue
 
@@ -153,7 +159,7 @@ class DenseTraining:
         group = self.group
         there = [rank for rank, each in enumerate(comers) if each.has_values]
         source = max(there, key=lambda rank: (comers[rank].rounds, -rank), default=0)
-        if not there and source == group.rank and self._progress.steps > 0:
+        if not there and source == group.rank and (self._progress.steps > 0 or group.is_trained):
             self._read_record(begins=True)
         first = comers[source]
         behind = [not each.has_values or each.rounds < first.rounds for each in comers]
@@ -241,8 +247,9 @@ class DenseTraining:
 
     # ---------------------------------------------------------------- a step
 
-    def step(self, update: Callable[[], None]) -> None:
-        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step."""
+    def step(self, update: Callable[[], None], *, if_finite: bool) -> bool:
+        """Take one step on the present gradients; ``update`` lets the wrapped optimizers step. With ``if_finite`` it
+        is left out if a gradient is not finite; return whether it was not."""
         reducer = self._armed
         if reducer.was_interrupted:
             raise StateError(
@@ -253,13 +260,15 @@ class DenseTraining:
         if self.group.rounds == self._rounds_before and not reducer.is_taken_over:
             reducer.check_watching()
             self._run_round(taking_part=True)  # nothing was averaged since the last step
+        is_taken = not if_finite or self._is_finite()
         if reducer.is_taken_over:
             reducer.is_taken_over = False
-        else:
+        elif is_taken:
             if self._check_finite:
                 self._refuse_infinite()
             with self._described.tables_aside():
                 update()
+        return is_taken
 
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""
@@ -284,6 +293,13 @@ class DenseTraining:
         finally:
             reducer.enabled = before
 
+    def _is_finite(self) -> bool:
+        """Say whether all gradients are finite. All workers say the same, as dense ones are everybody's and of rows
+        that are not finite each has one."""
+        dense = [param.grad for param in self._described.params if param.grad is not None]
+        flags = [gradient.isfinite().all() for gradient in dense]
+        return not any(map(is_infinite, self._weights)) and (not flags or bool(torch.stack(flags).all()))
+
     def _refuse_infinite(self) -> None:
         for spec, param in zip(self._described.spec.params, self._described.params, strict=True):
             if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
@@ -301,8 +317,12 @@ class DenseTraining:
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return the gradients of one table's rows as the servers will have them: the mean over the workers."""
-        with self._in_a_step():
-            return mean_rows(self.group, ids, values)
+        while True:
+            try:
+                with self.group.together("the norm of gradients of rows"):
+                    return mean_rows(self.group, ids, values)
+            except GroupBrokenError:
+                self._meet(in_a_step=True)
 
     @contextmanager
     def _in_a_step(self) -> Iterator[None]:
@@ -310,18 +330,23 @@ class DenseTraining:
         try:
             yield
         except GroupBrokenError as error:
-            raise FleetError(
-                "a worker was lost in the middle of a step",
-                where=f"worker {self._worker}, step {self._progress.taken + 1}",
-                got=str(error),
-                todo="Start the job again from its last checkpoint.",
-            ) from None
+            self.group.tell_broken(self._progress.completed)  # which raises what has ended the job, if it is over
+            raise self._lost_in_a_step(str(error)) from None
+
+    def _lost_in_a_step(self, got: str) -> FleetError:
+        return FleetError(
+            "a worker was lost in the middle of a step",
+            where=f"worker {self._worker}, step {self._progress.taken + 1}",
+            got=got,
+            todo="Start the job again from its last checkpoint.",
+        )
 
     # ---------------------------------------------------------------- parameters that join
 
     def extend(self, known: int) -> None:
         """Train further parameters from now on, those behind the ``known`` ones, with the first worker's values."""
-        self.group.broadcast(self._described.params[known:], 0)
+        with self._in_a_step(), self.group.together("the values of parameters that join"):
+            self.group.broadcast(self._described.params[known:], 0)
         self._arm()
 
     # ---------------------------------------------------------------- the end
@@ -330,7 +355,9 @@ class DenseTraining:
         """Part from the others, who hear of it in their next round."""
         if self._reducer is None:
             return
-        if self.group.size > 1 and not self.group.must_meet:
+        # After a backward without a step the others are in the push of that step, and go on when this one is gone.
+        is_between_steps = self.group.rounds == self._rounds_before
+        if self.group.size > 1 and is_between_steps and not self.group.must_meet:
             self.group.say_farewell(self._progress.completed)
             self._armed.says = self._words(leaving=True)
             with suppress(GroupBrokenError):  # who is left makes another one

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -287,6 +287,13 @@ class WorkerRuntime:
 
     def step_here(self, update: Callable[[], None]) -> None:
         """Take a step on this worker's own values, some or all; from time to time agree with the servers."""
+        self._step_here(update)
+
+    def step_if_finite(self, update: Callable[[], None]) -> None:
+        """Take a step that changes nothing, neither here nor on the servers, if a gradient is not finite."""
+        self._step_here(update, if_finite=True)
+
+    def _step_here(self, update: Callable[[], None], *, if_finite: bool = False) -> None:
         with self.turns:
             try:
                 self._prepare_step()
@@ -294,8 +301,9 @@ class WorkerRuntime:
                 if self._geo is not None:
                     self._geo.step(update)
                 else:
-                    self.dense.step(update)
-                    self._training.step()
+                    is_taken = self.dense.step(update, if_finite=if_finite)
+                    with nullcontext() if is_taken else self.trained.description.tables_aside():
+                        self._training.step()
                     self.dense.end_step()
                 self.trained.forget_whole_tables()
             except FleetError:
