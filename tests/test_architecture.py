@@ -357,7 +357,7 @@ def of_modes(module: str) -> tuple[set[str], set[str]]:
 
 
 def test_modes_are_told_apart_in_their_own_files_only() -> None:
-    assert mode_names() == {"sync", "async", "half_async", "geo", "ssp"}
+    assert mode_names() == {"sync", "async", "half_async", "geo", "ssp", "gba"}
     found = {
         FILES[module].relative_to(ROOT / "fleet").as_posix(): of_modes(module)
         for module in FILES

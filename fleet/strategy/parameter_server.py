@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
 from fleet.plan.config import DistributeTranspilerConfig
-from fleet.plan.specs import ALL_REDUCE, DENSE, WIRE_DTYPES
+from fleet.plan.specs import ALL_REDUCE, DENSE, MOST_PROCESSES, SERVERS, WIRE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class Strategy:
     wire_dtype: str | None = None
     #: sync: whether the job ends when a worker is given up on, instead of going on without it.
     needs_all_workers: bool = False
-    #: ssp: how many steps a worker may be ahead of the slowest.
+    #: ssp: how many steps a worker may be ahead of the slowest; gba: how many updates late a gradient may be.
     staleness: int = 0
+    #: gba: how many gradients make one update; 0 is the number of workers.
+    gradients: int = 0
     #: geo: after how many steps a worker tells the others how far it has come.
     update_frequency: int = 1
     #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
-    #: async and half_async: whether workers may join beyond those that the job began with.
+    #: async, half_async and gba: whether workers may join beyond those that the job began with.
     elastic: bool = False
     #: async and half_async: settings of ``CommunicatorSettings`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
@@ -244,6 +246,37 @@ class StrategyFactory:
             dense=_dense(dense),
         )
 
+    @staticmethod
+    def create_gba_strategy(
+        gradients: int | None = None,
+        staleness: int = 4,
+        *,
+        check_finite: bool = False,
+        elastic: bool = False,
+        wire_dtype: str | None = None,
+        dense: str = "servers",
+    ) -> Strategy:
+        """Return a strategy by which ``gradients`` gradients make one update, whichever workers they come from, and no
+        worker waits for another. The number is that of the workers unless given, so an update stands for the batch of
+        synchronous training and its learning rate holds. A gradient on values that are more than ``staleness`` updates
+        old is dropped, and counted. With ``elastic`` workers may join the running job, and leave; the number of
+        gradients stays.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_gba_strategy(gradients=8)
+            >>> strategy.mode, strategy.gradients, strategy.staleness
+            ('gba', 8, 4)
+        """
+        return Strategy(
+            "gba",
+            gradients=_gradients(gradients),
+            staleness=checks.whole("staleness", staleness, 0),
+            check_finite=check_finite,
+            elastic=checks.switch("elastic", elastic),
+            wire_dtype=_wire_dtype(wire_dtype),
+            dense=_on_servers(dense),
+        )
+
 
 def as_strategy(given: object) -> Strategy:
     """Return None, a ``Strategy`` or a ``DistributeTranspilerConfig`` as a ``Strategy``; refuse anything else with a
@@ -361,6 +394,25 @@ def _dense(value: object, compensation: float = 0.0, *, elastic: bool = False) -
             todo="Leave elastic out, or dense at 'servers'.",
         )
     return value
+
+
+def _gradients(value: object) -> int:
+    """Return how many gradients make one update, 0 for as many as there are workers."""
+    given = checks.whole_or_none("gradients", value, 1) or 0
+    if given > MOST_PROCESSES:
+        raise ConfigurationError("gradients is out of range", expected=f"at most {MOST_PROCESSES}", got=given)
+    return given
+
+
+def _on_servers(value: object) -> str:
+    """Return where dense parameters are trained in a mode in which that can only be on the servers."""
+    if _dense(value) == ALL_REDUCE:
+        raise ConfigurationError(
+            f"GBA and dense={ALL_REDUCE!r} exclude each other: workers that average among themselves wait for the "
+            "slowest",
+            todo="Leave dense at 'servers', or use create_sync_strategy(dense='all_reduce').",
+        )
+    return SERVERS
 
 
 def _strength(strength: object, adaptive: object) -> float:

@@ -115,6 +115,7 @@ class Service:
             "extend": initialization.extend,
             "part": steps.part,
             "push": steps.push,
+            "place": steps.place,
             "pull": steps.pull,
             "gather": barrier.gather,
             "claim": checkpoints.claim,

@@ -79,6 +79,7 @@ class Status:
                     "heard_seconds": heard_s,
                     "steps": job.steps_of(worker),
                     "staleness": _sum_and_count(staleness.get(worker, {})),
+                    "late": 0 if shard is None else shard.staleness.late[worker],
                     "waits": None if worker not in longest else _described(job, longest[worker], now),
                     "waited": {str(other): s for other, s in statistics.waited_by(worker).items()},
                     "figures": statistics.figures_of(worker),
@@ -121,6 +122,7 @@ class Status:
             "steps": {worker: job.steps_of(worker) for worker in sorted(job.progress.steps)},
             "tables": _tables_of(shard),
             "staleness": shard.staleness.counts,
+            "late": dict(sorted(shard.staleness.late.items())),
         }
         arrival.answer(pb.Reply(version=job.rounds.gate.version, about=json.dumps(about)))
 

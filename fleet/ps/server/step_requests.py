@@ -24,7 +24,7 @@ from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
 from fleet.plan.specs import DTYPES
-from fleet.ps.consistency.gate import Apply, Effect
+from fleet.ps.consistency.gate import Answer, Apply, ApplyBuffer, Buffer, Discard, Effect
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
@@ -86,7 +86,7 @@ class StepRequests:
             push_of(step),
             self._clock.now(),
             arrival.respond,
-            lambda: self._values_after(job, worker, step, quiet),
+            lambda: self._values_after(job, worker, step, quiet, request.push),
             handing_out=handing_out,
         )
         job.check_room(waiting)
@@ -96,11 +96,11 @@ class StepRequests:
             tensors, kept = tensors[:-1], state_of(tensors[-1:], 0)
         effects: list[Effect] = []
         if step > gate.delivered(worker):
-            if any(other == worker for other, _ in rounds.pushed):
+            if not job.policy.fills_buffers and any(other == worker for other, _ in rounds.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
             rounds.pushed[worker, step] = _contribution_of(job, request, tensors)
             try:
-                effects = gate.push(worker, step)
+                effects = gate.push(worker, step, None if request.push.unplaced else request.push.token)
             except ProtocolError:
                 del rounds.pushed[worker, step]
                 raise
@@ -111,6 +111,21 @@ class StepRequests:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
         needed = job.policy.version_needed(step)
         self._park(job, needed, waiting, effects, arrival.outbox)
+
+    def place(self, job: Job, arrival: Arrival) -> None:
+        """Take in which pushes become one update, as server 0 says, and answer with the values after those that do."""
+        request = arrival.request
+        worker, step, quiet = request.worker, request.step, request.place.quiet
+        waiting = Waiting(
+            worker,
+            f"place of step {step}",
+            self._clock.now(),
+            arrival.respond,
+            lambda: self._values_after(job, worker, step, quiet),
+        )
+        job.check_room(waiting)
+        effects = job.rounds.gate.place(worker, step, _buffers_of(request.place))
+        self._park(job, job.policy.version_needed(step), waiting, effects, arrival.outbox)
 
     def pull(self, job: Job, arrival: Arrival) -> None:
         """Answer with values, when those of the wanted version are there."""
@@ -210,32 +225,38 @@ class StepRequests:
         """Apply and answer what worker ``by`` has brought about."""
         try:
             for effect in effects:
-                if isinstance(effect, Apply):
-                    self._apply(job, effect.step, effect.contributors)
-                    self._statistics.updated()
-                else:
+                if isinstance(effect, Answer):
                     self.answer(job, [effect.ticket], by, outbox)
+                elif isinstance(effect, Discard):
+                    for push in effect.pushes:
+                        job.rounds.pushed.pop(push, None)
+                else:
+                    self._apply(job, effect)
+                    self._statistics.updated()
         except Exception as error:
             self._fail_halfway(job, error, outbox)
 
-    def _apply(self, job: Job, version: int, workers: Sequence[int]) -> None:
-        """Close the round that leads to a version, with what these workers have pushed for it."""
+    def _apply(self, job: Job, effect: Apply | ApplyBuffer) -> None:
+        """Close a round, or a buffer, with what was pushed for it."""
         shard, rounds = job.shard, job.rounds
         assert shard is not None
-        contributions = [rounds.pushed.pop((worker, version)) for worker in workers]
+        contributions = [rounds.pushed.pop(push) for push in effect.pushes]
+        for worker, step in effect.dropped:
+            rounds.pushed.pop((worker, step))
+            shard.staleness.count_late(worker)
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
-        dense = _dense_at(job, version - 1) if keep else []
+        dense = _dense_at(job, effect.version - 1) if keep else []
         rounds.snapshot = None
         shard.now = _time_at(job, contributions) or shard.now
         cut_is_due = _is_cut_due(job, frozenset().union(*(each.used for each in contributions)))
-        rows = shard.apply(contributions, keep=keep)
+        rows = shard.apply(contributions, effect.divisor, keep=keep)
         if cut_is_due:
             rounds.cuts = None  # the answer says which
         if not job.policy.awaits_answers or cut_is_due:  # no answer would be there any sooner for who needs it
             shard.apply_pending()
-        rounds.previous = PreviousRound(version - 1, dense, rows) if keep else None
+        rounds.previous = PreviousRound(effect.version - 1, dense, rows) if keep else None
 
     def apply_pending(self, job: Job, outbox: Outbox) -> None:
         """Finish a round whose answers did not wait for the rest of it."""
@@ -293,15 +314,22 @@ class StepRequests:
                 shard.changes.hold(worker, index, ids)
         return found
 
-    def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
+    def _values_after(self, job: Job, worker: int, step: int, quiet: bool, push: Any = None) -> Frame:
         """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
-        the clocks of all tables."""
+        the clocks of all tables; where this server fills buffers for others, what these have to know since ``push``
+        read its values."""
         values = self._values(job, worker, step, not quiet)
         values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
         values.message.others_give = job.states.others_give(worker)
         shard = job.held()
         values.message.cuts.extend(job.cuts)
+        is_first_of_many = job.plans.current.spec.settings.server_num > 1 and push is not None and not push.unplaced
+        if is_first_of_many and job.policy.fills_buffers:
+            for version, divisor, pushes in job.rounds.gate.buffers(push.token):
+                tokens, workers, steps = zip(*pushes, strict=True)
+                each = pb.Buffer(version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps)
+                values.message.buffers.append(each)
         if shard.changes is not None:
             for table, ids in shard.changes.take(worker, step).items():
                 values.message.changed.append(table)
@@ -313,6 +341,17 @@ class StepRequests:
 def push_of(step: int) -> str:
     """Return what a request is called that waits for the round of a step."""
     return f"push of step {step}"
+
+
+def _buffers_of(place: Any) -> list[Buffer]:
+    """Return the buffers that a worker tells of."""
+    found = []
+    for each in place.buffers:
+        if not len(each.tokens) == len(each.workers) == len(each.steps):
+            raise ProtocolError("a buffer's tokens, workers and steps differ in number", got=len(each.tokens))
+        pushes = tuple(zip(each.tokens, each.workers, each.steps, strict=True))
+        found.append(Buffer(each.version, each.divisor, pushes))
+    return found
 
 
 def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:

@@ -370,11 +370,13 @@ class Connections:
         step = self._progress.completed
         return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
 
-    def ask_all(self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None) -> list[Frame]:
-        """Send one request to every server: all under way at once, or ``at_once`` of them."""
+    def ask_all(
+        self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None, *, first: int = 0
+    ) -> list[Frame]:
+        """Send one request to every server from the ``first`` one on: all under way at once, or ``at_once`` of them."""
         failure: FleetError | None = None
         replies = []
-        numbered = list(enumerate(self.by_server))
+        numbered = list(enumerate(self.by_server))[first:]
         for start in range(0, len(numbered), at_once or len(numbered)):
             some = numbered[start : start + (at_once or len(numbered))]
             pendings: list[PendingRequest] = []

@@ -53,7 +53,7 @@ _log = logging.getLogger("fleet.server")
 NOTED = frozenset(
     (
         *("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "give", "bye", "abort"),
-        *("shrink", "cut"),
+        *("shrink", "cut", "place"),
     )
 )
 

@@ -16,6 +16,7 @@ from fleet.errors import FleetError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import PROTOCOL, make_plan
 from fleet.plan.specs import JobSpec
+from fleet.ps.consistency.gate import Buffer
 from fleet.ps.consistency.membership import MemberRecord
 from fleet.ps.consistency.staleness import total
 from fleet.ps.server.checkpoint_reader import Origin, fill_own
@@ -82,6 +83,8 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "past": shard.past,
         "now": shard.now,
         "staleness": total([shard.staleness.counts]),
+        "late": shard.staleness.late,
+        "buffers": rounds.gate.buffers(0),
         "agreed": job.rounds.agreed,
         "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()},
         "gone": rounds.gate.gone,
@@ -158,10 +161,14 @@ def restore(
     for table, step in zip(shard.tables, state["table_steps"], strict=True):
         table.step = step
     shard.resume_past(state.get("past", {}), state.get("now", 0.0))
-    shard.staleness.resume(state["staleness"])
+    shard.staleness.resume(state["staleness"], state.get("late", {}))
     shard.warm()
     job.shard, job.initialized = shard, True
-    job.rounds.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"])
+    buffers = [
+        Buffer(version, divisor, tuple((token, worker, step) for token, worker, step in pushes))
+        for version, divisor, pushes in state.get("buffers", ())
+    ]
+    job.rounds.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"], buffers)
     job.rounds.agreed = {int(index): tuple(each) for index, each in state.get("agreed", {}).items()}
     job.reductions.restore(_by_worker(state["came"]))
     job.claims.restore(state["claims"], now)
