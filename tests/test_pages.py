@@ -136,6 +136,7 @@ loss = lambda model, batch: model(batch)
     "docs/modes/half-asynchronous.md": [SCRIPT],
     "docs/modes/index.md": [""],
     "docs/modes/staleness.md": [SCRIPT],
+    "docs/synchronous.md": [SCRIPT],
     "docs/observing.md": [JOB],
     "docs/security.md": ["import fleet"],
     "docs/serving.md": [f"{JOB}\nbatch = x", "batch = x", ""],

@@ -159,6 +159,7 @@ class PlanSettings:
     evict_every: int = 1000
     dense: str = SERVERS
     gradients: int = 0
+    max_grad_norm: float = 0.0
 
     @property
     def has_dense_on_workers(self) -> bool:
@@ -270,6 +271,7 @@ class JobSpec:
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
             "there are more than 2^16 processes": max(processes) > MOST_PROCESSES,
             "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
+            "the norm to clip by is impossible": not 0 <= settings.max_grad_norm < math.inf,
             "an update is of more than 2^16 gradients": settings.gradients > MOST_PROCESSES,
             "it is unknown where dense parameters are": settings.dense not in DENSE,
             "wire_dtype is unknown": settings.wire_dtype not in (None, *WIRE_DTYPES),

@@ -35,6 +35,8 @@ class Strategy:
     #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
+    #: sync and gba: by what norm the averaged gradient is clipped, 0 for none.
+    max_grad_norm: float = 0.0
     #: async, half_async and gba: whether workers may join beyond those that the job began with.
     elastic: bool = False
     #: async and half_async: settings of ``CommunicatorSettings`` that win over those of the environment.
@@ -102,11 +104,14 @@ class StrategyFactory:
         wire_dtype: str | None = None,
         needs_all_workers: bool = False,
         dense: str = "servers",
+        max_grad_norm: float | None = None,
     ) -> Strategy:
         """Return a strategy by which all workers step together. ``check_finite`` names a parameter whose gradient is
         NaN or infinite; ``wire_dtype`` sends gradients as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job
         ends when a worker is given up on; without it the others go on. With ``dense="all_reduce"`` dense parameters
         stay on the workers, which average their gradients among themselves, and only rows travel to the servers.
+        ``max_grad_norm`` clips the averaged gradient, of parameters and rows together, as
+        ``torch.nn.utils.clip_grad_norm_`` does in one process.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
@@ -118,6 +123,7 @@ class StrategyFactory:
             wire_dtype=_wire_dtype(wire_dtype),
             needs_all_workers=checks.switch("needs_all_workers", needs_all_workers),
             dense=_dense(dense),
+            max_grad_norm=_max_grad_norm(max_grad_norm),
         )
 
     @staticmethod
@@ -255,12 +261,13 @@ class StrategyFactory:
         elastic: bool = False,
         wire_dtype: str | None = None,
         dense: str = "servers",
+        max_grad_norm: float | None = None,
     ) -> Strategy:
         """Return a strategy by which ``gradients`` gradients make one update, whichever workers they come from, and no
         worker waits for another. The number is that of the workers unless given, so an update stands for the batch of
         synchronous training and its learning rate holds. A gradient on values that are more than ``staleness`` updates
         old is dropped, and counted. With ``elastic`` workers may join the running job, and leave; the number of
-        gradients stays.
+        gradients stays. ``max_grad_norm`` is as in ``create_sync_strategy``.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_gba_strategy(gradients=8)
@@ -275,6 +282,7 @@ class StrategyFactory:
             elastic=checks.switch("elastic", elastic),
             wire_dtype=_wire_dtype(wire_dtype),
             dense=_on_servers(dense),
+            max_grad_norm=_max_grad_norm(max_grad_norm),
         )
 
 
@@ -402,6 +410,11 @@ def _gradients(value: object) -> int:
     if given > MOST_PROCESSES:
         raise ConfigurationError("gradients is out of range", expected=f"at most {MOST_PROCESSES}", got=given)
     return given
+
+
+def _max_grad_norm(value: object) -> float:
+    """Return by what norm to clip, 0 for not at all."""
+    return 0.0 if value is None else float(checks.number("max_grad_norm", value, 0, above=True))
 
 
 def _on_servers(value: object) -> str:

@@ -116,6 +116,7 @@ class Service:
             "part": steps.part,
             "push": steps.push,
             "place": steps.place,
+            "clip": steps.clip,
             "pull": steps.pull,
             "gather": barrier.gather,
             "claim": checkpoints.claim,

@@ -26,7 +26,7 @@ from fleet.plan.layout import dense_layout
 from fleet.plan.specs import DTYPES
 from fleet.ps.consistency.gate import Answer, Apply, ApplyBuffer, Buffer, Discard, Effect
 from fleet.ps.server.durability.durability import Durability
-from fleet.ps.server.job import Job
+from fleet.ps.server.job import Due, Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox, Waiting
 from fleet.ps.server.state_requests import check_name, state_of
@@ -43,6 +43,8 @@ from fleet.ps.wire.wire_errors import error_reply
 _log = logging.getLogger("fleet.server")
 
 _MOST_TEXT = 1000
+#: So many norms are remembered when they have been applied, for whoever has not heard of them.
+_NORMS_KEPT = 16
 
 
 class StepRequests:
@@ -127,6 +129,31 @@ class StepRequests:
         effects = job.rounds.gate.place(worker, step, _buffers_of(request.place))
         self._park(job, job.policy.version_needed(step), waiting, effects, arrival.outbox)
 
+    def clip(self, job: Job, arrival: Arrival) -> None:
+        """Take in the norms of whole gradients, and answer with the values after what they let be applied."""
+        request, rounds = arrival.request, job.rounds
+        worker, step, told = request.worker, request.step, request.clip
+        if len(told.versions) != len(told.totals) or any(not total >= 0 for total in told.totals if total == total):
+            raise ProtocolError("the norms of gradients do not fit their versions", got=len(told.totals))
+        waiting = Waiting(
+            worker,
+            f"norm of step {step}",
+            self._clock.now(),
+            arrival.respond,
+            lambda: self._values_after(job, worker, step, quiet=False),
+        )
+        job.check_room(waiting)
+        totals = dict(zip(told.versions, told.totals, strict=True))
+        for due in rounds.due:
+            due.total = totals.get(due.version) if due.total is None else due.total
+        try:
+            self._apply_due(job)
+        except Exception as error:
+            self._fail_halfway(job, error, arrival.outbox)
+            return
+        self._park(job, job.policy.version_needed(step), waiting, [], arrival.outbox)
+        self.answer_held_back(job, worker, arrival.outbox)
+
     def pull(self, job: Job, arrival: Arrival) -> None:
         """Answer with values, when those of the wanted version are there."""
         request, rounds = arrival.request, job.rounds
@@ -196,6 +223,10 @@ class StepRequests:
             held_back = [ticket for ticket in there if _reads_on(job, parked[ticket])]
             job.rounds.held_back += held_back
             there = [ticket for ticket in there if ticket not in held_back]
+        if job.rounds.due:
+            early = [ticket for ticket in there if parked[ticket].version > job.version]
+            job.rounds.held_back += early
+            there = [ticket for ticket in there if ticket not in early]
         if any(parked[ticket].has_rows for ticket in there):
             job.held().apply_pending()  # while all are still there to hear of it, should it fail
         for waiting in map(parked.pop, there):
@@ -206,7 +237,7 @@ class StepRequests:
                 outbox.append((waiting.respond, self._kept_answer(job, durability, waiting, outbox)))
 
     def answer_held_back(self, job: Job, by: int, outbox: Outbox) -> None:
-        """Answer the requests for rows that waited until those had left that leave, if worker ``by`` has let them."""
+        """Answer the requests that waited until the servers had agreed on something, if worker ``by`` has let them."""
         if not job.cuts:
             tickets, job.rounds.held_back = job.rounds.held_back, []
             self.answer(job, tickets, by, outbox)
@@ -244,19 +275,52 @@ class StepRequests:
         for worker, step in effect.dropped:
             rounds.pushed.pop((worker, step))
             shard.staleness.count_late(worker)
+        due = Due(effect.version, contributions, effect.divisor)
+        if self._is_clipped(job):
+            due.squares = shard.squares(contributions, effect.divisor) if contributions else 0.0
+        rounds.due.append(due)
+        self._apply_due(job)
+
+    @staticmethod
+    def _is_clipped(job: Job) -> bool:
+        settings = job.plans.current.spec.settings
+        return settings.max_grad_norm > 0 and not settings.has_dense_on_workers
+
+    def _apply_due(self, job: Job) -> None:
+        """Apply what is complete, up to the first whose norm the servers have not agreed on."""
+        rounds, settings = job.rounds, job.plans.current.spec.settings
+        while rounds.due:
+            due = rounds.due[0]
+            scale = 1.0
+            if self._is_clipped(job):
+                if settings.server_num == 1 or not rounds.gate.clocks:  # there is nobody to agree with, or to ask
+                    due.total = due.squares
+                if due.total is None:
+                    return
+                rounds.norms[due.version] = due.squares, due.total
+                rounds.norms.pop(due.version - _NORMS_KEPT, None)
+                scale = clipped(due.total, settings.max_grad_norm)
+            self._close(job, due, scale)
+
+    def _close(self, job: Job, due: Due, scale: float) -> None:
+        shard, rounds = job.shard, job.rounds
+        assert shard is not None
+        contributions = due.contributions
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
-        dense = _dense_at(job, effect.version - 1) if keep else []
+        dense = _dense_at(job, due.version - 1) if keep else []
         rounds.snapshot = None
         shard.now = _time_at(job, contributions) or shard.now
         cut_is_due = _is_cut_due(job, frozenset().union(*(each.used for each in contributions)))
-        rows = shard.apply(contributions, effect.divisor, keep=keep)
+        divisor = due.divisor if scale == 1 else due.divisor / scale if scale else math.inf
+        rows = shard.apply(contributions, divisor, keep=keep)
+        rounds.due.popleft()
         if cut_is_due:
             rounds.cuts = None  # the answer says which
         if not job.policy.awaits_answers or cut_is_due:  # no answer would be there any sooner for who needs it
             shard.apply_pending()
-        rounds.previous = PreviousRound(effect.version - 1, dense, rows) if keep else None
+        rounds.previous = PreviousRound(due.version - 1, dense, rows) if keep else None
 
     def apply_pending(self, job: Job, outbox: Outbox) -> None:
         """Finish a round whose answers did not wait for the rest of it."""
@@ -279,7 +343,7 @@ class StepRequests:
         back a step. Rows are copied now, under the lock, dense values when they change; encoding and sending come after
         it."""
         shard, previous = job.held(), job.rounds.previous_for(worker, needed)
-        version = job.rounds.gate.version if previous is None else previous.version
+        version = job.version if previous is None else previous.version
         steps = job.steps_of(worker)
         reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.progress.loads, steps=steps)
         tensors: list[WireTensor] = []
@@ -318,7 +382,13 @@ class StepRequests:
         """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
         the clocks of all tables; where this server fills buffers for others, what these have to know since ``push``
         read its values."""
-        values = self._values(job, worker, step, not quiet)
+        is_due = bool(job.rounds.due)
+        values = self._values(job, worker, step, not quiet and not (is_due and push is not None))
+        if self._is_clipped(job) and job.plans.current.spec.settings.server_num > 1:
+            for known, (squares, total) in job.rounds.norms.items():
+                values.message.norms.append(pb.Norm(version=known, squares=squares, told=True, total=total))
+            for due in job.rounds.due:
+                values.message.norms.append(pb.Norm(version=due.version, squares=due.squares))
         values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
         values.message.others_give = job.states.others_give(worker)
@@ -336,6 +406,13 @@ class StepRequests:
                 values.tensors += [WireTensor.of(ids), WireTensor.of(shard.read(table, ids, training=True))]
             values.message.table_clocks.extend(table.step for table in shard.tables)
         return values
+
+
+def clipped(squares: float, most: float) -> float:
+    """Return what a gradient of this squared norm is multiplied by, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+    if squares != squares:
+        return math.nan
+    return min(1.0, most / (math.sqrt(squares) + 1e-6))
 
 
 def push_of(step: int) -> str:

@@ -289,7 +289,7 @@ class Shard:
         return self._requests.of(tables, training)
 
     def apply(
-        self, contributions: Sequence[Contribution], divisor: int | None = None, *, keep: bool = False
+        self, contributions: Sequence[Contribution], divisor: float | None = None, *, keep: bool = False
     ) -> dict[int, tuple[Array, Array]]:
         """Take one optimizer step on the sum of the contributions over ``divisor``, their number unless given; if there
         are none, do nothing. The first one's options rule the round. In a mode whose workers push changes, these are
@@ -308,7 +308,7 @@ class Shard:
             return before
         if not contributions:
             return before
-        divisor = divisor or len(contributions)
+        divisor = len(contributions) if divisor is None else divisor
         if self.compensation is not None:
             contributions = [self._compensated(each, self.compensation) for each in contributions]
         first = contributions[0]
@@ -318,6 +318,14 @@ class Shard:
         used = sorted(frozenset().union(*(c.used for c in contributions)))
         self._pending = partial(self._apply_rows, contributions, divisor, used, before if keep else None, self.now)
         return before
+
+    def squares(self, contributions: Sequence[Contribution], divisor: float) -> float:
+        """Return the squared norm of the sum of the contributions over ``divisor``, of this server's part of it."""
+        found = self.dense.squares([each.dense for each in contributions], divisor)
+        for index in sorted(frozenset().union(*(each.rows for each in contributions))):
+            _, grads = merge([each.rows[index] for each in contributions if index in each.rows], divisor)
+            found += float(np.square(grads, dtype=np.float64).sum())
+        return found
 
     @property
     def has_pending(self) -> bool:
@@ -338,7 +346,7 @@ class Shard:
     def _apply_rows(
         self,
         contributions: Sequence[Contribution],
-        count: int,
+        count: float,
         used: Sequence[int],
         before: dict[int, tuple[Array, Array]] | None,
         now: float,
@@ -360,7 +368,7 @@ class Shard:
                 told = [(each.weights or {}).get(index) for each in contributions if index in each.rows]
                 ids, weights = table.train(rows, told, count, options, now, keep=before is not None)
             elif rows:
-                ids, grads = merge(rows, count) if count > 1 else rows[0]
+                ids, grads = merge(rows, count) if len(rows) > 1 or count != 1 else rows[0]
                 weights = table.apply(ids, grads, options, table.step, keep=before is not None)
             if rows and before is not None and weights is not None:
                 before[index] = ids.copy(), weights  # a view of them would hold the whole push
@@ -369,7 +377,7 @@ class Shard:
                 self._living[index].evict(now)
 
     def _apply_bundles(
-        self, contributions: Sequence[Contribution], count: int, before: dict[int, tuple[Array, Array]] | None
+        self, contributions: Sequence[Contribution], count: float, before: dict[int, tuple[Array, Array]] | None
     ) -> set[int]:
         """Update the rows of tables that can be updated together, and return which these are."""
         done: set[int] = set()
@@ -384,7 +392,7 @@ class Shard:
         return done
 
     def _together(
-        self, contributions: Sequence[Contribution], count: int
+        self, contributions: Sequence[Contribution], count: float
     ) -> Iterator[tuple[Sequence[int], Bundle, Array, Array, Array]]:
         """Yield tables that can be updated together, and their gradients: the distinct ids of each, up to its stop, and
         a row for every id."""

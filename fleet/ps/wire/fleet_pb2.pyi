@@ -62,6 +62,14 @@ class Claim(_message.Message):
     name: str
     def __init__(self, name: _Optional[str] = ..., by_anyone: bool = ...) -> None: ...
 
+class Clip(_message.Message):
+    __slots__ = ["totals", "versions"]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    totals: _containers.RepeatedScalarFieldContainer[float]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, versions: _Optional[_Iterable[int]] = ..., totals: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Cut(_message.Message):
     __slots__ = ["ids", "scores", "tables", "version"]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +222,18 @@ class Meet(_message.Message):
     steps: int
     def __init__(self, group: _Optional[int] = ..., broken: bool = ..., address: _Optional[str] = ..., rounds: _Optional[int] = ..., has_values: bool = ..., steps: _Optional[int] = ..., leaving: bool = ...) -> None: ...
 
+class Norm(_message.Message):
+    __slots__ = ["squares", "told", "total", "version"]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    squares: float
+    told: bool
+    total: float
+    version: int
+    def __init__(self, version: _Optional[int] = ..., squares: _Optional[float] = ..., told: bool = ..., total: _Optional[float] = ...) -> None: ...
+
 class Part(_message.Message):
     __slots__ = ["attempt", "blocks"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -311,7 +331,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "others_give", "steps", "table_clocks", "tensors", "version", "wanted"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "norms", "others_give", "steps", "table_clocks", "tensors", "version", "wanted"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +347,7 @@ class Reply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
+    NORMS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_GIVE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TABLE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -348,21 +369,23 @@ class Reply(_message.Message):
     initialized: bool
     loads: int
     meeting: int
+    norms: _containers.RepeatedCompositeFieldContainer[Norm]
     others_give: bool
     steps: int
     table_clocks: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
     wanted: str
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "choose", "claim", "cut", "direct", "export", "extend", "gather", "give", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "status", "step", "survey", "tensors", "upload", "worker"]
+    __slots__ = ["abort", "beat", "bye", "choose", "claim", "clip", "cut", "direct", "export", "extend", "gather", "give", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "status", "step", "survey", "tensors", "upload", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
     CHOOSE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +419,7 @@ class Request(_message.Message):
     bye: Bye
     choose: Choose
     claim: Claim
+    clip: Clip
     cut: Cut
     direct: Direct
     export: Export
@@ -424,7 +448,7 @@ class Request(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     upload: Upload
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ["after", "begin", "folder", "id", "proof", "version"]

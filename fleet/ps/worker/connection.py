@@ -365,9 +365,9 @@ class Connections:
         self._progress = progress
         self._claim = claim
 
-    def ask(self, what: str, at_once: int | None = None, **kind: object) -> list[Frame]:
-        """Send the same request to every server, as ``Connection.request`` has it."""
-        step = self._progress.completed
+    def ask(self, what: str, at_once: int | None = None, *, step: int | None = None, **kind: object) -> list[Frame]:
+        """Send the same request to every server, as ``Connection.request`` has it, about the last step or another."""
+        step = self._progress.completed if step is None else step
         return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
 
     def ask_all(

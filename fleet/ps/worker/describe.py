@@ -195,6 +195,7 @@ def describe(
         evict_every=evict_every,
         dense=strategy.dense,
         gradients=strategy.gradients,
+        max_grad_norm=strategy.max_grad_norm,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))

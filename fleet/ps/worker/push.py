@@ -333,6 +333,7 @@ class Pusher:
                 replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}")
                 if self._places and len(replies) > 1:
                     replies = self._placed(step, replies[0])
+                replies = self._clipped(step, replies)
             check_delivered(self._connections, step, replies)
         except BaseException as error:
             self._in_doubt = push.copied() if _is_unanswered(error) else None
@@ -351,6 +352,23 @@ class Pusher:
             lambda _, connection: Frame(connection.request(step, place=place)), f"place of step {step}", first=1
         )
         return [first, *others]
+
+    def _clipped(self, step: int, replies: list[Frame]) -> list[Frame]:
+        """Agree with the servers on the norms by which they clip, as far as all know theirs; return the replies that
+        have the values."""
+        was_asked = False
+        while True:
+            known = [{norm.version: norm for norm in reply.message.norms} for reply in replies]
+            awaited = sorted({version for here in known for version, norm in here.items() if not norm.told})
+            if not awaited:
+                return replies
+            totals = {version: norm_of_all([here.get(version) for here in known]) for version in awaited}
+            found = {version: total for version, total in totals.items() if total is not None}
+            if was_asked and not found:  # who lets the last of them know its own finds it
+                return replies
+            was_asked = not found
+            clip = pb.Clip(versions=list(found), totals=list(found.values()))
+            replies = self._connections.ask(f"norm of step {step}", clip=clip, step=step)
 
     def reload_if_replaced(self) -> None:
         """Take over the servers' values, if they say that others have replaced them."""
@@ -501,6 +519,15 @@ class Pusher:
             return [tensors]
         parts = partition(tensors[0].array, servers)
         return [[WireTensor(tensor.dtype, tensor.array[part]) for tensor in tensors] for part in parts]
+
+
+def norm_of_all(parts: Sequence[pb.Norm | None]) -> float | None:
+    """Return the squared norm of a gradient of which each server holds a part, or None if one does not know its own."""
+    for part in parts:
+        if part is not None and part.told:
+            return part.total
+    known = [part.squares for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def _weighed(weights: Array | None) -> list[WireTensor]:

@@ -84,6 +84,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "now": shard.now,
         "staleness": total([shard.staleness.counts]),
         "late": shard.staleness.late,
+        "norms": rounds.norms,
         "buffers": rounds.gate.buffers(0),
         "agreed": job.rounds.agreed,
         "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()},
@@ -170,6 +171,7 @@ def restore(
     ]
     job.rounds.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"], buffers)
     job.rounds.agreed = {int(index): tuple(each) for index, each in state.get("agreed", {}).items()}
+    job.rounds.norms = {int(version): tuple(each) for version, each in state.get("norms", {}).items()}
     job.reductions.restore(_by_worker(state["came"]))
     job.claims.restore(state["claims"], now)
     progress, plans = job.progress, job.plans
