@@ -17,8 +17,9 @@ import pytest
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.arrival_gate import ArrivalGate
+from fleet.ps.consistency.auto import AutoGate
 from fleet.ps.consistency.clock_gate import ClockGate
-from fleet.ps.consistency.gate import NO_RULES, Answer, Apply, ApplyBuffer, Buffer, Effect, Gate, Rules
+from fleet.ps.consistency.gate import NO_RULES, Answer, Apply, ApplyBuffer, Buffer, Changed, Effect, Gate, Rules
 from fleet.ps.consistency.gba import GbaGate, GbaPolicy
 from fleet.ps.consistency.policy import Mode
 from fleet.ps.consistency.sync import SyncGate, SyncPolicy
@@ -131,6 +132,8 @@ class Explorer:
     staleness: int = 0
     #: how many gradients make one update, where they wait for each other
     gradients: int = 0
+    #: when workers cease to wait for each other and begin again, where they do
+    changes: tuple[int, ...] = ()
     trace: list[Event] = field(default_factory=list)
     seen: set[Hashable] = field(default_factory=set)
     rounds: set[tuple[int, ...]] = field(default_factory=set)
@@ -139,7 +142,7 @@ class Explorer:
 
     def explore(self) -> Explorer:
         begin = WorkerState(self.start, self.start - 1, self.start, token=self.start)
-        gate = self.mode.gate(range(self.worker_num), self.start, Rules(self.staleness, self.gradients))
+        gate = self.mode.gate(range(self.worker_num), self.start, Rules(self.staleness, self.gradients, self.changes))
         if isinstance(gate, GbaGate):
             gate.kept = 0  # what is past matters to other servers only
         self.walk(State(gate, (begin,) * self.worker_num, {}, self.start, self.repeats, self.departures))
@@ -169,6 +172,8 @@ class Explorer:
                 yield Event("wait", worker, at.waited + 1)
             elif at.delivered < self.start + STEPS:
                 yield Event("push", worker, at.delivered + 1)
+            elif self.mode.name == "auto":  # another one may have more steps to go, and wait for this one
+                yield Event("bye", worker)
 
     def mishaps(self, state: State) -> Iterator[Event]:
         for worker, at in enumerate(state.workers):
@@ -186,7 +191,7 @@ class Explorer:
         state.parked = dict(before.parked)
         worker, step = event.worker, event.step
         if event.kind == "push":
-            told = (before.workers[worker].token,) if self.mode.name == "gba" else ()
+            told = (before.workers[worker].token,) if self.has_buffers else ()
             self.change(state, worker, delivered=step, tokens=(*before.workers[worker].tokens, *told))
             self.carry_out(state, state.gate.push(worker, step, *told))
         elif event.kind == "wait":
@@ -201,7 +206,7 @@ class Explorer:
                 self.fail("a repeated push changed the gate")
             self.park(state, Ticket(worker, step, state.repeats_left + 1))
         else:
-            state.departures_left -= 1
+            state.departures_left -= event.kind == "leave"
             self.change(state, worker, left=True, parked=False)
             state.parked = {ticket: need for ticket, need in state.parked.items() if ticket.worker != worker}
             self.carry_out(state, state.gate.leave(worker))
@@ -210,6 +215,8 @@ class Explorer:
 
     def park(self, state: State, ticket: Ticket) -> None:
         needed = self.mode.policy(self.staleness).version_needed(ticket.step)
+        if ticket.step and self.has_buffers:
+            needed = max(needed, state.gate.holds(ticket.worker, ticket.step))
         state.parked[ticket] = needed
         self.carry_out(state, state.gate.wait(ticket, ticket.worker, needed))
 
@@ -226,7 +233,7 @@ class Explorer:
                 self.check_apply(state, effect)
             elif isinstance(effect, ApplyBuffer):
                 self.check_buffer(state, effect)
-            else:
+            elif not isinstance(effect, Changed):
                 assert isinstance(effect, Answer), "one server alone discards nothing"
                 self.check_answer(state, effect)
 
@@ -261,7 +268,12 @@ class Explorer:
         state.applied = effect.version
         size, live = len(effect.pushes) + len(effect.dropped), any(not at.left for at in state.workers)
         most = self.gradients or self.worker_num
-        if effect.divisor != most or size > most or (live and size < most) or not size:
+        if self.waits(effect.version - 1):
+            pushed = {worker for worker, _ in (*effect.pushes, *effect.dropped)}
+            there = {worker for worker, at in enumerate(state.workers) if not at.left}
+            if not there <= pushed or (live and (effect.divisor != size or len(pushed) != size)):
+                self.fail("a round closed without a live worker", effect)
+        elif effect.divisor != most or size > most or (live and size < most) or not size:
             self.fail("an update is of the wrong size", effect)
         order, late = [], set()
         for worker, step in sorted([*effect.pushes, *effect.dropped]):
@@ -291,7 +303,7 @@ class Explorer:
         if effect.version < needed:
             self.fail("an answer came too early", effect)
         if not ticket.repetition:
-            read = {"token": effect.version} if self.mode.name == "gba" else {}
+            read = {"token": effect.version} if self.has_buffers else {}
             self.change(state, ticket.worker, parked=False, **read)
         if self.mode.name == "sync":
             if effect.version != state.applied:
@@ -336,6 +348,14 @@ class Explorer:
         anybody = any(not at.left for at in state.workers)
         if self.mode.name == "sync" and anybody and state.applied != self.start + STEPS:
             self.fail("not every round was applied", state.applied)
+
+    @property
+    def has_buffers(self) -> bool:
+        return self.mode.policy.fills_buffers
+
+    def waits(self, version: int) -> bool:
+        """Whether workers wait for each other at a version."""
+        return self.mode.name == "auto" and not sum(version >= change for change in self.changes) % 2
 
     def all_gone(self, before: State) -> State:
         """What there is when all have said goodbye: what fills no buffer is applied then."""
@@ -402,7 +422,7 @@ KINDS = [name for name in MODES if next(each for each in MODES if asked(each) ==
         for size in (*SIZES, *(ROUNDS if name == "sync" else ()))
         # Where counting starts is looked at in the smaller cases.
         for start in ((0,) if size == LARGEST else (0, 41))
-        if size != LARGEST or (name in KINDS and name != "gba")
+        if size != LARGEST or (name in KINDS and not MODES[name].policy.fills_buffers)
     ],
 )
 def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:
@@ -421,6 +441,11 @@ def test_every_order_of_gradients_in_buffers(gradients: int, staleness: int, dro
     walked = Explorer(MODES["gba"], 2, 1, 1, 0, staleness, gradients).explore()
     assert walked.endings
     assert walked.dropped == drops
+
+
+@pytest.mark.parametrize("changes", [(1,), (1, 2), (2, 3)])
+def test_every_order_around_a_change_of_who_waits_for_whom(changes: tuple[int, ...]) -> None:
+    assert Explorer(MODES["auto"], 2, 1, 1, 0, 9, 0, changes).explore().endings
 
 
 @pytest.mark.slow
@@ -693,6 +718,40 @@ class KeepsTheRest(GbaGate):
         return self._applied in self._divisors
 
 
+class WaitsForNobody(AutoGate):
+    def holds(self, worker: int, step: int) -> int:
+        return 0
+
+
+class WaitsForTheGoneInARound(AutoGate):
+    def leave(self, worker: int) -> list[Effect]:
+        return GbaGate.leave(self, worker)
+
+
+class DividesByAll(AutoGate):
+    def _close(self) -> ApplyBuffer:
+        return replace(super()._close(), divisor=self._gradients)
+
+
+class ClosesARoundEarly(AutoGate):
+    def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
+        self._divisors[self._applied] = len(pushes)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (WaitsForNobody, "without a live worker|deadlock|never applied"),
+        (WaitsForTheGoneInARound, "deadlock|never applied"),
+        (DividesByAll, "without a live worker"),
+        (ClosesARoundEarly, "without a live worker"),
+    ],
+)
+def test_a_broken_gate_of_rounds_of_buffers_is_found_out(broken: type[AutoGate], found: str) -> None:
+    with pytest.raises(Violation, match=found):
+        Explorer(Mode("auto", broken, GbaPolicy), 2, 1, 1, 0, 9).explore()
+
+
 class ClosesWhenSomebodyLeaves(GbaGate):
     def leave(self, worker: int) -> list[Effect]:
         if self._pushes.get(self._applied):
@@ -869,7 +928,7 @@ def test_a_gate_goes_on_with_the_buffers_that_it_had() -> None:
     gate, again = (GbaGate(range(3), 0, Rules(4, 3)) for _ in range(2))
     for worker in (0, 1):
         gate.push(worker, 1, 0)
-    again.resume({0: 0, 1: 0, 2: 0}, {}, 0, gate.buffers(0))
+    again.resume({0: 0, 1: 0, 2: 0}, {}, 0, gate.memory({0: 0, 1: 0, 2: 0}))
     assert again.push(0, 1, 0) == again.push(1, 1, 0) == []
     assert again.push(2, 1, 0) == gate.push(2, 1, 0) == [ApplyBuffer(1, ((0, 1), (1, 1), (2, 1)), (), 3)]
 

@@ -132,6 +132,7 @@ loss = lambda model, batch: model(batch)
     "docs/modes/dc-asgd.md": [SCRIPT],
     "docs/modes/geo.md": [SCRIPT],
     "docs/modes/all-reduce.md": [SCRIPT],
+    "docs/modes/auto.md": [SCRIPT, "fleet.init_worker()"],
     "docs/modes/gba.md": [SCRIPT],
     "docs/modes/half-asynchronous.md": [SCRIPT],
     "docs/modes/index.md": [""],

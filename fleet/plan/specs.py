@@ -160,6 +160,7 @@ class PlanSettings:
     dense: str = SERVERS
     gradients: int = 0
     max_grad_norm: float = 0.0
+    changes: tuple[int, ...] = ()
 
     @property
     def has_dense_on_workers(self) -> bool:
@@ -229,7 +230,7 @@ class JobSpec:
                 groups=tuple(
                     _build(GroupSpec, item, options=_tuple(item["options"])) for item in _tuple(raw["groups"])
                 ),
-                settings=_build(PlanSettings, raw["settings"]),
+                settings=_settings(raw["settings"]),
             )
             spec.check()
         except ProtocolError:
@@ -247,7 +248,7 @@ class JobSpec:
         names = [p.name for p in self.params] + [t.name for t in self.tables]
         whole = [p.group for p in self.params] + [t.group for t in self.tables] + [t.dim for t in self.tables]
         whole += [n for p in self.params for n in p.shape] + [g.optimizer for g in self.groups]
-        whole += [settings.staleness, settings.gradients]
+        whole += [settings.staleness, settings.gradients, *settings.changes]
         whole += [t.num_embeddings for t in self.tables if t.num_embeddings is not None]
         processes = (settings.server_num, settings.worker_num)
         starts = [t.initializer for t in self.tables]
@@ -288,6 +289,13 @@ class JobSpec:
         """Return a number of blocks that no plan of this spec exceeds."""
         servers, least = self.settings.server_num, self.settings.min_block_size
         return sum(min(servers, 1 + param.numel // least) for param in self.params)
+
+
+def _settings(item: Mapping[str, Any]) -> PlanSettings:
+    """Build what the processes agree on beside the model."""
+    changes = {"changes": _tuple(item["changes"])} if "changes" in item else {}
+    settings: PlanSettings = _build(PlanSettings, item, **changes)
+    return settings
 
 
 def _life(item: Mapping[str, Any] | None) -> Any:

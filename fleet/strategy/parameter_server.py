@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet.base import checks
@@ -35,7 +35,9 @@ class Strategy:
     #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
-    #: sync and gba: by what norm the averaged gradient is clipped, 0 for none.
+    #: auto: before which updates it changes between synchronous training and GBA, if it is not to find out itself.
+    changes: tuple[int, ...] = ()
+    #: sync, gba and auto: by what norm the averaged gradient is clipped, 0 for none.
     max_grad_norm: float = 0.0
     #: async, half_async and gba: whether workers may join beyond those that the job began with.
     elastic: bool = False
@@ -285,6 +287,35 @@ class StrategyFactory:
             max_grad_norm=_max_grad_norm(max_grad_norm),
         )
 
+    @staticmethod
+    def create_auto_strategy(
+        *,
+        staleness: int = 4,
+        changes: Sequence[int] | None = None,
+        check_finite: bool = False,
+        wire_dtype: str | None = None,
+        dense: str = "servers",
+        max_grad_norm: float | None = None,
+    ) -> Strategy:
+        """Return a strategy that is synchronous while that costs little, and GBA while workers would wait much for each
+        other. The job measures that, says in its log when it changes and why, and does so four times an hour at most.
+        Both make an update of as many gradients, so the learning rate holds. ``changes`` are the updates before which
+        an earlier job has changed (``fleet.summary()["changes"]``): this one does so too, and at no others.
+
+        Examples:
+            >>> fleet.StrategyFactory.create_auto_strategy().mode
+            'auto'
+        """
+        return Strategy(
+            "auto",
+            staleness=checks.whole("staleness", staleness, 0),
+            changes=_changes(changes),
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            dense=_on_servers(dense),
+            max_grad_norm=_max_grad_norm(max_grad_norm),
+        )
+
 
 def as_strategy(given: object) -> Strategy:
     """Return None, a ``Strategy`` or a ``DistributeTranspilerConfig`` as a ``Strategy``; refuse anything else with a
@@ -409,6 +440,23 @@ def _gradients(value: object) -> int:
     given = checks.whole_or_none("gradients", value, 1) or 0
     if given > MOST_PROCESSES:
         raise ConfigurationError("gradients is out of range", expected=f"at most {MOST_PROCESSES}", got=given)
+    return given
+
+
+def _changes(value: object) -> tuple[int, ...]:
+    """Return the updates before which a job changes."""
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ArgumentTypeError("changes must be a list of updates", got=repr(value))
+    given = tuple(checks.whole("changes", each, 1) for each in value)
+    if not given or [*given] != sorted({*given}):
+        raise ConfigurationError(
+            "changes are not updates in order",
+            expected="one or more numbers, each above the one before",
+            got=value,
+            todo="For a job that never changes use create_sync_strategy().",
+        )
     return given
 
 

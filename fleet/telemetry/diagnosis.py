@@ -158,7 +158,9 @@ def _overview(case: _Case) -> str:
     # A server that began to keep its record last may be in none of the earlier views.
     modes = {server.mode for server in case.last.servers.values() if server.mode}
     mode = f", mode {modes.pop()}" if len(modes) == 1 else ""
-    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}."
+    paces = [server.pace for server in case.last.servers.values() if server.pace]
+    pace = f" They are {paces[0]}." if paces else ""
+    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}.{pace}"
 
 
 # ---------------------------------------------------------------- rules: what is broken

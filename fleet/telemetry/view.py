@@ -60,6 +60,8 @@ class ServerView:
     tables: Mapping[str, Figures] = field(default_factory=dict)
     mode: str = ""
     errand: str = ""
+    #: who waits for whom now, where that changes, and since when and why
+    pace: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def seen(
             {table: figures for table, figures in status.get("tables", {}).items() if isinstance(figures, Mapping)},
             status.get("mode", ""),
             status.get("errand", ""),
+            status.get("pace", ""),
         )
         for index, told in enumerate(status.get("workers", ())):
             worker = _worker(told)
@@ -320,7 +323,9 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
         sent_a_second=rate("sent_bytes", earlier, figures),
         received_a_second=rate("received_bytes", earlier, figures),
         memory=figures.get("memory_bytes"),
-        note=doing or ("" if busy is None else f"busy {min(busy, 1.0):.0%}"),
+        note="; ".join(
+            part for part in (doing or ("" if busy is None else f"busy {min(busy, 1.0):.0%}"), now.pace) if part
+        ),
         is_well=is_well,
         weight=busy or 0.0,
     )

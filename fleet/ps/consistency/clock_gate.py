@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from fleet.errors import ProtocolError
-from fleet.ps.consistency.gate import NO_RULES, Answer, Buffer, Effect, Rules
+from fleet.ps.consistency.gate import NO_RULES, Answer, Buffer, Changed, Effect, Rules
 
 
 class ClockGate(ABC):
@@ -36,6 +38,19 @@ class ClockGate(ABC):
     def buffers(self, since: int) -> list[Buffer]:
         return []
 
+    def note(self, worker: int, step: int, own_s: float, now: float) -> None:
+        del worker, step, own_s, now  # most modes go by no time
+
+    def holds(self, worker: int, step: int) -> int:
+        return 0
+
+    @property
+    def changes(self) -> list[Changed]:
+        return []
+
+    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        return {}
+
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
         self._waiting[ticket] = (worker, version)
         return self._effects()
@@ -54,7 +69,11 @@ class ClockGate(ABC):
         return dict(self._gone)
 
     def resume(
-        self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int, buffers: Sequence[Buffer] = ()
+        self,
+        clocks: Mapping[int, int],
+        gone: Mapping[int, int],
+        version: int,
+        memory: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._clock, self._gone, self._applied = dict(clocks), dict(gone), version
 

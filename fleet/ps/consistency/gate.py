@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 #: A worker, and the number of its step.
 Push = tuple[int, int]
@@ -20,15 +21,18 @@ class Buffer(NamedTuple):
     version: int
     divisor: int
     pushes: tuple[tuple[int, int, int], ...]
+    #: nobody in it goes on before it is applied
+    together: bool = False
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Holds what a strategy says of its mode: how many steps a gradient may be late, and how many make one update, the
-    number of workers unless given."""
+    """Holds what a strategy says of its mode: how many steps a gradient may be late; how many make one update, the
+    number of workers unless given; at which versions workers begin to wait for each other, or cease to."""
 
     staleness: int = 0
     gradients: int = 0
+    changes: tuple[int, ...] = ()
 
 
 #: What most modes go by.
@@ -85,7 +89,17 @@ class Answer:
     version: int
 
 
-Effect = Apply | ApplyBuffer | Discard | Answer
+@dataclass(frozen=True)
+class Changed:
+    """Tells that from ``version`` on workers wait for each other, or wait no more. With ``gain`` times the speed they
+    would go, or go, without waiting."""
+
+    version: int
+    together: bool
+    gain: float
+
+
+Effect = Apply | ApplyBuffer | Discard | Changed | Answer
 
 
 class Gate(Protocol):
@@ -110,6 +124,24 @@ class Gate(Protocol):
         """Return the buffers from a version on, as far as they are known."""
         ...
 
+    def note(self, worker: int, step: int, own_s: float, now: float) -> None:
+        """Take note, before its push, how long a worker took for a step by itself, and what time it is there."""
+        ...
+
+    def holds(self, worker: int, step: int) -> int:
+        """Return the version that a worker waits for after a step, beside what its mode always asks for."""
+        ...
+
+    @property
+    def changes(self) -> list[Changed]:
+        """Return when workers began to wait for each other and ceased to."""
+        ...
+
+    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        """Return what a gate has to know beside clocks and version, as JSON has it, when workers have taken so many
+        steps."""
+        ...
+
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
         """Let a request of ``worker`` wait until ``version`` is there."""
         ...
@@ -129,7 +161,11 @@ class Gate(Protocol):
         ...
 
     def resume(
-        self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int, buffers: Sequence[Buffer] = ()
+        self,
+        clocks: Mapping[int, int],
+        gone: Mapping[int, int],
+        version: int,
+        memory: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Go on where another gate was that had these, with nothing pending."""
         ...

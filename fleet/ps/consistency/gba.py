@@ -15,6 +15,8 @@ Worker half: no version is needed; what comes with the answer to a push is what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from fleet.errors import ProtocolError
 from fleet.ps.consistency.clock_gate import ClockGate
@@ -34,9 +36,13 @@ class GbaGate(ClockGate):
         #: no others can come
         self._pushes: dict[int, set[tuple[int, int, int]]] = {}
         self._divisors: dict[int, int] = {}
+        #: those of which nobody goes on before they are applied
+        self._together: set[int] = set()
         #: what is here and not applied, and that of it which has no place yet
         self._here: set[tuple[int, int]] = set()
         self._unplaced: set[tuple[int, int]] = set()
+        #: whether it is this server that says what goes into a buffer
+        self._admits = False
 
     def join(self, worker: int) -> None:
         self._clock[worker] = self._gone.pop(worker, 0)
@@ -61,30 +67,41 @@ class GbaGate(ClockGate):
                 self._pushes.setdefault(buffer.version, set()).update(buffer.pushes)
                 if buffer.divisor:
                     self._divisors[buffer.version] = buffer.divisor
+                if buffer.together:
+                    self._together.add(buffer.version)
         self._unplaced = {each for each in self._unplaced if not self._is_placed(*each)}
         late = self._discarded(worker, step)  # parts of buffers that had to be applied without them
         return [*([Discard(late)] if late else []), *self._effects()]
 
     def buffers(self, since: int) -> list[Buffer]:
         return [
-            Buffer(version, self._divisors.get(version, 0), tuple(sorted(pushes)))
+            Buffer(version, self._divisors.get(version, 0), tuple(sorted(pushes)), version in self._together)
             for version, pushes in sorted(self._pushes.items())
             if version >= since
         ]
 
     def resume(
-        self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int, buffers: Sequence[Buffer] = ()
+        self,
+        clocks: Mapping[int, int],
+        gone: Mapping[int, int],
+        version: int,
+        memory: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().resume(clocks, gone, version)
-        self._pushes = {buffer.version: set(buffer.pushes) for buffer in buffers}
-        self._divisors = {buffer.version: buffer.divisor for buffer in buffers if buffer.divisor}
+        for at, divisor, pushes, together in memory["buffers"]:
+            self._pushes[at] = {(token, worker, step) for token, worker, step in pushes}
+            self._divisors |= {at: divisor} if divisor else {}
+            self._together |= {at} if together else set()
+
+    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        return {"buffers": self.buffers(0)}
 
     def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
         if token is not None:
+            self._admits = True
             pushes = self._pushes.setdefault(self._applied, set())
             pushes.add((token, worker, step))
-            if len(pushes) == self._gradients:
-                self._divisors[self._applied] = self._gradients
+            self._admit(pushes)
         elif sum(whose == worker for whose, _ in self._unplaced) > 1:  # one, if it has started again since
             self._clock[worker] = step - 1
             raise ProtocolError(f"worker {worker} pushed before its last pushes had a place", got=f"step {step}")
@@ -92,6 +109,11 @@ class GbaGate(ClockGate):
             self._unplaced.add((worker, step))
         self._here.add((worker, step))
         return []
+
+    def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
+        """Close the buffer of these pushes, if it is full."""
+        if len(pushes) == self._gradients:
+            self._divisors[self._applied] = self._gradients
 
     def _discarded(self, worker: int, step: int) -> tuple[tuple[int, int], ...]:
         """Take out what has no place of a worker's pushes up to a step, and return it."""
@@ -136,6 +158,7 @@ class GbaGate(ClockGate):
         self._applied += 1
         self._pushes.pop(version - self.kept, None)
         self._divisors.pop(version - self.kept, None)
+        self._together.discard(version - self.kept)
         late = {each for each in here if version - each[0] > self._staleness}
         pushes = tuple((worker, step) for token, worker, step in here if (token, worker, step) not in late)
         dropped = tuple((worker, step) for token, worker, step in here if (token, worker, step) in late)

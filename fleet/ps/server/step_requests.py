@@ -24,7 +24,7 @@ from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
 from fleet.plan.specs import DTYPES
-from fleet.ps.consistency.gate import Answer, Apply, ApplyBuffer, Buffer, Discard, Effect
+from fleet.ps.consistency.gate import Answer, Apply, ApplyBuffer, Buffer, Changed, Discard, Effect
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.job import Due, Job
 from fleet.ps.server.job_end import JobEnd
@@ -101,6 +101,7 @@ class StepRequests:
             if not job.policy.fills_buffers and any(other == worker for other, _ in rounds.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
             rounds.pushed[worker, step] = _contribution_of(job, request, tensors)
+            gate.note(worker, step, request.push.own_seconds, request.push.now)
             try:
                 effects = gate.push(worker, step, None if request.push.unplaced else request.push.token)
             except ProtocolError:
@@ -111,7 +112,7 @@ class StepRequests:
         job.states.pushed(worker, step, request.push.keeping)
         if kept is not None:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
-        needed = job.policy.version_needed(step)
+        needed = max(job.policy.version_needed(step), gate.holds(worker, step))
         self._park(job, needed, waiting, effects, arrival.outbox)
 
     def place(self, job: Job, arrival: Arrival) -> None:
@@ -126,8 +127,10 @@ class StepRequests:
             lambda: self._values_after(job, worker, step, quiet),
         )
         job.check_room(waiting)
-        effects = job.rounds.gate.place(worker, step, _buffers_of(request.place))
-        self._park(job, job.policy.version_needed(step), waiting, effects, arrival.outbox)
+        buffers = _buffers_of(request.place)
+        effects = job.rounds.gate.place(worker, step, buffers)
+        needed = max((buffer.version + 1 for buffer in buffers if buffer.together), default=0)
+        self._park(job, needed, waiting, effects, arrival.outbox)
 
     def clip(self, job: Job, arrival: Arrival) -> None:
         """Take in the norms of whole gradients, and answer with the values after what they let be applied."""
@@ -258,6 +261,8 @@ class StepRequests:
             for effect in effects:
                 if isinstance(effect, Answer):
                     self.answer(job, [effect.ticket], by, outbox)
+                elif isinstance(effect, Changed):
+                    _log.warning("%s: %s", job.where, told_change(effect))
                 elif isinstance(effect, Discard):
                     for push in effect.pushes:
                         job.rounds.pushed.pop(push, None)
@@ -396,9 +401,11 @@ class StepRequests:
         values.message.cuts.extend(job.cuts)
         is_first_of_many = job.plans.current.spec.settings.server_num > 1 and push is not None and not push.unplaced
         if is_first_of_many and job.policy.fills_buffers:
-            for version, divisor, pushes in job.rounds.gate.buffers(push.token):
+            for version, divisor, pushes, together in job.rounds.gate.buffers(push.token):
                 tokens, workers, steps = zip(*pushes, strict=True)
-                each = pb.Buffer(version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps)
+                each = pb.Buffer(
+                    version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps, together=together
+                )
                 values.message.buffers.append(each)
         if shard.changes is not None:
             for table, ids in shard.changes.take(worker, step).items():
@@ -415,6 +422,19 @@ def clipped(squares: float, most: float) -> float:
     return min(1.0, most / (math.sqrt(squares) + 1e-6))
 
 
+def told_change(change: Changed) -> str:
+    """Return in words what has changed about who waits for whom, when and why."""
+    if change.together:
+        return (
+            f"synchronous from update {change.version} on: without waiting for each other the workers were "
+            f"{change.gain:.2f} times as fast, which is too little"
+        )
+    return (
+        f"GBA from update {change.version} on: without waiting for each other the workers are "
+        f"{change.gain:.2f} times as fast"
+    )
+
+
 def push_of(step: int) -> str:
     """Return what a request is called that waits for the round of a step."""
     return f"push of step {step}"
@@ -427,7 +447,7 @@ def _buffers_of(place: Any) -> list[Buffer]:
         if not len(each.tokens) == len(each.workers) == len(each.steps):
             raise ProtocolError("a buffer's tokens, workers and steps differ in number", got=len(each.tokens))
         pushes = tuple(zip(each.tokens, each.workers, each.steps, strict=True))
-        found.append(Buffer(each.version, each.divisor, pushes))
+        found.append(Buffer(each.version, each.divisor, pushes, each.together))
     return found
 
 

@@ -25,18 +25,20 @@ class Beat(_message.Message):
     def __init__(self, figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Buffer(_message.Message):
-    __slots__ = ["divisor", "steps", "tokens", "version", "workers"]
+    __slots__ = ["divisor", "steps", "together", "tokens", "version", "workers"]
     DIVISOR_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     divisor: int
     steps: _containers.RepeatedScalarFieldContainer[int]
+    together: bool
     tokens: _containers.RepeatedScalarFieldContainer[int]
     version: int
     workers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[int] = ..., divisor: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., divisor: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ..., together: bool = ...) -> None: ...
 
 class Bye(_message.Message):
     __slots__ = []
@@ -267,11 +269,12 @@ class Pull(_message.Message):
     def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ["attempt", "keeping", "now", "options", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "token", "unplaced", "used_tables"]
+    __slots__ = ["attempt", "keeping", "now", "options", "own_seconds", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "token", "unplaced", "used_tables"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEEPING_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OWN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
     READ_AT_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +289,7 @@ class Push(_message.Message):
     keeping: Keeping
     now: float
     options: _containers.RepeatedScalarFieldContainer[str]
+    own_seconds: float
     present: bytes
     quiet: bool
     read_at: int
@@ -296,7 +300,7 @@ class Push(_message.Message):
     token: int
     unplaced: bool
     used_tables: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ..., token: _Optional[int] = ..., unplaced: bool = ...) -> None: ...
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ..., token: _Optional[int] = ..., unplaced: bool = ..., own_seconds: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ["tables"]

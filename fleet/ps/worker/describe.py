@@ -196,6 +196,7 @@ def describe(
         dense=strategy.dense,
         gradients=strategy.gradients,
         max_grad_norm=strategy.max_grad_norm,
+        changes=strategy.changes,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))

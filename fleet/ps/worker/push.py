@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fleet.base.clock import wall_time
+from fleet.base.clock import Clock, wall_time
 from fleet.base.turns import run_uninterrupted
 from fleet.errors import DeadlineError, FleetError
 from fleet.numeric import buffers
@@ -287,6 +287,7 @@ class Pusher:
         wire_dtype: str | None,
         cuts: RowCuts,
         reload: Callable[[], None],
+        clock: Clock,
         *,
         places: bool = False,
         wall_time: Callable[[], float] = wall_time,
@@ -302,6 +303,9 @@ class Pusher:
         self._cuts = cuts
         self._reload = reload
         self._places = places
+        self._clock = clock
+        #: when the last step was over; None before the first, which takes long for other reasons
+        self._answered_at: float | None = None
         self._now = wall_time
         self._narrow = Narrow(wire_dtype)
         self._in_doubt: Push | None = None
@@ -388,6 +392,7 @@ class Pusher:
     def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
         progress = self._progress
         progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
+        self._answered_at = self._clock.now()
         self._cuts.notice([reply.message for reply in replies])
         push.take(replies)
 
@@ -455,7 +460,9 @@ class Pusher:
             index: self._by_server([*rows[index], *_weighed(gradients.weights.get(index))])
             for index in sorted(rows, key=lambda index: order_of(specs[index]))
         }
-        now = self._now() if any(table.goes_by_time for table in self._trained.plan.spec.tables) else 0.0
+        own_s = -1.0 if self._answered_at is None else self._clock.now() - self._answered_at
+        goes_by_time = self._places or any(table.goes_by_time for table in self._trained.plan.spec.tables)
+        now = self._now() if goes_by_time else 0.0
 
         token = gradients.read.token(rows) if self._places else 0
 
@@ -479,6 +486,7 @@ class Pusher:
                 now=now,
                 token=token,
                 unplaced=is_placed_later(server),
+                own_seconds=own_s,
             )
             own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
             return Frame(connection.request(step, push=message), [*tensors, *self._joined(here), *own])

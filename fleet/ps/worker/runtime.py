@@ -111,6 +111,7 @@ class WorkerRuntime:
             strategy.wire_dtype,
             cuts,
             self.reload,
+            clock,
             places=policy.fills_buffers,
         )
         communication = replace(settings.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from fleet.errors import FleetError
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import PROTOCOL, make_plan
 from fleet.plan.specs import JobSpec
-from fleet.ps.consistency.gate import Buffer
 from fleet.ps.consistency.membership import MemberRecord
 from fleet.ps.consistency.staleness import total
 from fleet.ps.server.checkpoint_reader import Origin, fill_own
@@ -70,6 +69,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
             pending[worker] = min(number, pending.get(worker, number))
             steps[worker] -= frame.message.push.steps
     plans, rounds, progress = job.plans, job.rounds, job.progress
+    clocks = {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()}
     return {
         "spec": plans.current.spec.to_json(),
         "placement": plans.current.placement,
@@ -85,9 +85,9 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "staleness": total([shard.staleness.counts]),
         "late": shard.staleness.late,
         "norms": rounds.norms,
-        "buffers": rounds.gate.buffers(0),
         "agreed": job.rounds.agreed,
-        "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()},
+        "clocks": clocks,
+        "gate": rounds.gate.memory(clocks),
         "gone": rounds.gate.gone,
         "version": rounds.gate.version,
         "came": job.reductions.dump(),
@@ -165,11 +165,8 @@ def restore(
     shard.staleness.resume(state["staleness"], state.get("late", {}))
     shard.warm()
     job.shard, job.initialized = shard, True
-    buffers = [
-        Buffer(version, divisor, tuple((token, worker, step) for token, worker, step in pushes))
-        for version, divisor, pushes in state.get("buffers", ())
-    ]
-    job.rounds.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"], buffers)
+    clocks, gone = _by_worker(state["clocks"]), _by_worker(state["gone"])
+    job.rounds.gate.resume(clocks, gone, state["version"], state.get("gate", {}))
     job.rounds.agreed = {int(index): tuple(each) for index, each in state.get("agreed", {}).items()}
     job.rounds.norms = {int(version): tuple(each) for version, each in state.get("norms", {}).items()}
     job.reductions.restore(_by_worker(state["came"]))
