@@ -55,6 +55,12 @@ def leave(fleet: Fleet) -> None:
     worker_of(fleet).close()
 
 
+def refresh(fleet: Fleet) -> None:
+    """Take over the dense values that the servers have now."""
+    values = worker_of(fleet)._values
+    values.write(values.fetch("values"))
+
+
 def flush(fleet: Fleet) -> None:
     """Let all that the worker has sent arrive."""
     worker_of(fleet).flush()

@@ -178,6 +178,7 @@ ONLY: dict[str, dict[str, str]] = {
 #: the job's policy.
 MODE_NAMES = {
     "strategy/parameter_server.py": "what the user may choose",
+    "launch/cli.py": "a form of what it shows",
     "plan/config.py": "an option of the source system's configuration",
     "plan/specs.py": "the default of the wire's and the checkpoints' text",
 }
@@ -357,7 +358,7 @@ def of_modes(module: str) -> tuple[set[str], set[str]]:
 
 
 def test_modes_are_told_apart_in_their_own_files_only() -> None:
-    assert mode_names() == {"sync", "async", "half_async", "geo", "ssp"}
+    assert mode_names() == {"sync", "async", "half_async", "geo", "ssp", "gba", "auto"}
     found = {
         FILES[module].relative_to(ROOT / "fleet").as_posix(): of_modes(module)
         for module in FILES

@@ -28,6 +28,7 @@ from fleet.strategy.parameter_server import Strategy
 ELASTIC = {
     "async": StrategyFactory.create_async_strategy(independent_recv_thread=False, elastic=True),
     "half_async": StrategyFactory.create_half_async_strategy(elastic=True),
+    "gba": StrategyFactory.create_gba_strategy(1, 99, elastic=True),
 }
 HALF = ELASTIC["half_async"]
 NAMED = {**PATIENT, "FLEET_JOB_ID": "one"}

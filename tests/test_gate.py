@@ -17,7 +17,10 @@ import pytest
 from fleet.errors import ProtocolError
 from fleet.ps.consistency import MODES
 from fleet.ps.consistency.arrival_gate import ArrivalGate
-from fleet.ps.consistency.gate import Answer, Apply, Effect, Gate
+from fleet.ps.consistency.auto import AutoGate
+from fleet.ps.consistency.clock_gate import ClockGate
+from fleet.ps.consistency.gate import NO_RULES, Answer, Apply, ApplyBuffer, Buffer, Changed, Effect, Gate, Rules
+from fleet.ps.consistency.gba import GbaGate, GbaPolicy
 from fleet.ps.consistency.policy import Mode
 from fleet.ps.consistency.sync import SyncGate, SyncPolicy
 
@@ -53,6 +56,9 @@ class WorkerState:
     applied: int
     parked: bool = False
     left: bool = False
+    #: the version that it was answered with last, which its next gradient is computed on; and of each that waits
+    token: int = 0
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass
@@ -107,7 +113,7 @@ def copied(value: Any) -> Any:
         return kind(value if all(type(item) in ATOMS for item in value) else map(copied, value))
     if kind is tuple and all(type(item) in ATOMS for item in value):
         return value
-    if isinstance(value, SyncGate | ArrivalGate):
+    if isinstance(value, ClockGate):
         made = copy.copy(value)
         vars(made).update(copied(vars(value)))
         return made
@@ -124,14 +130,21 @@ class Explorer:
     departures: int = 0
     start: int = 0
     staleness: int = 0
+    #: how many gradients make one update, where they wait for each other
+    gradients: int = 0
+    #: when workers cease to wait for each other and begin again, where they do
+    changes: tuple[int, ...] = ()
     trace: list[Event] = field(default_factory=list)
     seen: set[Hashable] = field(default_factory=set)
     rounds: set[tuple[int, ...]] = field(default_factory=set)
     endings: int = 0
+    dropped: bool = False
 
     def explore(self) -> Explorer:
-        begin = WorkerState(delivered=self.start, waited=self.start - 1, applied=self.start)
-        gate = self.mode.gate(range(self.worker_num), self.start)
+        begin = WorkerState(self.start, self.start - 1, self.start, token=self.start)
+        gate = self.mode.gate(range(self.worker_num), self.start, Rules(self.staleness, self.gradients, self.changes))
+        if isinstance(gate, GbaGate):
+            gate.kept = 0  # what is past matters to other servers only
         self.walk(State(gate, (begin,) * self.worker_num, {}, self.start, self.repeats, self.departures))
         return self
 
@@ -159,6 +172,8 @@ class Explorer:
                 yield Event("wait", worker, at.waited + 1)
             elif at.delivered < self.start + STEPS:
                 yield Event("push", worker, at.delivered + 1)
+            elif self.mode.name == "auto":  # another one may have more steps to go, and wait for this one
+                yield Event("bye", worker)
 
     def mishaps(self, state: State) -> Iterator[Event]:
         for worker, at in enumerate(state.workers):
@@ -176,8 +191,9 @@ class Explorer:
         state.parked = dict(before.parked)
         worker, step = event.worker, event.step
         if event.kind == "push":
-            self.change(state, worker, delivered=step)
-            self.carry_out(state, state.gate.push(worker, step))
+            told = (before.workers[worker].token,) if self.has_buffers else ()
+            self.change(state, worker, delivered=step, tokens=(*before.workers[worker].tokens, *told))
+            self.carry_out(state, state.gate.push(worker, step, *told))
         elif event.kind == "wait":
             self.change(state, worker, waited=step, parked=True)
             self.park(state, Ticket(worker, step))
@@ -190,7 +206,7 @@ class Explorer:
                 self.fail("a repeated push changed the gate")
             self.park(state, Ticket(worker, step, state.repeats_left + 1))
         else:
-            state.departures_left -= 1
+            state.departures_left -= event.kind == "leave"
             self.change(state, worker, left=True, parked=False)
             state.parked = {ticket: need for ticket, need in state.parked.items() if ticket.worker != worker}
             self.carry_out(state, state.gate.leave(worker))
@@ -199,6 +215,8 @@ class Explorer:
 
     def park(self, state: State, ticket: Ticket) -> None:
         needed = self.mode.policy(self.staleness).version_needed(ticket.step)
+        if ticket.step and self.has_buffers:
+            needed = max(needed, state.gate.holds(ticket.worker, ticket.step))
         state.parked[ticket] = needed
         self.carry_out(state, state.gate.wait(ticket, ticket.worker, needed))
 
@@ -213,7 +231,10 @@ class Explorer:
         for effect in effects:
             if isinstance(effect, Apply):
                 self.check_apply(state, effect)
-            else:
+            elif isinstance(effect, ApplyBuffer):
+                self.check_buffer(state, effect)
+            elif not isinstance(effect, Changed):
+                assert isinstance(effect, Answer), "one server alone discards nothing"
                 self.check_answer(state, effect)
 
     def check_apply(self, state: State, effect: Apply) -> None:
@@ -241,6 +262,36 @@ class Explorer:
             if set(contributors) != delivered:
                 self.fail("a delivered gradient is missing in its round", effect)
 
+    def check_buffer(self, state: State, effect: ApplyBuffer) -> None:
+        if effect.version != state.applied + 1:
+            self.fail("updates are not in order", effect)
+        state.applied = effect.version
+        size, live = len(effect.pushes) + len(effect.dropped), any(not at.left for at in state.workers)
+        most = self.gradients or self.worker_num
+        if self.waits(effect.version - 1):
+            pushed = {worker for worker, _ in (*effect.pushes, *effect.dropped)}
+            there = {worker for worker, at in enumerate(state.workers) if not at.left}
+            if not there <= pushed or (live and (effect.divisor != size or len(pushed) != size)):
+                self.fail("a round closed without a live worker", effect)
+        elif effect.divisor != most or size > most or (live and size < most) or not size:
+            self.fail("an update is of the wrong size", effect)
+        order, late = [], set()
+        for worker, step in sorted([*effect.pushes, *effect.dropped]):
+            at = state.workers[worker]
+            if at.applied != step - 1 or at.delivered < step:
+                self.fail("a worker's gradient was applied twice or out of order", effect)
+            token, *rest = at.tokens
+            self.change(state, worker, applied=step, tokens=tuple(rest))
+            if effect.version - 1 - token > self.staleness:
+                late.add((worker, step))
+            else:
+                order.append((token, worker, step))
+        if set(effect.dropped) != late:
+            self.fail("the wrong gradients were dropped", effect)
+        if list(effect.pushes) != [(worker, step) for _, worker, step in sorted(order)]:
+            self.fail("gradients are not in the order of their tokens", effect)
+        self.dropped = self.dropped or bool(late)
+
     def check_answer(self, state: State, effect: Answer) -> None:
         ticket = effect.ticket
         assert isinstance(ticket, Ticket)
@@ -252,7 +303,8 @@ class Explorer:
         if effect.version < needed:
             self.fail("an answer came too early", effect)
         if not ticket.repetition:
-            self.change(state, ticket.worker, parked=False)
+            read = {"token": effect.version} if self.has_buffers else {}
+            self.change(state, ticket.worker, parked=False, **read)
         if self.mode.name == "sync":
             if effect.version != state.applied:
                 self.fail("an answer tells another version than was applied", effect)
@@ -266,7 +318,7 @@ class Explorer:
                 self.fail("steps are not in order", effect)
 
     def check_between(self, state: State) -> None:
-        if self.mode.name in ("async", "half_async") and state.parked:
+        if self.mode.name in ("async", "half_async", "gba") and state.parked:
             self.fail("somebody waits who waits for nobody", state.parked)
         for worker, at in enumerate(state.workers):
             if isinstance(state.gate, ArrivalGate) and at.applied != at.delivered:
@@ -284,6 +336,8 @@ class Explorer:
     def check_ending(self, state: State) -> None:
         """Nobody has anything to do: everybody must be through, and nothing be left over."""
         self.endings += 1
+        if self.mode.name == "gba":
+            state = self.all_gone(state)
         if state.parked:
             self.fail("deadlock", state.parked)
         for at in state.workers:
@@ -294,6 +348,28 @@ class Explorer:
         anybody = any(not at.left for at in state.workers)
         if self.mode.name == "sync" and anybody and state.applied != self.start + STEPS:
             self.fail("not every round was applied", state.applied)
+
+    @property
+    def has_buffers(self) -> bool:
+        return self.mode.policy.fills_buffers
+
+    def waits(self, version: int) -> bool:
+        """Whether workers wait for each other at a version."""
+        return self.mode.name == "auto" and not sum(version >= change for change in self.changes) % 2
+
+    def all_gone(self, before: State) -> State:
+        """What there is when all have said goodbye: what fills no buffer is applied then."""
+        state = copy.copy(before)
+        state.gate = copied(before.gate)
+        for worker, at in enumerate(before.workers):
+            if not at.left:
+                waiting = self.gradients or self.worker_num
+                if sum(each.delivered - each.applied for each in state.workers) >= waiting:
+                    self.fail("a full buffer was not applied", state.workers)
+                self.change(state, worker, left=True)
+                self.carry_out(state, state.gate.leave(worker))
+                self.change(state, worker, waited=self.start + STEPS)
+        return state
 
     def fail(self, what: str, about: object = "") -> NoReturn:
         order = ", ".join(f"{event.kind} {event.worker} {event.step or ''}".strip() for event in self.trace)
@@ -346,7 +422,7 @@ KINDS = [name for name in MODES if next(each for each in MODES if asked(each) ==
         for size in (*SIZES, *(ROUNDS if name == "sync" else ()))
         # Where counting starts is looked at in the smaller cases.
         for start in ((0,) if size == LARGEST else (0, 41))
-        if size != LARGEST or name in KINDS
+        if size != LARGEST or (name in KINDS and not MODES[name].policy.fills_buffers)
     ],
 )
 def test_every_order(name: str, worker_num: int, departures: int, repeats: int, start: int) -> None:
@@ -356,6 +432,25 @@ def test_every_order(name: str, worker_num: int, departures: int, repeats: int, 
         assert walked.endings
     if name == "sync":
         assert walked.rounds == some_rounds(worker_num, departures)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "staleness", "drops"), [(1, 0, True), (2, 0, True), (3, 1, False), (2, 9, False)]
+)
+def test_every_order_of_gradients_in_buffers(gradients: int, staleness: int, drops: bool) -> None:
+    walked = Explorer(MODES["gba"], 2, 1, 1, 0, staleness, gradients).explore()
+    assert walked.endings
+    assert walked.dropped == drops
+
+
+@pytest.mark.parametrize("changes", [(1,), (1, 2), (2, 3)])
+def test_every_order_around_a_change_of_who_waits_for_whom(changes: tuple[int, ...]) -> None:
+    assert Explorer(MODES["auto"], 2, 1, 1, 0, 9, 0, changes).explore().endings
+
+
+@pytest.mark.slow
+def test_every_order_of_three_workers_with_buffers() -> None:
+    assert Explorer(MODES["gba"], *(LARGEST[place] for place in (0, 2, 1)), 0, 1).explore().endings
 
 
 @pytest.mark.slow
@@ -573,6 +668,269 @@ def test_a_broken_gate_without_rounds_is_found_out(broken: type[ArrivalGate], fo
     explorer = Explorer(replace(MODES["ssp"], gate=broken), 2, repeats=1, departures=1, staleness=1)
     with pytest.raises(Violation, match=found):
         explorer.explore()
+
+
+class ClosesTooSoon(GbaGate):
+    def __init__(self, workers: Any, version: int = 0, rules: Rules = NO_RULES) -> None:
+        super().__init__(workers, version, rules)
+        self._gradients = max(1, self._gradients - 1)
+
+
+class ForgetsTokens(GbaGate):
+    def push(self, worker: int, step: int, token: int | None = 0) -> list[Effect]:
+        return super().push(worker, step, self.version)
+
+
+class AppliesWhatIsLate(GbaGate):
+    def _close(self) -> ApplyBuffer:
+        closed = super()._close()
+        return replace(closed, pushes=(*closed.pushes, *closed.dropped), dropped=())
+
+
+class DividesByThoseThere(GbaGate):
+    def _close(self) -> ApplyBuffer:
+        closed = super()._close()
+        return replace(closed, divisor=len(closed.pushes))
+
+
+class OrdersByWorker(GbaGate):
+    def _close(self) -> ApplyBuffer:
+        closed = super()._close()
+        return replace(closed, pushes=tuple(sorted(closed.pushes)))
+
+
+class TakesRepetitionsIn(GbaGate):
+    def push(self, worker: int, step: int, token: int | None = 0) -> list[Effect]:
+        if step <= self.delivered(worker):
+            self._deliver(worker, step, token)
+        return super().push(worker, step, token)
+
+
+class LosesThoseOfTheGone(GbaGate):
+    def leave(self, worker: int) -> list[Effect]:
+        for version, pushes in self._pushes.items():
+            self._pushes[version] = {each for each in pushes if each[1] != worker}
+        return super().leave(worker)
+
+
+class KeepsTheRest(GbaGate):
+    def _is_full(self) -> bool:
+        return self._applied in self._divisors
+
+
+class WaitsForNobody(AutoGate):
+    def holds(self, worker: int, step: int) -> int:
+        return 0
+
+
+class WaitsForTheGoneInARound(AutoGate):
+    def leave(self, worker: int) -> list[Effect]:
+        return GbaGate.leave(self, worker)
+
+
+class DividesByAll(AutoGate):
+    def _close(self) -> ApplyBuffer:
+        return replace(super()._close(), divisor=self._gradients)
+
+
+class ClosesARoundEarly(AutoGate):
+    def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
+        self._divisors[self._applied] = len(pushes)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (WaitsForNobody, "without a live worker|deadlock|never applied"),
+        (WaitsForTheGoneInARound, "deadlock|never applied"),
+        (DividesByAll, "without a live worker"),
+        (ClosesARoundEarly, "without a live worker"),
+    ],
+)
+def test_a_broken_gate_of_rounds_of_buffers_is_found_out(broken: type[AutoGate], found: str) -> None:
+    with pytest.raises(Violation, match=found):
+        Explorer(Mode("auto", broken, GbaPolicy), 2, 1, 1, 0, 9).explore()
+
+
+class ClosesWhenSomebodyLeaves(GbaGate):
+    def leave(self, worker: int) -> list[Effect]:
+        if self._pushes.get(self._applied):
+            self._divisors[self._applied] = self._gradients
+        return super().leave(worker)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (ClosesTooSoon, "wrong size"),
+        (ForgetsTokens, "wrong gradients were dropped"),
+        (AppliesWhatIsLate, "wrong gradients were dropped"),
+        (DividesByThoseThere, "wrong size"),
+        (OrdersByWorker, "order of their tokens"),
+        (TakesRepetitionsIn, "repeated push changed|repeated push had"),
+        (LosesThoseOfTheGone, "wrong size|never applied|not applied"),
+        (KeepsTheRest, "never applied"),
+        (ClosesWhenSomebodyLeaves, "wrong size"),
+    ],
+)
+def test_a_broken_gate_with_buffers_is_found_out(broken: type[GbaGate], found: str) -> None:
+    staleness = 1 if broken is OrdersByWorker else 0
+    with pytest.raises(Violation, match=found):
+        Explorer(Mode("gba", broken, GbaPolicy), 2, 1, 1, 0, staleness, 2).explore()
+
+
+@dataclass(frozen=True)
+class Line:
+    """How far a worker is between two servers: the steps that either has of it, and what it has told the second."""
+
+    first: int = 0
+    second: int = 0
+    told: int = 0
+    gone: tuple[bool, bool] = (False, False)
+
+
+class Pair:
+    """Two servers that fill the same buffers: every order in which requests of workers reach them. A worker sends each
+    push to both, and tells the second what the first has answered; it may die at any moment, which both find out when
+    they do."""
+
+    def __init__(self, gate: type[GbaGate], worker_num: int, deaths: int, gradients: int) -> None:
+        self.gate, self.worker_num, self.deaths, self.gradients = gate, worker_num, deaths, gradients
+        self.seen: set[Hashable] = set()
+        self.endings = 0
+
+    def explore(self) -> Pair:
+        gates = [self.gate(range(self.worker_num), 0, Rules(1, self.gradients)) for _ in range(2)]
+        self.walk(gates, (Line(),) * self.worker_num, ((), ()), ((),) * self.worker_num, self.deaths)
+        return self
+
+    def walk(self, gates: Any, lines: Any, done: Any, answers: Any, deaths: int) -> None:
+        key = frozen((gates, [vars(line) for line in lines], done, answers, deaths))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        moved = False
+        under_way = any(line.gone != (True, True) and not line.first == line.second == line.told for line in lines)
+        if not under_way and any(buffer.divisor for buffer in gates[1].buffers(gates[1].version)):
+            raise Violation(f"a buffer is closed, nothing of it is on its way, and it is not applied: {lines}")
+        for worker, line in enumerate(lines):
+            for event in ("first", "second", "tell", "bye", "found 0", "found 1", "die"):
+                after = self.after(event, worker, line, copied(gates), deaths, answers[worker])
+                if after is None:
+                    continue
+                moved = moved or event != "die"
+                became, there, effects, answer, left = after
+                all_lines = (*lines[:worker], became, *lines[worker + 1 :])
+                all_answers = (*answers[:worker], answer, *answers[worker + 1 :])
+                all_done = tuple(
+                    (*before, *(each for each in new if isinstance(each, ApplyBuffer)))
+                    for before, new in zip(done, effects, strict=True)
+                )
+                self.walk(there, all_lines, all_done, all_answers, left)
+        if not moved:
+            self.check(gates, lines, done)
+
+    def after(self, event: str, worker: int, line: Line, gates: Any, deaths: int, answer: Any) -> Any:
+        """What an event makes of a worker, the gates, and what is told; None if it cannot happen now."""
+        effects: list[list[Effect]] = [[], []]
+        alive = line.gone == (False, False) and line.told >= 0
+        step = max(line.told, 0) + 1
+        token = min(gates[0].version, gates[1].version)
+        if event == "first" and alive and line.first < step <= STEPS - 1:
+            effects[0] = gates[0].push(worker, step, token)
+            became, answer = replace(line, first=step), tuple(gates[0].buffers(token))
+        elif event == "second" and alive and line.second < step <= STEPS - 1:
+            effects[1] = gates[1].push(worker, step, None)
+            became = replace(line, second=step)
+        elif event == "tell" and alive and line.first == line.second == step:
+            effects[1] = gates[1].place(worker, step, answer)
+            became, answer = replace(line, told=step), ()
+        elif event == "bye" and alive and line.told == STEPS - 1:
+            effects = [gate.leave(worker) for gate in gates]
+            became = replace(line, gone=(True, True))
+        elif event == "die" and alive and deaths:
+            return replace(line, told=-1), gates, effects, (), deaths - 1
+        elif event.startswith("found") and line.told < 0 and not line.gone[int(event[-1])]:
+            at = int(event[-1])
+            effects[at] = gates[at].leave(worker)
+            became = replace(line, gone=(True, line.gone[1]) if at == 0 else (line.gone[0], True))
+        else:
+            return None
+        return became, gates, effects, answer, deaths
+
+    def check(self, gates: Any, lines: Any, done: Any) -> None:
+        self.endings += 1
+        if not all(line.gone == (True, True) for line in lines):
+            raise Violation(f"somebody waits for ever: {lines}")
+        first, second = done
+        live = {worker for worker, line in enumerate(lines) if line.told >= 0}
+        known = [[[each for each in effect.pushes if each[0] in live] for effect in of] for of in (first, second)]
+        known = [[pushes for pushes in of if pushes] for of in known]
+        if known[0] != known[1] or (len(live) == len(lines) and first != second):
+            raise Violation(f"two servers have made different updates: {first} and {second}")
+        whole = [(worker, step) for effect in second for worker, step in (*effect.pushes, *effect.dropped)]
+        if len(whole) != len(set(whole)):
+            raise Violation(f"a gradient counted twice: {second}")
+        if any((worker, step) not in whole for worker in live for step in range(1, STEPS)):
+            raise Violation(f"a gradient never counted: {second}")
+
+
+@pytest.mark.parametrize(
+    ("worker_num", "deaths", "gradients"),
+    [(2, 0, 2), (2, 0, 3), (2, 1, 2), pytest.param(2, 2, 2, marks=pytest.mark.slow)],
+)
+def test_two_servers_fill_the_same_buffers(worker_num: int, deaths: int, gradients: int) -> None:
+    assert Pair(GbaGate, worker_num, deaths, gradients).explore().endings
+
+
+class WaitsForTheDead(GbaGate):
+    def _missing(self) -> list[tuple[int, int]]:
+        pushes = self._pushes.get(self._applied, ())
+        return [each[1:] for each in pushes if each[1:] not in self._here]
+
+
+class AppliesAsTheyCome(GbaGate):
+    def push(self, worker: int, step: int, token: int | None = 0) -> list[Effect]:
+        return super().push(worker, step, token or 0)
+
+
+class DoesNotWaitForWhatIsOnItsWay(GbaGate):
+    def _missing(self) -> list[tuple[int, int]]:
+        return []
+
+
+class ForgetsThePlaces(GbaGate):
+    def place(self, worker: int, step: int, buffers: Any) -> list[Effect]:
+        return super().place(worker, step, [buffer for buffer in buffers if not buffer.divisor])
+
+
+@pytest.mark.parametrize("broken", [WaitsForTheDead, AppliesAsTheyCome, DoesNotWaitForWhatIsOnItsWay, ForgetsThePlaces])
+def test_servers_that_disagree_are_found_out(broken: type[GbaGate]) -> None:
+    with pytest.raises(Violation):
+        Pair(broken, 2, 1, 2).explore()
+
+
+def test_a_worker_that_comes_back_gives_what_is_missing() -> None:
+    """It died when the first server had its push, and goes on with a new one of that step at the second."""
+    first, second = (GbaGate(range(2), 0, Rules(4, 2)) for _ in range(2))
+    first.push(0, 1, 0)
+    first.push(1, 1, 0)
+    second.push(1, 1, None)
+    told = first.buffers(0)
+    assert told == [Buffer(0, 2, ((0, 0, 1), (0, 1, 1)))]
+    assert second.place(1, 1, told) == []
+    assert second.lacking() == (1, (0,))
+    assert second.push(0, 1, None) == [ApplyBuffer(1, ((0, 1), (1, 1)), (), 2)]
+    assert second.place(0, 1, told) == []
+
+
+def test_a_gate_goes_on_with_the_buffers_that_it_had() -> None:
+    gate, again = (GbaGate(range(3), 0, Rules(4, 3)) for _ in range(2))
+    for worker in (0, 1):
+        gate.push(worker, 1, 0)
+    again.resume({0: 0, 1: 0, 2: 0}, {}, 0, gate.memory({0: 0, 1: 0, 2: 0}))
+    assert again.push(0, 1, 0) == again.push(1, 1, 0) == []
+    assert again.push(2, 1, 0) == gate.push(2, 1, 0) == [ApplyBuffer(1, ((0, 1), (1, 1), (2, 1)), (), 3)]
 
 
 # --- Examples ---------------------------------------------------------------------------------------------------------

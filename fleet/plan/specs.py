@@ -33,7 +33,7 @@ DENSE = SERVERS, ALL_REDUCE = "servers", "all_reduce"
 INITIALIZERS: Mapping[str, int] = {"zeros": 0, "constant": 1, "uniform": 2, "normal": 2}
 
 #: Beyond these a description is a mistake or an attack, and memory for it is not even tried.
-_MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 16, 1 << 16, 1 << 48
+MOST_PROCESSES, _MOST_COLUMNS, _MOST_ELEMENTS = 1 << 16, 1 << 16, 1 << 48
 _MOST_VALUES, _MOST_TABLES, _MOST_BLOCKS, _MOST_DIMENSIONS = 1 << 20, 1 << 14, 1 << 20, 64
 
 
@@ -158,6 +158,9 @@ class PlanSettings:
     needs_all_workers: bool = False
     evict_every: int = 1000
     dense: str = SERVERS
+    gradients: int = 0
+    max_grad_norm: float = 0.0
+    changes: tuple[int, ...] = ()
 
     @property
     def has_dense_on_workers(self) -> bool:
@@ -227,7 +230,7 @@ class JobSpec:
                 groups=tuple(
                     _build(GroupSpec, item, options=_tuple(item["options"])) for item in _tuple(raw["groups"])
                 ),
-                settings=_build(PlanSettings, raw["settings"]),
+                settings=_settings(raw["settings"]),
             )
             spec.check()
         except ProtocolError:
@@ -245,7 +248,7 @@ class JobSpec:
         names = [p.name for p in self.params] + [t.name for t in self.tables]
         whole = [p.group for p in self.params] + [t.group for t in self.tables] + [t.dim for t in self.tables]
         whole += [n for p in self.params for n in p.shape] + [g.optimizer for g in self.groups]
-        whole += [settings.staleness]
+        whole += [settings.staleness, settings.gradients, *settings.changes]
         whole += [t.num_embeddings for t in self.tables if t.num_embeddings is not None]
         processes = (settings.server_num, settings.worker_num)
         starts = [t.initializer for t in self.tables]
@@ -267,8 +270,10 @@ class JobSpec:
                 i.kind not in INITIALIZERS or not math.isfinite(i.a) or not math.isfinite(i.b) for i in starts
             ),
             "there is no server or no worker": min(*processes, settings.min_block_size) < 1,
-            "there are more than 2^16 processes": max(processes) > _MOST_PROCESSES,
+            "there are more than 2^16 processes": max(processes) > MOST_PROCESSES,
             "the strength of delay compensation is impossible": not 0 <= settings.dc_lambda < math.inf,
+            "the norm to clip by is impossible": not 0 <= settings.max_grad_norm < math.inf,
+            "an update is of more than 2^16 gradients": settings.gradients > MOST_PROCESSES,
             "it is unknown where dense parameters are": settings.dense not in DENSE,
             "wire_dtype is unknown": settings.wire_dtype not in (None, *WIRE_DTYPES),
             "split_method is unknown": settings.split_method not in DISPATCHERS,
@@ -284,6 +289,13 @@ class JobSpec:
         """Return a number of blocks that no plan of this spec exceeds."""
         servers, least = self.settings.server_num, self.settings.min_block_size
         return sum(min(servers, 1 + param.numel // least) for param in self.params)
+
+
+def _settings(item: Mapping[str, Any]) -> PlanSettings:
+    """Build what the processes agree on beside the model."""
+    changes = {"changes": _tuple(item["changes"])} if "changes" in item else {}
+    settings: PlanSettings = _build(PlanSettings, item, **changes)
+    return settings
 
 
 def _life(item: Mapping[str, Any] | None) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fleet.base import checks
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
-from fleet.plan.specs import ALL_REDUCE, DENSE, WIRE_DTYPES
+from fleet.plan.specs import ALL_REDUCE, DENSE, MOST_PROCESSES, SERVERS, WIRE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,20 @@ class Strategy:
     wire_dtype: str | None = None
     #: sync: whether the job ends when a worker is given up on, instead of going on without it.
     needs_all_workers: bool = False
-    #: ssp: how many steps a worker may be ahead of the slowest.
+    #: ssp: how many steps a worker may be ahead of the slowest; gba: how many updates late a gradient may be.
     staleness: int = 0
+    #: gba: how many gradients make one update; 0 is the number of workers.
+    gradients: int = 0
     #: geo: after how many steps a worker tells the others how far it has come.
     update_frequency: int = 1
     #: async and half_async: strength of delay compensation (DC-ASGD), 0 for none; whether in its adaptive variant.
     dc_lambda: float = 0.0
     dc_adaptive: bool = False
-    #: async and half_async: whether workers may join beyond those that the job began with.
+    #: auto: before which updates it changes between synchronous training and GBA, if it is not to find out itself.
+    changes: tuple[int, ...] = ()
+    #: sync, gba and auto: by what norm the averaged gradient is clipped, 0 for none.
+    max_grad_norm: float = 0.0
+    #: async, half_async and gba: whether workers may join beyond those that the job began with.
     elastic: bool = False
     #: async and half_async: settings of ``CommunicatorSettings`` that win over those of the environment.
     communicator: tuple[tuple[str, int | bool], ...] = ()
@@ -100,11 +106,14 @@ class StrategyFactory:
         wire_dtype: str | None = None,
         needs_all_workers: bool = False,
         dense: str = "servers",
+        max_grad_norm: float | None = None,
     ) -> Strategy:
         """Return a strategy by which all workers step together. ``check_finite`` names a parameter whose gradient is
         NaN or infinite; ``wire_dtype`` sends gradients as "bf16", "fp16" or "int8". With ``needs_all_workers`` the job
         ends when a worker is given up on; without it the others go on. With ``dense="all_reduce"`` dense parameters
         stay on the workers, which average their gradients among themselves, and only rows travel to the servers.
+        ``max_grad_norm`` clips the averaged gradient, of parameters and rows together, as
+        ``torch.nn.utils.clip_grad_norm_`` does in one process.
 
         Examples:
             >>> strategy = fleet.StrategyFactory.create_sync_strategy(check_finite=True)
@@ -116,6 +125,7 @@ class StrategyFactory:
             wire_dtype=_wire_dtype(wire_dtype),
             needs_all_workers=checks.switch("needs_all_workers", needs_all_workers),
             dense=_dense(dense),
+            max_grad_norm=_max_grad_norm(max_grad_norm),
         )
 
     @staticmethod
@@ -244,6 +254,68 @@ class StrategyFactory:
             dense=_dense(dense),
         )
 
+    @staticmethod
+    def create_gba_strategy(
+        gradients: int | None = None,
+        staleness: int = 4,
+        *,
+        check_finite: bool = False,
+        elastic: bool = False,
+        wire_dtype: str | None = None,
+        dense: str = "servers",
+        max_grad_norm: float | None = None,
+    ) -> Strategy:
+        """Return a strategy by which ``gradients`` gradients make one update, whichever workers they come from, and no
+        worker waits for another. The number is that of the workers unless given, so an update stands for the batch of
+        synchronous training and its learning rate holds. A gradient on values that are more than ``staleness`` updates
+        old is dropped, and counted. With ``elastic`` workers may join the running job, and leave; the number of
+        gradients stays. ``max_grad_norm`` is as in ``create_sync_strategy``.
+
+        Examples:
+            >>> strategy = fleet.StrategyFactory.create_gba_strategy(gradients=8)
+            >>> strategy.mode, strategy.gradients, strategy.staleness
+            ('gba', 8, 4)
+        """
+        return Strategy(
+            "gba",
+            gradients=_gradients(gradients),
+            staleness=checks.whole("staleness", staleness, 0),
+            check_finite=check_finite,
+            elastic=checks.switch("elastic", elastic),
+            wire_dtype=_wire_dtype(wire_dtype),
+            dense=_on_servers(dense),
+            max_grad_norm=_max_grad_norm(max_grad_norm),
+        )
+
+    @staticmethod
+    def create_auto_strategy(
+        *,
+        staleness: int = 4,
+        changes: Sequence[int] | None = None,
+        check_finite: bool = False,
+        wire_dtype: str | None = None,
+        dense: str = "servers",
+        max_grad_norm: float | None = None,
+    ) -> Strategy:
+        """Return a strategy that is synchronous while that costs little, and GBA while workers would wait much for each
+        other. The job measures that, says in its log when it changes and why, and does so four times an hour at most.
+        Both make an update of as many gradients, so the learning rate holds. ``changes`` are the updates before which
+        an earlier job has changed (``fleet.summary()["changes"]``): this one does so too, and at no others.
+
+        Examples:
+            >>> fleet.StrategyFactory.create_auto_strategy().mode
+            'auto'
+        """
+        return Strategy(
+            "auto",
+            staleness=checks.whole("staleness", staleness, 0),
+            changes=_changes(changes),
+            check_finite=check_finite,
+            wire_dtype=_wire_dtype(wire_dtype),
+            dense=_on_servers(dense),
+            max_grad_norm=_max_grad_norm(max_grad_norm),
+        )
+
 
 def as_strategy(given: object) -> Strategy:
     """Return None, a ``Strategy`` or a ``DistributeTranspilerConfig`` as a ``Strategy``; refuse anything else with a
@@ -356,6 +428,47 @@ def _dense(value: object, compensation: float = 0.0) -> str:
             todo="Leave one of the two out.",
         )
     return value
+
+
+def _gradients(value: object) -> int:
+    """Return how many gradients make one update, 0 for as many as there are workers."""
+    given = checks.whole_or_none("gradients", value, 1) or 0
+    if given > MOST_PROCESSES:
+        raise ConfigurationError("gradients is out of range", expected=f"at most {MOST_PROCESSES}", got=given)
+    return given
+
+
+def _changes(value: object) -> tuple[int, ...]:
+    """Return the updates before which a job changes."""
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ArgumentTypeError("changes must be a list of updates", got=repr(value))
+    given = tuple(checks.whole("changes", each, 1) for each in value)
+    if not given or [*given] != sorted({*given}):
+        raise ConfigurationError(
+            "changes are not updates in order",
+            expected="one or more numbers, each above the one before",
+            got=value,
+            todo="For a job that never changes use create_sync_strategy().",
+        )
+    return given
+
+
+def _max_grad_norm(value: object) -> float:
+    """Return by what norm to clip, 0 for not at all."""
+    return 0.0 if value is None else float(checks.number("max_grad_norm", value, 0, above=True))
+
+
+def _on_servers(value: object) -> str:
+    """Return where dense parameters are trained in a mode in which that can only be on the servers."""
+    if _dense(value) == ALL_REDUCE:
+        raise ConfigurationError(
+            f"GBA and dense={ALL_REDUCE!r} exclude each other: workers that average among themselves wait for the "
+            "slowest",
+            todo="Leave dense at 'servers', or use create_sync_strategy(dense='all_reduce').",
+        )
+    return SERVERS
 
 
 def _strength(strength: object, adaptive: object) -> float:

@@ -13,13 +13,24 @@ from statistics import median
 
 from fleet.telemetry.cause import LAUNCHER, Cause
 from fleet.telemetry.figures import rate, reported
-from fleet.telemetry.view import SILENT_S, View, held_up, mean_staleness, rows, table_rows, total_speed, waited_shares
+from fleet.telemetry.view import (
+    SILENT_S,
+    View,
+    held_up,
+    late_share,
+    mean_staleness,
+    rows,
+    table_rows,
+    total_speed,
+    waited_shares,
+)
 
 #: So large a part of the time is worth a sentence.
 _NOTABLE = 0.10
 _LARGE = 0.40
 #: So large a part of the time without a processor is more than what any scheduler takes.
 _STARVED = 0.25
+_NOTABLY_LATE = 0.01
 #: Others wait for a server that is busy for more than this part of the time.
 _BUSY = 0.70
 #: A step that takes so many times as long as the others' is long.
@@ -147,7 +158,9 @@ def _overview(case: _Case) -> str:
     # A server that began to keep its record last may be in none of the earlier views.
     modes = {server.mode for server in case.last.servers.values() if server.mode}
     mode = f", mode {modes.pop()}" if len(modes) == 1 else ""
-    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}."
+    paces = [server.pace for server in case.last.servers.values() if server.pace]
+    pace = f" They are {paces[0]}." if paces else ""
+    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}.{pace}"
 
 
 # ---------------------------------------------------------------- rules: what is broken
@@ -358,6 +371,17 @@ def _stale(case: _Case) -> Iterator[str]:
         )
 
 
+def _late(case: _Case) -> Iterator[str]:
+    shares = {index: late_share(case.before.workers.get(index), now) for index, now in case.now.workers.items()}
+    late = {index: share for index, share in shares.items() if share is not None and share >= _NOTABLY_LATE}
+    if late:
+        yield (
+            f"Of the gradients of {_named(list(late), case)}, {max(late.values()):.0%} come too late and are dropped: "
+            "a larger staleness keeps them, and as many gradients an update as there are workers makes fewer late "
+            "(docs/modes/gba.md)."
+        )
+
+
 def _compute(case: _Case) -> Iterator[str]:
     if not case.times:
         return
@@ -375,7 +399,7 @@ def _compute(case: _Case) -> Iterator[str]:
 
 _Rules = tuple[Callable[[_Case], Iterator[str]], ...]
 _BROKEN: _Rules = (_servers_away, _workers_away, _stuck, _not_finite, _admits_nothing)
-_SLOW: _Rules = (_straggler, _busy_server, _thrashes, _starved, _exchange, _waits_unseen, _stale, _compute)
+_SLOW: _Rules = (_straggler, _busy_server, _thrashes, _starved, _exchange, _waits_unseen, _stale, _late, _compute)
 
 
 def _named(workers: Sequence[int], case: _Case) -> str:

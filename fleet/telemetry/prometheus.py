@@ -27,6 +27,7 @@ BESIDE = {
     "worker_heard_seconds": (("worker",), Figure("for how long a worker has not been heard of", counts=False)),
     "stale_updates": (("worker",), Figure("updates whose staleness was counted")),
     "staleness": (("worker",), Figure("the sum of their staleness; over stale_updates it is the mean")),
+    "late_gradients": (("worker",), Figure("gradients of a worker that came too late and were dropped")),
     "waited_seconds": (("worker", "waited_for"), Figure("how long requests of a worker have waited for another")),
 }
 
@@ -122,6 +123,7 @@ def _beside(status: Mapping[str, Any], index: str) -> Iterable[Any]:
         families["worker_steps"].add_metric(labels, about["steps"])
         families["stale_updates"].add_metric(labels, updates)
         families["staleness"].add_metric(labels, total)
+        families["late_gradients"].add_metric(labels, about["late"])
         if about["heard_seconds"] is not None:
             families["worker_heard_seconds"].add_metric(labels, about["heard_seconds"])
         for other, seconds in about["waited"].items():

@@ -140,6 +140,12 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
             while_training(lambda row: row.staleness),
         ),
         Chart(
+            "Gradients too late",
+            "% of the worker's",
+            "On values so old that they were dropped, as the strategy's staleness says.",
+            while_training(lambda row: None if row.late is None else 100 * row.late),
+        ),
+        Chart(
             "Time in exchanges",
             "% of the time",
             "Pushing, pulling and meeting, waits included; the rest is the worker's own computing.",

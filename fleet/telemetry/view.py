@@ -20,6 +20,7 @@ WINDOW_S = 5.0
 LONG_WAIT_S = 1.0
 #: So small a part of the time is part of any job.
 _NOTABLE = 0.05
+_NOTABLY_LATE = 0.01
 #: Heartbeats come more often than this.
 SILENT_S = 5.0
 
@@ -36,7 +37,7 @@ class Wait:
 @dataclass(frozen=True)
 class WorkerView:
     """Shows one worker. ``waited`` is how long it has waited for each other worker so far; ``staleness`` says of how
-    many updates it was counted, and the sum."""
+    many updates it was counted, and the sum; ``late`` is how many of its gradients came too late to be used."""
 
     standing: str = "live"
     label: str = ""
@@ -44,6 +45,7 @@ class WorkerView:
     figures: Figures = field(default_factory=dict)
     steps: int = 0
     staleness: tuple[float, float] = (0, 0)
+    late: int = 0
     wait: Wait | None = None
     waited: Mapping[int, float] = field(default_factory=dict)
 
@@ -58,6 +60,8 @@ class ServerView:
     tables: Mapping[str, Figures] = field(default_factory=dict)
     mode: str = ""
     errand: str = ""
+    #: who waits for whom now, where that changes, and since when and why
+    pace: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def seen(
             {table: figures for table, figures in status.get("tables", {}).items() if isinstance(figures, Mapping)},
             status.get("mode", ""),
             status.get("errand", ""),
+            status.get("pace", ""),
         )
         for index, told in enumerate(status.get("workers", ())):
             worker = _worker(told)
@@ -127,6 +132,7 @@ def _worker(told: Mapping[str, Any]) -> WorkerView:
         told["figures"],
         told["steps"],
         (told["staleness"][0], told["staleness"][1]),
+        told.get("late", 0),
         None if waits is None else Wait(waits["what"], waits["seconds"], tuple(waits["for"])),
         {int(other): seconds for other, seconds in told["waited"].items()},
     )
@@ -144,6 +150,7 @@ def _both(one: WorkerView, other: WorkerView) -> WorkerView:
         fresher.figures,
         max(one.steps, other.steps),
         (one.staleness[0] + other.staleness[0], one.staleness[1] + other.staleness[1]),
+        max(one.late, other.late),
         max(waits, key=lambda wait: wait.seconds, default=None),
         {
             worker: max(view.waited.get(worker, 0.0) for view in (one, other))
@@ -189,6 +196,7 @@ class Row:
     weight: float = 0.0
     reported: Mapping[str, float] = field(default_factory=dict)
     lockstep: bool = False
+    late: float | None = None  #: which part of its gradients came too late
 
 
 def rows(before: View, now: View) -> list[Row]:
@@ -220,7 +228,15 @@ def _worker_row(index: int, before: WorkerView | None, now: WorkerView, held: fl
         held,
         reported(figures),
         bool(figures.get("lockstep")),
+        late_share(before, now),
     )
+
+
+def late_share(before: WorkerView | None, now: WorkerView) -> float | None:
+    """Return which part of a worker's gradients came too late between two views, or at all if none came; None where
+    none ever has."""
+    earlier = before if before is not None and before.steps < now.steps else WorkerView()
+    return (now.late - earlier.late) / (now.steps - earlier.steps) if now.late and now.steps else None
 
 
 def mean_staleness(before: WorkerView | None, now: WorkerView) -> float | None:
@@ -238,6 +254,9 @@ def _note(before: WorkerView | None, now: WorkerView, held: float) -> str:
         return f"silent for {now.heard_seconds:.0f} s"
     if now.wait is not None and now.wait.seconds >= LONG_WAIT_S:
         return f"waits {now.wait.seconds:.1f} s for {_named(now.wait.workers) or 'the server'}: {now.wait.what}"
+    late = late_share(before, now) or 0.0
+    if late >= _NOTABLY_LATE:
+        return f"{late:.0%} of its gradients come too late"
     shares = waited_shares(before, now)
     most = max(shares, key=shares.__getitem__, default=None)
     if most is not None and shares[most] >= max(_NOTABLE, held):
@@ -304,7 +323,9 @@ def _server_row(name: str, before: ServerView | None, now: ServerView) -> Row:
         sent_a_second=rate("sent_bytes", earlier, figures),
         received_a_second=rate("received_bytes", earlier, figures),
         memory=figures.get("memory_bytes"),
-        note=doing or ("" if busy is None else f"busy {min(busy, 1.0):.0%}"),
+        note="; ".join(
+            part for part in (doing or ("" if busy is None else f"busy {min(busy, 1.0):.0%}"), now.pace) if part
+        ),
         is_well=is_well,
         weight=busy or 0.0,
     )

@@ -3,13 +3,13 @@ here."""
 
 from typing import Protocol
 
-from fleet.ps.consistency import asynchronous, geo, half_async, ssp, sync
+from fleet.ps.consistency import asynchronous, auto, gba, geo, half_async, ssp, sync
 from fleet.ps.consistency.dc_asgd import compensated
-from fleet.ps.consistency.gate import Gate
+from fleet.ps.consistency.gate import Gate, Rules
 from fleet.ps.consistency.policy import Mode, Policy
 
 MODES: dict[str, Mode] = {
-    mode.name: mode for mode in (sync.MODE, asynchronous.MODE, half_async.MODE, geo.MODE, ssp.MODE)
+    mode.name: mode for mode in (sync.MODE, asynchronous.MODE, half_async.MODE, geo.MODE, ssp.MODE, gba.MODE, auto.MODE)
 }
 
 
@@ -23,12 +23,19 @@ class Settings(Protocol):
     def staleness(self) -> int: ...
 
     @property
+    def gradients(self) -> int: ...
+
+    @property
+    def changes(self) -> tuple[int, ...]: ...
+
+    @property
     def dc_lambda(self) -> float: ...
 
 
 def gate_of(settings: Settings, worker_num: int, version: int = 0) -> Gate:
     """Return the gate for a job of so many workers that begins at a version."""
-    return MODES[settings.mode].gate(range(worker_num), version)
+    rules = Rules(staleness=settings.staleness, gradients=settings.gradients, changes=settings.changes)
+    return MODES[settings.mode].gate(range(worker_num), version, rules)
 
 
 def policy_of(settings: Settings, update_frequency: int = 1) -> Policy:

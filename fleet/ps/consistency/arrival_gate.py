@@ -18,7 +18,7 @@ class ArrivalGate(ClockGate):
         slowest = self._slowest
         return slowest + 1, tuple(sorted(worker for worker, clock in self._clock.items() if clock == slowest))
 
-    def _deliver(self, worker: int, step: int) -> list[Effect]:
+    def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
         self._applied += 1
         return [Apply(step, (worker,))]
 

@@ -4,14 +4,16 @@ version."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from fleet.errors import ProtocolError
-from fleet.ps.consistency.gate import Answer, Effect
+from fleet.ps.consistency.gate import NO_RULES, Answer, Buffer, Changed, Effect, Rules
 
 
 class ClockGate(ABC):
-    def __init__(self, workers: Iterable[int], version: int = 0) -> None:
+    def __init__(self, workers: Iterable[int], version: int = 0, rules: Rules = NO_RULES) -> None:
         self._clock = dict.fromkeys(workers, version)
         self._applied = version
         self._gone: dict[int, int] = {}
@@ -21,14 +23,33 @@ class ClockGate(ABC):
     def version(self) -> int:
         return self._applied
 
-    def push(self, worker: int, step: int) -> list[Effect]:
+    def push(self, worker: int, step: int, token: int | None = 0) -> list[Effect]:
         clock = self._clock[worker]
         if step <= clock:
             return []
         if step != clock + 1:
             raise ProtocolError(f"worker {worker} skipped a step", expected=f"step {clock + 1}", got=f"step {step}")
         self._clock[worker] = step
-        return [*self._deliver(worker, step), *self._effects()]
+        return [*self._deliver(worker, step, token), *self._effects()]
+
+    def place(self, worker: int, step: int, buffers: Sequence[Buffer]) -> list[Effect]:
+        raise ProtocolError("a push was given a place in a mode that has no buffers", got=f"step {step}")
+
+    def buffers(self, since: int) -> list[Buffer]:
+        return []
+
+    def note(self, worker: int, step: int, own_s: float, now: float) -> None:
+        del worker, step, own_s, now  # most modes go by no time
+
+    def holds(self, worker: int, step: int) -> int:
+        return 0
+
+    @property
+    def changes(self) -> list[Changed]:
+        return []
+
+    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        return {}
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
         self._waiting[ticket] = (worker, version)
@@ -47,7 +68,13 @@ class ClockGate(ABC):
     def gone(self) -> dict[int, int]:
         return dict(self._gone)
 
-    def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
+    def resume(
+        self,
+        clocks: Mapping[int, int],
+        gone: Mapping[int, int],
+        version: int,
+        memory: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._clock, self._gone, self._applied = dict(clocks), dict(gone), version
 
     def delivered(self, worker: int) -> int:
@@ -64,7 +91,7 @@ class ClockGate(ABC):
     def lacking(self) -> tuple[int, tuple[int, ...]]: ...
 
     @abstractmethod
-    def _deliver(self, worker: int, step: int) -> list[Effect]:
+    def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
         """Return the effects that a new step has at once."""
 
     @abstractmethod

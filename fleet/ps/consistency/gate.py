@@ -5,9 +5,38 @@ Pure: no thread, no clock, no tensor. A gate is told what arrived and answers wi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+#: A worker, and the number of its step.
+Push = tuple[int, int]
+
+
+class Buffer(NamedTuple):
+    """Holds the pushes that lead from ``version`` to the next one: each one's token, worker and step. ``divisor`` is
+    what their sum is divided by, or 0 while others may still come."""
+
+    version: int
+    divisor: int
+    pushes: tuple[tuple[int, int, int], ...]
+    #: nobody in it goes on before it is applied
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Holds what a strategy says of its mode: how many steps a gradient may be late; how many make one update, the
+    number of workers unless given; at which versions workers begin to wait for each other, or cease to."""
+
+    staleness: int = 0
+    gradients: int = 0
+    changes: tuple[int, ...] = ()
+
+
+#: What most modes go by.
+NO_RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -16,6 +45,40 @@ class Apply:
 
     step: int
     contributors: tuple[int, ...]
+
+    @property
+    def version(self) -> int:
+        return self.step
+
+    @property
+    def pushes(self) -> tuple[Push, ...]:
+        return tuple((worker, self.step) for worker in self.contributors)
+
+    @property
+    def divisor(self) -> int:
+        return len(self.contributors)
+
+    @property
+    def dropped(self) -> tuple[Push, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class ApplyBuffer:
+    """Asks to take one optimizer step on the sum of these pushes, in this order, over ``divisor``; those ``dropped``
+    are no part of it."""
+
+    version: int
+    pushes: tuple[Push, ...]
+    dropped: tuple[Push, ...]
+    divisor: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Asks to forget pushes that become part of nothing, as other servers do not have them, or have had them."""
+
+    pushes: tuple[Push, ...]
 
 
 @dataclass(frozen=True)
@@ -26,7 +89,17 @@ class Answer:
     version: int
 
 
-Effect = Apply | Answer
+@dataclass(frozen=True)
+class Changed:
+    """Tells that from ``version`` on workers wait for each other, or wait no more. With ``gain`` times the speed they
+    would go, or go, without waiting."""
+
+    version: int
+    together: bool
+    gain: float
+
+
+Effect = Apply | ApplyBuffer | Discard | Changed | Answer
 
 
 class Gate(Protocol):
@@ -37,8 +110,36 @@ class Gate(Protocol):
         """Return how many steps have been applied."""
         ...
 
-    def push(self, worker: int, step: int) -> list[Effect]:
-        """Take note that ``worker`` delivered the gradient of its step; a repetition changes nothing."""
+    def push(self, worker: int, step: int, token: int | None = 0) -> list[Effect]:
+        """Take note that ``worker`` delivered the gradient of its step; a repetition changes nothing. In modes with
+        buffers ``token`` is the oldest version that it was computed on, or None where another server says which buffer
+        it goes into."""
+        ...
+
+    def place(self, worker: int, step: int, buffers: Sequence[Buffer]) -> list[Effect]:
+        """Take note, in modes with buffers, what another server has of them since it has let this push in."""
+        ...
+
+    def buffers(self, since: int) -> list[Buffer]:
+        """Return the buffers from a version on, as far as they are known."""
+        ...
+
+    def note(self, worker: int, step: int, own_s: float, now: float) -> None:
+        """Take note, before its push, how long a worker took for a step by itself, and what time it is there."""
+        ...
+
+    def holds(self, worker: int, step: int) -> int:
+        """Return the version that a worker waits for after a step, beside what its mode always asks for."""
+        ...
+
+    @property
+    def changes(self) -> list[Changed]:
+        """Return when workers began to wait for each other and ceased to."""
+        ...
+
+    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        """Return what a gate has to know beside clocks and version, as JSON has it, when workers have taken so many
+        steps."""
         ...
 
     def wait(self, ticket: Hashable, worker: int, version: int) -> list[Effect]:
@@ -59,7 +160,13 @@ class Gate(Protocol):
         """Return the newest step of every worker that has left; one that joins again goes on from there."""
         ...
 
-    def resume(self, clocks: Mapping[int, int], gone: Mapping[int, int], version: int) -> None:
+    def resume(
+        self,
+        clocks: Mapping[int, int],
+        gone: Mapping[int, int],
+        version: int,
+        memory: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Go on where another gate was that had these, with nothing pending."""
         ...
 

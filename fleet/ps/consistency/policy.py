@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fleet.ps.consistency.gate import Gate
+from fleet.ps.consistency.gate import Gate, Rules
 
 
 class Policy:
@@ -31,6 +31,9 @@ class Policy:
     has_dense_state_on_servers = True
     #: Checkpoints are worker 0's to save, whose state is the job's.
     saves_on_first_worker = False
+    #: Pushes of any workers wait in a buffer for each other. The first server says what goes into one; the others are
+    #: told by the worker.
+    fills_buffers = False
 
     def __init__(self, staleness: int = 0, update_frequency: int = 1) -> None:
         """``staleness`` and ``update_frequency`` are the strategy's, and mean nothing to most modes."""
@@ -40,7 +43,7 @@ class Policy:
     @property
     def may_lose_steps(self) -> bool:
         """Say whether a job goes on where a server has lost steps, since what it has is right without them."""
-        return not (self.shares_steps or self.remembers_reads)
+        return not (self.shares_steps or self.remembers_reads or self.fills_buffers)
 
     # ---------------------------------------------------------------- a worker asks
 
@@ -81,5 +84,5 @@ class Mode:
     """Holds a consistency mode: the name that strategies and checkpoints have for it, and its two halves."""
 
     name: str
-    gate: Callable[[Iterable[int], int], Gate]
+    gate: Callable[[Iterable[int], int, Rules], Gate]
     policy: type[Policy]

@@ -23,6 +23,8 @@ class Staleness:
 
     def __init__(self) -> None:
         self._counts: dict[int, dict[str, Counter[int]]] = {}
+        #: worker -> how many of its gradients came too late to be used
+        self.late: Counter[int] = Counter()
 
     def add(self, worker: int, name: str, staleness: int) -> None:
         by_name = self._counts.setdefault(worker, {})
@@ -30,8 +32,13 @@ class Staleness:
             by_name[name] = Counter()
         by_name[name][bucket(staleness)] += 1
 
-    def resume(self, counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
+    def count_late(self, worker: int) -> None:
+        """Count a gradient that came too late to be used."""
+        self.late[worker] += 1
+
+    def resume(self, counts: Mapping[str, Mapping[str, Mapping[str, int]]], late: Mapping[str, int]) -> None:
         """Go on from earlier counts, which have come through JSON."""
+        self.late.update({int(worker): count for worker, count in late.items()})
         for worker, by_name in counts.items():
             for name, of in by_name.items():
                 for lower, count in of.items():

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fleet.ps.consistency.clock_gate import ClockGate
-from fleet.ps.consistency.gate import Apply, Effect
+from fleet.ps.consistency.gate import NO_RULES, Apply, Effect, Rules
 from fleet.ps.consistency.policy import Mode, Policy
 
 
 class SyncGate(ClockGate):
-    def __init__(self, workers: Iterable[int], version: int = 0) -> None:
-        super().__init__(workers, version)
+    def __init__(self, workers: Iterable[int], version: int = 0, rules: Rules = NO_RULES) -> None:
+        super().__init__(workers, version, rules)
         #: step -> who has delivered it, until its round closes
         self._pending: dict[int, set[int]] = {}
 
@@ -28,7 +28,7 @@ class SyncGate(ClockGate):
         step = self._applied + 1
         return step, tuple(sorted(worker for worker, clock in self._clock.items() if clock < step))
 
-    def _deliver(self, worker: int, step: int) -> list[Effect]:
+    def _deliver(self, worker: int, step: int, token: int | None) -> list[Effect]:
         self._pending.setdefault(step, set()).add(worker)
         return []
 

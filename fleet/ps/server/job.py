@@ -4,7 +4,8 @@ all."""
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,18 @@ class Plans:
 
 
 @dataclass
+class Due:
+    """Holds what becomes one update; ``squares`` is the squared norm of the part of its gradient that is here, and
+    ``total`` that of the whole, once the servers have been told."""
+
+    version: int
+    contributions: Sequence[Contribution]
+    divisor: int
+    squares: float = 0.0
+    total: float | None = None
+
+
+@dataclass
 class Rounds:
     """Pushes and pulls between their arrival and their answer, and the values that answers are made of.
     ``StepRequests`` writes it, and lets requests wait; only their end comes from elsewhere too."""
@@ -91,6 +104,10 @@ class Rounds:
     #: all dense values at some version, as they were answered last
     snapshot: tuple[int, list[torch.Tensor]] | None = None
     previous: PreviousRound | None = None
+    #: what is complete, and waits until the servers agree on the norm of the gradient; the first is applied next
+    due: deque[Due] = field(default_factory=deque)
+    #: version -> the squared norm of the part of the gradient here that led to it, and of the whole; of the last ones
+    norms: dict[int, tuple[float, float]] = field(default_factory=dict)
     #: the tables of which rows wait until all servers agree which leave; None: the shard knows
     cuts: tuple[int, ...] | None = None
     #: table -> the version at which servers agreed, and the last row that stays, its score and its id
@@ -174,6 +191,11 @@ class Job:
         if self.rounds.cuts is None:
             self.rounds.cuts = tuple(index for index, *_ in self.shard.awaits_cut)
         return self.rounds.cuts
+
+    @property
+    def version(self) -> int:
+        """Return which version the values are; the gate may be ahead of them."""
+        return self.rounds.gate.version - len(self.rounds.due)
 
     @property
     def is_limited(self) -> bool:

@@ -55,7 +55,7 @@ class MeetingRequests:
 
     def heard(self, job: Job, request: Any) -> tuple[int, int]:
         """Note what a heartbeat tells of a worker among the others, and return what it is told. Takes no lock."""
-        told = Told(request.group, request.place, on_one_line(request.beat.awaits[:_LONGEST_WAIT]))
+        told = Told(request.group, request.together, on_one_line(request.beat.awaits[:_LONGEST_WAIT]))
         job.meetings.hear(request.worker, told)
         return job.meetings.told
 

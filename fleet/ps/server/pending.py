@@ -39,7 +39,7 @@ class Arrival:
     @property
     def told(self) -> tuple[int, int]:
         """Return how far the worker is in its group, as it says."""
-        return self.frame.message.group, self.frame.message.place
+        return self.frame.message.group, self.frame.message.together
 
     @property
     def tensors(self) -> Sequence[WireTensor]:

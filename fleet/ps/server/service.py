@@ -117,6 +117,8 @@ class Service:
             "extend": initialization.extend,
             "part": steps.part,
             "push": steps.push,
+            "place": steps.place,
+            "clip": steps.clip,
             "pull": steps.pull,
             "gather": barrier.gather,
             "claim": checkpoints.claim,

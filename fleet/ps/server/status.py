@@ -13,6 +13,7 @@ from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.members import Members
 from fleet.ps.server.pending import Arrival, Waiting
 from fleet.ps.server.statistics import Statistics
+from fleet.ps.server.step_requests import told_change
 from fleet.ps.table.shard import Shard
 from fleet.ps.wire import fleet_pb2 as pb
 
@@ -72,6 +73,7 @@ class Status:
             "mode": job.plans.current.spec.settings.mode,
             "index": None if shard is None else shard.server,
             "tables": {} if shard is None else _tables_of(shard),
+            "pace": "".join(map(told_change, job.rounds.gate.changes[-1:])),
             "workers": [
                 {
                     "standing": standing,
@@ -79,6 +81,7 @@ class Status:
                     "heard_seconds": heard_s,
                     "steps": job.steps_of(worker),
                     "staleness": _sum_and_count(staleness.get(worker, {})),
+                    "late": 0 if shard is None else shard.staleness.late[worker],
                     "waits": None if worker not in longest else _described(job, longest[worker], now),
                     "waited": {str(other): s for other, s in statistics.waited_by(worker).items()},
                     "figures": statistics.figures_of(worker),
@@ -121,6 +124,8 @@ class Status:
             "steps": {worker: job.steps_of(worker) for worker in sorted(job.progress.steps)},
             "tables": _tables_of(shard),
             "staleness": shard.staleness.counts,
+            "changes": [(each.version, each.together, each.gain) for each in job.rounds.gate.changes],
+            "late": dict(sorted(shard.staleness.late.items())),
         }
         arrival.answer(pb.Reply(version=job.rounds.gate.version, about=json.dumps(about)))
 

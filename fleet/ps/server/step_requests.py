@@ -24,9 +24,9 @@ from fleet.numeric.jit import Array
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.layout import dense_layout
 from fleet.plan.specs import DTYPES
-from fleet.ps.consistency.gate import Apply, Effect
+from fleet.ps.consistency.gate import Answer, Apply, ApplyBuffer, Buffer, Changed, Discard, Effect
 from fleet.ps.server.durability.durability import Durability
-from fleet.ps.server.job import Job
+from fleet.ps.server.job import Due, Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.pending import Arrival, Outbox, Waiting
 from fleet.ps.server.state_requests import check_name, state_of
@@ -43,6 +43,8 @@ from fleet.ps.wire.wire_errors import error_reply
 _log = logging.getLogger("fleet.server")
 
 _MOST_TEXT = 1000
+#: So many norms are remembered when they have been applied, for whoever has not heard of them.
+_NORMS_KEPT = 16
 
 
 class StepRequests:
@@ -86,7 +88,7 @@ class StepRequests:
             push_of(step),
             self._clock.now(),
             arrival.respond,
-            lambda: self._values_after(job, worker, step, quiet),
+            lambda: self._values_after(job, worker, step, quiet, request.push),
             told=arrival.told,
             handing_out=handing_out,
         )
@@ -97,11 +99,12 @@ class StepRequests:
             tensors, kept = tensors[:-1], state_of(tensors[-1:], 0)
         effects: list[Effect] = []
         if step > gate.delivered(worker):
-            if any(other == worker for other, _ in rounds.pushed):
+            if not job.policy.fills_buffers and any(other == worker for other, _ in rounds.pushed):
                 raise ProtocolError(f"worker {worker} pushed before its last round was over", got=f"step {step}")
             rounds.pushed[worker, step] = _contribution_of(job, request, tensors)
+            gate.note(worker, step, request.push.own_seconds, request.push.now)
             try:
-                effects = gate.push(worker, step)
+                effects = gate.push(worker, step, None if request.push.unplaced else request.push.token)
             except ProtocolError:
                 del rounds.pushed[worker, step]
                 raise
@@ -110,8 +113,52 @@ class StepRequests:
         job.states.pushed(worker, step, request.push.keeping)
         if kept is not None:
             job.states.keep(worker, step, replace(kept, steps=job.steps_of(worker)))
-        needed = job.policy.version_needed(step)
+        needed = max(job.policy.version_needed(step), gate.holds(worker, step))
         self._park(job, needed, waiting, effects, arrival.outbox)
+
+    def place(self, job: Job, arrival: Arrival) -> None:
+        """Take in which pushes become one update, as server 0 says, and answer with the values after those that do."""
+        request = arrival.request
+        worker, step, quiet = request.worker, request.step, request.place.quiet
+        waiting = Waiting(
+            worker,
+            f"place of step {step}",
+            self._clock.now(),
+            arrival.respond,
+            lambda: self._values_after(job, worker, step, quiet),
+            told=arrival.told,
+        )
+        job.check_room(waiting)
+        buffers = _buffers_of(request.place)
+        effects = job.rounds.gate.place(worker, step, buffers)
+        needed = max((buffer.version + 1 for buffer in buffers if buffer.together), default=0)
+        self._park(job, needed, waiting, effects, arrival.outbox)
+
+    def clip(self, job: Job, arrival: Arrival) -> None:
+        """Take in the norms of whole gradients, and answer with the values after what they let be applied."""
+        request, rounds = arrival.request, job.rounds
+        worker, step, told = request.worker, request.step, request.clip
+        if len(told.versions) != len(told.totals) or any(not total >= 0 for total in told.totals if total == total):
+            raise ProtocolError("the norms of gradients do not fit their versions", got=len(told.totals))
+        waiting = Waiting(
+            worker,
+            f"norm of step {step}",
+            self._clock.now(),
+            arrival.respond,
+            lambda: self._values_after(job, worker, step, quiet=False),
+            told=arrival.told,
+        )
+        job.check_room(waiting)
+        totals = dict(zip(told.versions, told.totals, strict=True))
+        for due in rounds.due:
+            due.total = totals.get(due.version) if due.total is None else due.total
+        try:
+            self._apply_due(job)
+        except Exception as error:
+            self._fail_halfway(job, error, arrival.outbox)
+            return
+        self._park(job, job.policy.version_needed(step), waiting, [], arrival.outbox)
+        self.answer_held_back(job, worker, arrival.outbox)
 
     def pull(self, job: Job, arrival: Arrival) -> None:
         """Answer with values, when those of the wanted version are there."""
@@ -183,6 +230,10 @@ class StepRequests:
             held_back = [ticket for ticket in there if _reads_on(job, parked[ticket])]
             job.rounds.held_back += held_back
             there = [ticket for ticket in there if ticket not in held_back]
+        if job.rounds.due:
+            early = [ticket for ticket in there if parked[ticket].version > job.version]
+            job.rounds.held_back += early
+            there = [ticket for ticket in there if ticket not in early]
         if any(parked[ticket].has_rows for ticket in there):
             job.held().apply_pending()  # while all are still there to hear of it, should it fail
         for waiting in map(parked.pop, there):
@@ -193,7 +244,7 @@ class StepRequests:
                 outbox.append((waiting.respond, self._kept_answer(job, durability, waiting, outbox)))
 
     def answer_held_back(self, job: Job, by: int, outbox: Outbox) -> None:
-        """Answer the requests for rows that waited until those had left that leave, if worker ``by`` has let them."""
+        """Answer the requests that waited until the servers had agreed on something, if worker ``by`` has let them."""
         if not job.cuts:
             tickets, job.rounds.held_back = job.rounds.held_back, []
             self.answer(job, tickets, by, outbox)
@@ -212,32 +263,73 @@ class StepRequests:
         """Apply and answer what worker ``by`` has brought about."""
         try:
             for effect in effects:
-                if isinstance(effect, Apply):
-                    self._apply(job, effect.step, effect.contributors)
-                    self._statistics.updated()
-                else:
+                if isinstance(effect, Answer):
                     self.answer(job, [effect.ticket], by, outbox)
+                elif isinstance(effect, Changed):
+                    _log.warning("%s: %s", job.where, told_change(effect))
+                elif isinstance(effect, Discard):
+                    for push in effect.pushes:
+                        job.rounds.pushed.pop(push, None)
+                else:
+                    self._apply(job, effect)
+                    self._statistics.updated()
         except Exception as error:
             self._fail_halfway(job, error, outbox)
 
-    def _apply(self, job: Job, version: int, workers: Sequence[int]) -> None:
-        """Close the round that leads to a version, with what these workers have pushed for it."""
+    def _apply(self, job: Job, effect: Apply | ApplyBuffer) -> None:
+        """Close a round, or a buffer, with what was pushed for it."""
         shard, rounds = job.shard, job.rounds
         assert shard is not None
-        contributions = [rounds.pushed.pop((worker, version)) for worker in workers]
+        contributions = [rounds.pushed.pop(push) for push in effect.pushes]
+        for worker, step in effect.dropped:
+            rounds.pushed.pop((worker, step))
+            shard.staleness.count_late(worker)
+        due = Due(effect.version, contributions, effect.divisor)
+        if self._is_clipped(job):
+            due.squares = shard.squares(contributions, effect.divisor) if contributions else 0.0
+        rounds.due.append(due)
+        self._apply_due(job)
+
+    @staticmethod
+    def _is_clipped(job: Job) -> bool:
+        settings = job.plans.current.spec.settings
+        return settings.max_grad_norm > 0 and not settings.has_dense_on_workers
+
+    def _apply_due(self, job: Job) -> None:
+        """Apply what is complete, up to the first whose norm the servers have not agreed on."""
+        rounds, settings = job.rounds, job.plans.current.spec.settings
+        while rounds.due:
+            due = rounds.due[0]
+            scale = 1.0
+            if self._is_clipped(job):
+                if settings.server_num == 1 or not rounds.gate.clocks:  # there is nobody to agree with, or to ask
+                    due.total = due.squares
+                if due.total is None:
+                    return
+                rounds.norms[due.version] = due.squares, due.total
+                rounds.norms.pop(due.version - _NORMS_KEPT, None)
+                scale = clipped(due.total, settings.max_grad_norm)
+            self._close(job, due, scale)
+
+    def _close(self, job: Job, due: Due, scale: float) -> None:
+        shard, rounds = job.shard, job.rounds
+        assert shard is not None
+        contributions = due.contributions
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
-        dense = _dense_at(job, version - 1) if keep else []
+        dense = _dense_at(job, due.version - 1) if keep else []
         rounds.snapshot = None
         shard.now = _time_at(job, contributions) or shard.now
         cut_is_due = _is_cut_due(job, frozenset().union(*(each.used for each in contributions)))
-        rows = shard.apply(contributions, keep=keep)
+        divisor = due.divisor if scale == 1 else due.divisor / scale if scale else math.inf
+        rows = shard.apply(contributions, divisor, keep=keep)
+        rounds.due.popleft()
         if cut_is_due:
             rounds.cuts = None  # the answer says which
         if not job.policy.awaits_answers or cut_is_due:  # no answer would be there any sooner for who needs it
             shard.apply_pending()
-        rounds.previous = PreviousRound(version - 1, dense, rows) if keep else None
+        rounds.previous = PreviousRound(due.version - 1, dense, rows) if keep else None
 
     def apply_pending(self, job: Job, outbox: Outbox) -> None:
         """Finish a round whose answers did not wait for the rest of it."""
@@ -260,7 +352,7 @@ class StepRequests:
         back a step. Rows are copied now, under the lock, dense values when they change; encoding and sending come after
         it."""
         shard, previous = job.held(), job.rounds.previous_for(worker, needed)
-        version = job.rounds.gate.version if previous is None else previous.version
+        version = job.version if previous is None else previous.version
         steps = job.steps_of(worker)
         reply = pb.Reply(version=version, clock=shard.dense.clock, loads=job.progress.loads, steps=steps)
         tensors: list[WireTensor] = []
@@ -295,15 +387,30 @@ class StepRequests:
                 shard.changes.hold(worker, index, ids)
         return found
 
-    def _values_after(self, job: Job, worker: int, step: int, quiet: bool) -> Frame:
+    def _values_after(self, job: Job, worker: int, step: int, quiet: bool, push: Any = None) -> Frame:
         """Return the answer to a push; in a GEO job also the rows that the worker holds and others have changed, and
-        the clocks of all tables."""
-        values = self._values(job, worker, step, not quiet)
+        the clocks of all tables; where this server fills buffers for others, what these have to know since ``push``
+        read its values."""
+        is_due = bool(job.rounds.due)
+        values = self._values(job, worker, step, not quiet and not (is_due and push is not None))
+        if self._is_clipped(job) and job.plans.current.spec.settings.server_num > 1:
+            for known, (squares, total) in job.rounds.norms.items():
+                values.message.norms.append(pb.Norm(version=known, squares=squares, told=True, total=total))
+            for due in job.rounds.due:
+                values.message.norms.append(pb.Norm(version=due.version, squares=due.squares))
         values.message.delivered = job.rounds.gate.delivered(worker)
         values.message.wanted = job.states.wanted(step)
         values.message.others_give = job.states.others_give(worker)
         shard = job.held()
         values.message.cuts.extend(job.cuts)
+        is_first_of_many = job.plans.current.spec.settings.server_num > 1 and push is not None and not push.unplaced
+        if is_first_of_many and job.policy.fills_buffers:
+            for version, divisor, pushes, together in job.rounds.gate.buffers(push.token):
+                tokens, workers, steps = zip(*pushes, strict=True)
+                each = pb.Buffer(
+                    version=version, divisor=divisor, tokens=tokens, workers=workers, steps=steps, together=together
+                )
+                values.message.buffers.append(each)
         if shard.changes is not None:
             for table, ids in shard.changes.take(worker, step).items():
                 values.message.changed.append(table)
@@ -312,9 +419,40 @@ class StepRequests:
         return values
 
 
+def clipped(squares: float, most: float) -> float:
+    """Return what a gradient of this squared norm is multiplied by, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+    if squares != squares:
+        return math.nan
+    return min(1.0, most / (math.sqrt(squares) + 1e-6))
+
+
+def told_change(change: Changed) -> str:
+    """Return in words what has changed about who waits for whom, when and why."""
+    if change.together:
+        return (
+            f"synchronous from update {change.version} on: without waiting for each other the workers were "
+            f"{change.gain:.2f} times as fast, which is too little"
+        )
+    return (
+        f"GBA from update {change.version} on: without waiting for each other the workers are "
+        f"{change.gain:.2f} times as fast"
+    )
+
+
 def push_of(step: int) -> str:
     """Return what a request is called that waits for the round of a step."""
     return f"push of step {step}"
+
+
+def _buffers_of(place: Any) -> list[Buffer]:
+    """Return the buffers that a worker tells of."""
+    found = []
+    for each in place.buffers:
+        if not len(each.tokens) == len(each.workers) == len(each.steps):
+            raise ProtocolError("a buffer's tokens, workers and steps differ in number", got=len(each.tokens))
+        pushes = tuple(zip(each.tokens, each.workers, each.steps, strict=True))
+        found.append(Buffer(each.version, each.divisor, pushes, each.together))
+    return found
 
 
 def _contribution_of(job: Job, request: Any, tensors: Sequence[WireTensor]) -> Contribution:

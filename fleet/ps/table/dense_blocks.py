@@ -142,7 +142,7 @@ class DenseBlocks:
         if not 0 <= position < len(self.layout.slots):
             raise ProtocolError("an upload names a block this server does not have", got=position)
 
-    def apply(self, gradients: Sequence[Gradient], divisor: int, options: Sequence[Mapping[str, Any]]) -> None:
+    def apply(self, gradients: Sequence[Gradient], divisor: float, options: Sequence[Mapping[str, Any]]) -> None:
         """Take one optimizer step on the sum of ``gradients``, in the given order, divided by ``divisor``.
 
         A block without a gradient anywhere is skipped, as torch skips ``grad=None``.
@@ -153,7 +153,7 @@ class DenseBlocks:
             group.update(options[index])
         same = all(present == gradients[0][0] for present, _ in gradients)
         present, total = self._sum_flat(gradients) if same else self._sum_blocks(gradients)
-        if divisor > 1:
+        if divisor != 1:
             for tensor in total.values():
                 tensor.div_(divisor)
         receivers = self._receivers(present)
@@ -167,6 +167,12 @@ class DenseBlocks:
                 inspect.unwrap(type(optimizer).step)(optimizer)
         for run in chain.from_iterable(receivers.values()):
             run.param.grad = None
+
+    def squares(self, gradients: Sequence[Gradient], divisor: float) -> float:
+        """Return the squared norm of the sum of ``gradients`` over ``divisor``."""
+        _, total = self._sum_blocks(gradients)
+        norms = [torch.linalg.vector_norm(each.div_(divisor), dtype=torch.float64) for each in total.values()]
+        return sum(float(norm) ** 2 for norm in norms)
 
     def add(self, change: Gradient) -> None:
         """Add changes, laid out as gradients are, to the values."""

@@ -139,7 +139,7 @@ class LivingTable(Table):
         """Count what workers have looked up, let ids in, and update the rows with the mean of the gradients, as step
         number ``step``. Return the ids of the rows that have changed, and with ``keep`` their weights before."""
         self._tell(now)
-        ids, grads = merge(contributions, divisor) if len(contributions) > 1 or divisor > 1 else contributions[0]
+        ids, grads = merge(contributions, divisor) if len(contributions) > 1 or divisor != 1 else contributions[0]
         counts, weighed = _counted(contributions, weights)
         self._begin_anew(ids)
         if self._admission is not None:

@@ -288,10 +288,13 @@ class Shard:
         self.apply_pending()
         return self._requests.of(tables, training)
 
-    def apply(self, contributions: Sequence[Contribution], *, keep: bool = False) -> dict[int, tuple[Array, Array]]:
-        """Take one optimizer step on the mean of the contributions; the first one's options rule the round. In a mode
-        whose workers push changes, these are added. With ``keep`` it returns, by table, the ids of the rows that have
-        changed and the weights that they had before.
+    def apply(
+        self, contributions: Sequence[Contribution], divisor: float | None = None, *, keep: bool = False
+    ) -> dict[int, tuple[Array, Array]]:
+        """Take one optimizer step on the sum of the contributions over ``divisor``, their number unless given; if there
+        are none, do nothing. The first one's options rule the round. In a mode whose workers push changes, these are
+        added. With ``keep`` it returns, by table, the ids of the rows that have changed and the weights that they had
+        before.
 
         Dense values have changed when this returns. Rows follow with ``apply_pending``, or when somebody looks at a
         table, and so does what is returned."""
@@ -303,15 +306,26 @@ class Shard:
             for contribution in contributions:
                 self._add(contribution, self.changes)
             return before
+        if not contributions:
+            return before
+        divisor = len(contributions) if divisor is None else divisor
         if self.compensation is not None:
             contributions = [self._compensated(each, self.compensation) for each in contributions]
         first = contributions[0]
         if first.options != self._options_text:
             self._options, self._options_text = self.check_options(self.plan, first.options), first.options
-        self.dense.apply([c.dense for c in contributions], len(contributions), self._options)
+        self.dense.apply([c.dense for c in contributions], divisor, self._options)
         used = sorted(frozenset().union(*(c.used for c in contributions)))
-        self._pending = partial(self._apply_rows, contributions, used, before if keep else None, self.now)
+        self._pending = partial(self._apply_rows, contributions, divisor, used, before if keep else None, self.now)
         return before
+
+    def squares(self, contributions: Sequence[Contribution], divisor: float) -> float:
+        """Return the squared norm of the sum of the contributions over ``divisor``, of this server's part of it."""
+        found = self.dense.squares([each.dense for each in contributions], divisor)
+        for index in sorted(frozenset().union(*(each.rows for each in contributions))):
+            _, grads = merge([each.rows[index] for each in contributions if index in each.rows], divisor)
+            found += float(np.square(grads, dtype=np.float64).sum())
+        return found
 
     @property
     def has_pending(self) -> bool:
@@ -332,17 +346,18 @@ class Shard:
     def _apply_rows(
         self,
         contributions: Sequence[Contribution],
+        count: float,
         used: Sequence[int],
         before: dict[int, tuple[Array, Array]] | None,
         now: float,
     ) -> None:
-        """Update the rows of all tables; ``before``, if it is given, takes the weights that they had."""
-        count = len(contributions)
+        """Update the rows of all tables with the sum of the contributions over ``count``; ``before``, if it is given,
+        takes the weights that they had."""
         for living in self._living.values():
             living.sweep(max(_SWEPT, 2 * len(living) // self.evict_every))
         for index in used:
             self._tables[index].step += 1
-        done = self._apply_bundles(contributions, before)
+        done = self._apply_bundles(contributions, count, before)
         for index in used:
             if index in done:
                 continue
@@ -353,7 +368,7 @@ class Shard:
                 told = [(each.weights or {}).get(index) for each in contributions if index in each.rows]
                 ids, weights = table.train(rows, told, count, options, now, keep=before is not None)
             elif rows:
-                ids, grads = merge(rows, count) if count > 1 else rows[0]
+                ids, grads = merge(rows, count) if len(rows) > 1 or count != 1 else rows[0]
                 weights = table.apply(ids, grads, options, table.step, keep=before is not None)
             if rows and before is not None and weights is not None:
                 before[index] = ids.copy(), weights  # a view of them would hold the whole push
@@ -362,11 +377,11 @@ class Shard:
                 self._living[index].evict(now)
 
     def _apply_bundles(
-        self, contributions: Sequence[Contribution], before: dict[int, tuple[Array, Array]] | None
+        self, contributions: Sequence[Contribution], count: float, before: dict[int, tuple[Array, Array]] | None
     ) -> set[int]:
         """Update the rows of tables that can be updated together, and return which these are."""
         done: set[int] = set()
-        for indices, bundle, ids, stops, grads in self._together(contributions):
+        for indices, bundle, ids, stops, grads in self._together(contributions, count):
             options = self._options[bundle.tables[0].spec.group]
             weights = bundle.apply(ids, stops, grads, options, keep=before is not None)
             done.update(indices)
@@ -377,11 +392,11 @@ class Shard:
         return done
 
     def _together(
-        self, contributions: Sequence[Contribution]
+        self, contributions: Sequence[Contribution], count: float
     ) -> Iterator[tuple[Sequence[int], Bundle, Array, Array, Array]]:
         """Yield tables that can be updated together, and their gradients: the distinct ids of each, up to its stop, and
         a row for every id."""
-        joined = contributions[0].joined if len(contributions) == 1 else None
+        joined = contributions[0].joined if len(contributions) == count == 1 else None
         if joined is None:
             named = sorted(frozenset().union(*(each.rows for each in contributions)))
             indices = tuple(sorted(named, key=lambda index: order_of(self._tables[index].spec)))
@@ -393,7 +408,7 @@ class Shard:
                     continue
                 if joined is None:
                     each = [[c.rows[index] for c in contributions if index in c.rows] for index in indices[places]]
-                    yield indices[places], bundle, *merge_each(each, len(contributions))
+                    yield indices[places], bundle, *merge_each(each, count)
                 else:
                     yield indices[places], bundle, *joined.part(run_number, places)
 

@@ -26,6 +26,22 @@ class Beat(_message.Message):
     figures: _containers.ScalarMap[str, float]
     def __init__(self, figures: _Optional[_Mapping[str, float]] = ..., awaits: _Optional[str] = ...) -> None: ...
 
+class Buffer(_message.Message):
+    __slots__ = ["divisor", "steps", "together", "tokens", "version", "workers"]
+    DIVISOR_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    divisor: int
+    steps: _containers.RepeatedScalarFieldContainer[int]
+    together: bool
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    version: int
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[int] = ..., divisor: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[int]] = ..., together: bool = ...) -> None: ...
+
 class Bye(_message.Message):
     __slots__ = []
     def __init__(self) -> None: ...
@@ -49,6 +65,14 @@ class Claim(_message.Message):
     by_anyone: bool
     name: str
     def __init__(self, name: _Optional[str] = ..., by_anyone: bool = ...) -> None: ...
+
+class Clip(_message.Message):
+    __slots__ = ["totals", "versions"]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    totals: _containers.RepeatedScalarFieldContainer[float]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, versions: _Optional[_Iterable[int]] = ..., totals: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ["ids", "scores", "tables", "version"]
@@ -202,6 +226,18 @@ class Meet(_message.Message):
     steps: int
     def __init__(self, group: _Optional[int] = ..., broken: bool = ..., address: _Optional[str] = ..., rounds: _Optional[int] = ..., has_values: bool = ..., steps: _Optional[int] = ..., leaving: bool = ...) -> None: ...
 
+class Norm(_message.Message):
+    __slots__ = ["squares", "told", "total", "version"]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    squares: float
+    told: bool
+    total: float
+    version: int
+    def __init__(self, version: _Optional[int] = ..., squares: _Optional[float] = ..., told: bool = ..., total: _Optional[float] = ...) -> None: ...
+
 class Part(_message.Message):
     __slots__ = ["attempt", "blocks"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +245,14 @@ class Part(_message.Message):
     attempt: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, attempt: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ["buffers", "quiet"]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
+    quiet: bool
+    def __init__(self, buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., quiet: bool = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ["ahead", "counts", "dense", "tables", "training", "version"]
@@ -227,11 +271,12 @@ class Pull(_message.Message):
     def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ["attempt", "keeping", "now", "options", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "used_tables"]
+    __slots__ = ["attempt", "keeping", "now", "options", "own_seconds", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "token", "unplaced", "used_tables"]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     KEEPING_FIELD_NUMBER: _ClassVar[int]
     NOW_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OWN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
     READ_AT_FIELD_NUMBER: _ClassVar[int]
@@ -239,11 +284,14 @@ class Push(_message.Message):
     ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     ROW_TABLES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    UNPLACED_FIELD_NUMBER: _ClassVar[int]
     USED_TABLES_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     keeping: Keeping
     now: float
     options: _containers.RepeatedScalarFieldContainer[str]
+    own_seconds: float
     present: bytes
     quiet: bool
     read_at: int
@@ -251,8 +299,10 @@ class Push(_message.Message):
     row_tables: _containers.RepeatedScalarFieldContainer[int]
     rows_read_at: _containers.RepeatedScalarFieldContainer[int]
     steps: int
+    token: int
+    unplaced: bool
     used_tables: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, options: _Optional[_Iterable[str]] = ..., present: _Optional[bytes] = ..., row_tables: _Optional[_Iterable[int]] = ..., used_tables: _Optional[_Iterable[int]] = ..., quiet: bool = ..., steps: _Optional[int] = ..., read_at: _Optional[int] = ..., rows_read_at: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., keeping: _Optional[_Union[Keeping, _Mapping]] = ..., now: _Optional[float] = ..., row_counts: _Optional[_Iterable[int]] = ..., token: _Optional[int] = ..., unplaced: bool = ..., own_seconds: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ["tables"]
@@ -287,9 +337,10 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "others_give", "steps", "table_clocks", "tensors", "version", "wanted"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "norms", "others_give", "steps", "table_clocks", "tensors", "version", "wanted"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +353,7 @@ class Reply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
+    NORMS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_GIVE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TABLE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +362,7 @@ class Reply(_message.Message):
     WANTED_FIELD_NUMBER: _ClassVar[int]
     about: str
     broken: int
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
     changed: _containers.RepeatedScalarFieldContainer[int]
     clock: int
     cursor: str
@@ -322,21 +375,23 @@ class Reply(_message.Message):
     initialized: bool
     loads: int
     meeting: int
+    norms: _containers.RepeatedCompositeFieldContainer[Norm]
     others_give: bool
     steps: int
     table_clocks: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
     wanted: str
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "choose", "claim", "cut", "direct", "export", "extend", "gather", "give", "group", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "status", "step", "survey", "tensors", "upload", "worker"]
+    __slots__ = ["abort", "beat", "bye", "choose", "claim", "clip", "cut", "direct", "export", "extend", "gather", "give", "group", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "status", "step", "survey", "tensors", "together", "upload", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
     CHOOSE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +419,7 @@ class Request(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     SURVEY_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     abort: Abort
@@ -371,6 +427,7 @@ class Request(_message.Message):
     bye: Bye
     choose: Choose
     claim: Claim
+    clip: Clip
     cut: Cut
     direct: Direct
     export: Export
@@ -384,7 +441,7 @@ class Request(_message.Message):
     look: Look
     meet: Meet
     part: Part
-    place: int
+    place: Place
     pull: Pull
     push: Push
     rank: Rank
@@ -398,9 +455,10 @@ class Request(_message.Message):
     step: int
     survey: Survey
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    together: int
     upload: Upload
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., place: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ["after", "begin", "folder", "id", "proof", "version"]

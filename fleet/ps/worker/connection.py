@@ -107,7 +107,7 @@ class Connection:
             incarnation=self._incarnation,
             step=step,
             group=together.group,
-            place=together.place,
+            together=together.place,
             **kind,  # type: ignore[arg-type]
         )
 
@@ -390,16 +390,18 @@ class Connections:
         self._progress = progress
         self._claim = claim
 
-    def ask(self, what: str, at_once: int | None = None, **kind: object) -> list[Frame]:
-        """Send the same request to every server, as ``Connection.request`` has it."""
-        step = self._progress.completed
+    def ask(self, what: str, at_once: int | None = None, *, step: int | None = None, **kind: object) -> list[Frame]:
+        """Send the same request to every server, as ``Connection.request`` has it, about the last step or another."""
+        step = self._progress.completed if step is None else step
         return self.ask_all(lambda _, connection: Frame(connection.request(step, **kind)), what, at_once)
 
-    def ask_all(self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None) -> list[Frame]:
-        """Send one request to every server: all under way at once, or ``at_once`` of them."""
+    def ask_all(
+        self, make: Callable[[int, Connection], Frame], what: str, at_once: int | None = None, *, first: int = 0
+    ) -> list[Frame]:
+        """Send one request to every server from the ``first`` one on: all under way at once, or ``at_once`` of them."""
         failure: FleetError | None = None
         replies = []
-        numbered = list(enumerate(self.by_server))
+        numbered = list(enumerate(self.by_server))[first:]
         for start in range(0, len(numbered), at_once or len(numbered)):
             some = numbered[start : start + (at_once or len(numbered))]
             pendings: list[PendingRequest] = []

@@ -266,9 +266,16 @@ class DenseTraining:
         elif is_taken:
             if self._check_finite:
                 self._refuse_infinite()
+            self._clip()
             with self._described.tables_aside():
                 update()
         return is_taken
+
+    def _clip(self) -> None:
+        """Clip the averaged gradient by its norm, rows' parts included, where the strategy says so."""
+        most = self._trained.plan.spec.settings.max_grad_norm
+        if most:
+            torch.nn.utils.clip_grad_norm_([*self._watched, *self._weights], most)
 
     def end_step(self) -> None:
         """Make another group if it is time for one, when the step is through."""

@@ -194,6 +194,9 @@ def describe(
         needs_all_workers=strategy.needs_all_workers,
         evict_every=evict_every,
         dense=strategy.dense,
+        gradients=strategy.gradients,
+        max_grad_norm=strategy.max_grad_norm,
+        changes=strategy.changes,
     )
     spec = JobSpec(tuple(params), tuple(tables), tuple(specs), settings)
     described = Description(spec, tuple(objects), tuple(handles), in_order, tuple(optimizers))

@@ -31,6 +31,7 @@ from fleet.ps.table.table import WEIGHT, Table
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.describe import Description
 from fleet.ps.worker.lookups import RowReader
+from fleet.ps.worker.progress import ReadAt
 from fleet.ps.worker.push import Change, Clocks, Push, Pusher, Rows, pack
 from fleet.ps.worker.step import UserGradients
 from fleet.ps.worker.trained_model import DenseValues, Flat, ParameterWriter, TrainedModel
@@ -294,5 +295,5 @@ class GeoTraining:
             for index in reply.message.changed:
                 yield index, next(tensors).numpy(), next(tensors).numpy()
             self._rows.read_at.update(
-                {(server, index): clock for index, clock in enumerate(reply.message.table_clocks)}
+                {(server, index): ReadAt(clock) for index, clock in enumerate(reply.message.table_clocks)}
             )

@@ -28,6 +28,7 @@ from fleet.plan.specs import TableSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.row_tensors import order_of, runs_of
+from fleet.ps.worker.progress import ReadAt, Readings
 from fleet.telemetry.worker_figures import ProfilerRange
 
 
@@ -82,11 +83,11 @@ class Fetch:
         self._specs = specs
         self._asked = asked
         self._rows: list[Array] = []
-        self._clocks: list[list[tuple[int, int]]] = [[] for _ in queries]  #: (server, clock) of each query
+        self._clocks: list[list[tuple[int, ReadAt]]] = [[] for _ in queries]  #: by server, of each query
         self._arrived = False
         self.failed = False
 
-    def rows(self, place: int, read_at: dict[tuple[int, int], int]) -> Array:
+    def rows(self, place: int, read_at: Readings) -> Array:
         """Return the rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
         if not self._arrived:
             try:
@@ -114,7 +115,7 @@ class Fetch:
                 for (place, part), clock in islice(here, run.stop - run.start):
                     stop = start + _size(part)
                     parts[place].append((part, rows[start:stop]))
-                    self._clocks[place].append((asked.server, clock))
+                    self._clocks[place].append((asked.server, ReadAt(clock, reply.message.version)))
                     start = stop
         self._rows = [
             _joined(query.ids.size, self._specs[query.table], each)
@@ -182,7 +183,7 @@ class Prefetched:
         """Say whether these very ids were asked for, or are held."""
         return self.known.training == training and torch.equal(self.known.ids, ids)
 
-    def lookup(self, read_at: dict[tuple[int, int], int]) -> Lookup:
+    def lookup(self, read_at: Readings) -> Lookup:
         """Return the look-up that was expected, of which all ids were asked for."""
         rows = self.fetch.rows(self.place, read_at)
         if self.made is None:
@@ -197,8 +198,8 @@ class RowReader:
         """``version_after`` returns the version that this worker needs when it has completed so many more steps."""
         self._connections = connections
         self._version_after = version_after
-        self.read_at: dict[tuple[int, int], int] = {}
-        self._read_before: dict[tuple[int, int], int] = {}
+        self.read_at: Readings = {}
+        self._read_before: Readings = {}
         self._offered: Mapping[int, Prefetched] = {}
         self._predicted_here = PerThread[Mapping[int, Prefetched]]()
         self._replaced = 0
@@ -211,7 +212,7 @@ class RowReader:
         self._specs = specs
         self._tables = {id(handle): index for index, handle in enumerate(handles)}
 
-    def take_clocks(self) -> dict[tuple[int, int], int]:
+    def take_clocks(self) -> Readings:
         """Return when the rows of this step were read; the next step's are read anew. Gradients that the user did not
         clear are of rows that were read for an earlier step."""
         self._read_before, self.read_at = {**self._read_before, **self.read_at}, {}

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
+
+
+class ReadAt(NamedTuple):
+    """Says of values how many updates they had had when a server gave them, and which version all values there were."""
+
+    clock: int
+    version: int = 0
+
+
+#: Of rows, by server and table.
+Readings: TypeAlias = dict[tuple[int, int], ReadAt]
 
 
 class Progress:

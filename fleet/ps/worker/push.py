@@ -13,14 +13,14 @@ every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from fleet.base.clock import wall_time
+from fleet.base.clock import Clock, wall_time
 from fleet.base.turns import run_uninterrupted
 from fleet.errors import DeadlineError, FleetError
 from fleet.numeric import buffers
@@ -35,7 +35,7 @@ from fleet.ps.wire.row_tensors import order_of, runs_of
 from fleet.ps.worker.connection import Connection, Connections
 from fleet.ps.worker.handshake import check_delivered
 from fleet.ps.worker.object_states import OwnStates
-from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.progress import Progress, ReadAt
 from fleet.ps.worker.row_cuts import RowCuts
 from fleet.ps.worker.trained_model import Flat, TrainedModel
 from fleet.telemetry.worker_figures import WorkerFigures
@@ -51,15 +51,21 @@ K = TypeVar("K")
 class Clocks:
     """Counts, by server, the updates that the dense values and each table had had when they were read there."""
 
-    dense: Mapping[int, int] = field(default_factory=dict)
-    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)  #: (server, table)
+    dense: Mapping[int, ReadAt] = field(default_factory=dict)
+    rows: Mapping[tuple[int, int], ReadAt] = field(default_factory=dict)  #: (server, table)
+
+    def token(self, tables: Iterable[int]) -> int:
+        """Return the oldest version of the values that were read, of these tables and of the dense ones."""
+        used = {*tables}
+        of_rows = (read.version for (_, table), read in self.rows.items() if table in used)
+        return min((*(read.version for read in self.dense.values()), *of_rows))
 
     def or_earlier(self, other: Clocks) -> Clocks:
         """Return the earlier of both, for gradients that become one."""
         return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
 
 
-def _earlier(one: Mapping[K, int], other: Mapping[K, int]) -> dict[K, int]:
+def _earlier(one: Mapping[K, ReadAt], other: Mapping[K, ReadAt]) -> dict[K, ReadAt]:
     return {**other, **{key: min(value, other.get(key, value)) for key, value in one.items()}}
 
 
@@ -281,10 +287,13 @@ class Pusher:
         wire_dtype: str | None,
         cuts: RowCuts,
         reload: Callable[[], None],
+        clock: Clock,
+        *,
+        places: bool = False,
         wall_time: Callable[[], float] = wall_time,
     ) -> None:
         """``cuts`` agrees on the rows that leave after a push; ``reload`` is called when a server says that its values
-        have been replaced."""
+        have been replaced. ``places``: the first server says what a push becomes part of, and the others are told."""
         self._connections = connections
         self._trained = trained
         self._progress = progress
@@ -293,6 +302,10 @@ class Pusher:
         self._worker = worker
         self._cuts = cuts
         self._reload = reload
+        self._places = places
+        self._clock = clock
+        #: when the last step was over; None before the first, which takes long for other reasons
+        self._answered_at: float | None = None
         self._now = wall_time
         self._narrow = Narrow(wire_dtype)
         self._in_doubt: Push | None = None
@@ -322,6 +335,9 @@ class Pusher:
         try:
             with self._figures.push:
                 replies = self._connections.ask_all(lambda server, _: frames[server], f"push of step {step}")
+                if self._places and len(replies) > 1:
+                    replies = self._placed(step, replies[0])
+                replies = self._clipped(step, replies)
             check_delivered(self._connections, step, replies)
         except BaseException as error:
             self._in_doubt = push.copied() if _is_unanswered(error) else None
@@ -332,6 +348,31 @@ class Pusher:
             self._finish(push, step, replies)
         self._cuts.settle()
         self.reload_if_replaced()
+
+    def _placed(self, step: int, first: Frame) -> list[Frame]:
+        """Tell all servers but the first what that one has answered to a push; return the answers of all."""
+        place = pb.Place(buffers=first.message.buffers)
+        others = self._connections.ask_all(
+            lambda _, connection: Frame(connection.request(step, place=place)), f"place of step {step}", first=1
+        )
+        return [first, *others]
+
+    def _clipped(self, step: int, replies: list[Frame]) -> list[Frame]:
+        """Agree with the servers on the norms by which they clip, as far as all know theirs; return the replies that
+        have the values."""
+        was_asked = False
+        while True:
+            known = [{norm.version: norm for norm in reply.message.norms} for reply in replies]
+            awaited = sorted({version for here in known for version, norm in here.items() if not norm.told})
+            if not awaited:
+                return replies
+            totals = {version: norm_of_all([here.get(version) for here in known]) for version in awaited}
+            found = {version: total for version, total in totals.items() if total is not None}
+            if was_asked and not found:  # who lets the last of them know its own finds it
+                return replies
+            was_asked = not found
+            clip = pb.Clip(versions=list(found), totals=list(found.values()))
+            replies = self._connections.ask(f"norm of step {step}", clip=clip, step=step)
 
     def reload_if_replaced(self) -> None:
         """Take over the servers' values, if they say that others have replaced them."""
@@ -351,6 +392,7 @@ class Pusher:
     def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
         progress = self._progress
         progress.completed, progress.steps, self._in_doubt = step, progress.steps + push.steps, None
+        self._answered_at = self._clock.now()
         self._cuts.notice([reply.message for reply in replies])
         push.take(replies)
 
@@ -418,7 +460,14 @@ class Pusher:
             index: self._by_server([*rows[index], *_weighed(gradients.weights.get(index))])
             for index in sorted(rows, key=lambda index: order_of(specs[index]))
         }
-        now = self._now() if any(table.goes_by_time for table in self._trained.plan.spec.tables) else 0.0
+        own_s = -1.0 if self._answered_at is None else self._clock.now() - self._answered_at
+        goes_by_time = self._places or any(table.goes_by_time for table in self._trained.plan.spec.tables)
+        now = self._now() if goes_by_time else 0.0
+
+        token = gradients.read.token(rows) if self._places else 0
+
+        def is_placed_later(server: int) -> bool:
+            return self._places and server > 0
 
         def push(server: int, connection: Connection) -> Frame:
             here = {index: parts[server] for index, parts in by_table.items() if len(parts[server][0].array)}
@@ -428,13 +477,16 @@ class Pusher:
                 present=present,
                 row_tables=list(here),
                 used_tables=sorted(rows),
-                quiet=not brings_values,
+                quiet=not brings_values or is_placed_later(server),
                 steps=gradients.steps,
-                read_at=gradients.read.dense[server],
+                read_at=gradients.read.dense[server].clock,
                 attempt=gradients.ahead,
-                rows_read_at=[gradients.read.rows[server, index] for index in here],
+                rows_read_at=[gradients.read.rows[server, index].clock for index in here],
                 row_counts=[len(ids.array) for ids, *_ in here.values()],
                 now=now,
+                token=token,
+                unplaced=is_placed_later(server),
+                own_seconds=own_s,
             )
             own = self._own_states.attach_to(message, gradients.state) if server == 0 else []
             return Frame(connection.request(step, push=message), [*tensors, *self._joined(here), *own])
@@ -475,6 +527,15 @@ class Pusher:
             return [tensors]
         parts = partition(tensors[0].array, servers)
         return [[WireTensor(tensor.dtype, tensor.array[part]) for tensor in tensors] for part in parts]
+
+
+def norm_of_all(parts: Sequence[pb.Norm | None]) -> float | None:
+    """Return the squared norm of a gradient of which each server holds a part, or None if one does not know its own."""
+    for part in parts:
+        if part is not None and part.told:
+            return part.total
+    known = [part.squares for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def _weighed(weights: Array | None) -> list[WireTensor]:

@@ -102,7 +102,17 @@ class WorkerRuntime:
         gradients = UserGradients(trained, values, rows, own, progress, worker, check_finite=check_finite)
         self.cuts = cuts = RowCuts(connections, trained, progress, shares_steps=policy.shares_steps)
         self._pusher = pusher = Pusher(
-            connections, trained, progress, own, figures, worker, strategy.wire_dtype, cuts, self.reload
+            connections,
+            trained,
+            progress,
+            own,
+            figures,
+            worker,
+            strategy.wire_dtype,
+            cuts,
+            self.reload,
+            clock,
+            places=policy.fills_buffers,
         )
         communication = replace(settings.communicator, **dict(strategy.communicator))  # type: ignore[arg-type]
         self._training = RemoteTraining(

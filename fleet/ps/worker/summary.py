@@ -23,6 +23,11 @@ def summary(worker: int, mode: str, steps: int, surveys: Sequence[str], figures:
         "figures": dict(figures),
         "steps_by_worker": {int(index): count for index, count in servers[0]["steps"].items()},
         "tables": {name: {**table, "hit_rate": hit_rate(table)} for name, table in tables.items()},
+        "changes": [
+            {"update": update, "to": "synchronous" if together else "GBA", "gain": gain}
+            for update, together, gain in servers[0]["changes"]
+        ],
+        "late_gradients": {int(index): count for index, count in servers[0]["late"].items()},
         "staleness": {
             index: {name: _described(histogram) for name, histogram in by_name.items()}
             for index, by_name in counts.items()

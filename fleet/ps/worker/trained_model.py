@@ -22,7 +22,7 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import Connections
 from fleet.ps.worker.describe import Description
-from fleet.ps.worker.progress import Progress
+from fleet.ps.worker.progress import Progress, ReadAt
 
 #: From so many small blocks on they are written by compiled code: to load it takes what it gains in a thousand steps.
 MANY = 256
@@ -99,7 +99,7 @@ class DenseValues:
         self._trained = trained
         self._remembers = remembers
         #: server -> how many updates its values had had that came last
-        self.read_at: Mapping[int, int] = {}
+        self.read_at: Mapping[int, ReadAt] = {}
         #: elements that stay as they are in the parameters, whatever the servers have: by parameter, which and what
         self.kept: dict[int, Elements] = {}
         self._written: list[Flat] | None = None
@@ -115,7 +115,9 @@ class DenseValues:
     def read(self, replies: Sequence[Frame]) -> list[Flat]:
         """Return the values of every server's blocks, as it sent them."""
         self._progress.notice(replies)
-        self.read_at = {server: reply.message.clock for server, reply in enumerate(replies)}
+        self.read_at = {
+            server: ReadAt(reply.message.clock, reply.message.version) for server, reply in enumerate(replies)
+        }
         return [
             # In GEO rows follow the dense values.
             dict(zip(layout.dtypes, (tensor.torch() for tensor in reply.tensors), strict=False))

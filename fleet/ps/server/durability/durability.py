@@ -53,7 +53,7 @@ _log = logging.getLogger("fleet.server")
 NOTED = frozenset(
     (
         *("hello", "upload", "ready", "extend", "push", "gather", "claim", "release", "settle", "give", "bye", "abort"),
-        *("shrink", "cut"),
+        *("shrink", "cut", "place", "clip"),
     )
 )
 
@@ -219,6 +219,8 @@ class Durability:
         over.
         """
         if self._closed or self._end.begun or not job.is_whole or self.replaying or not self._directory.is_due:
+            return False
+        if job.rounds.due:
             return False
         self._forget_finished(job)
         clocks = job.rounds.gate.clocks

@@ -69,6 +69,7 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
             pending[worker] = min(number, pending.get(worker, number))
             steps[worker] -= frame.message.push.steps
     plans, rounds, progress = job.plans, job.rounds, job.progress
+    clocks = {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()}
     return {
         "spec": plans.current.spec.to_json(),
         "placement": plans.current.placement,
@@ -82,8 +83,11 @@ def state_of(job: Job, shard: Shard, members: Sequence[MemberRecord], unfinished
         "past": shard.past,
         "now": shard.now,
         "staleness": total([shard.staleness.counts]),
+        "late": shard.staleness.late,
+        "norms": rounds.norms,
         "agreed": job.rounds.agreed,
-        "clocks": {worker: pending.get(worker, clock + 1) - 1 for worker, clock in rounds.gate.clocks.items()},
+        "clocks": clocks,
+        "gate": rounds.gate.memory(clocks),
         "gone": rounds.gate.gone,
         "version": rounds.gate.version,
         "came": job.reductions.dump(),
@@ -158,11 +162,13 @@ def restore(
     for table, step in zip(shard.tables, state["table_steps"], strict=True):
         table.step = step
     shard.resume_past(state.get("past", {}), state.get("now", 0.0))
-    shard.staleness.resume(state["staleness"])
+    shard.staleness.resume(state["staleness"], state.get("late", {}))
     shard.warm()
     job.shard, job.initialized = shard, True
-    job.rounds.gate.resume(_by_worker(state["clocks"]), _by_worker(state["gone"]), state["version"])
+    clocks, gone = _by_worker(state["clocks"]), _by_worker(state["gone"])
+    job.rounds.gate.resume(clocks, gone, state["version"], state.get("gate", {}))
     job.rounds.agreed = {int(index): tuple(each) for index, each in state.get("agreed", {}).items()}
+    job.rounds.norms = {int(version): tuple(each) for version, each in state.get("norms", {}).items()}
     job.reductions.restore(_by_worker(state["came"]))
     job.claims.restore(state["claims"], now)
     progress, plans = job.progress, job.plans

@@ -1,0 +1,139 @@
+"""Synchronous training that ceases to wait where waiting costs too much, and begins again where it does not.
+
+Workers begin in rounds: what a round makes is what a buffer of GBA holds that has one push of every live worker, and is
+divided by their number; nobody in it goes on before it is applied. Server 0 hears with each push how long the worker
+took for its step by itself, and works out how much faster all would be if nobody waited. When that is ``MUCH`` the
+following buffers are GBA's, until it is ``LITTLE`` again. As both make an update of as many gradients, nothing else
+changes. ``PAUSE_S`` lies between two changes, by the clock of the first worker, which comes with its pushes. So all of
+it is a function of what has been pushed, and a journal that is done over makes the same changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fleet.ps.consistency.gate import NO_RULES, Changed, Effect, Rules
+from fleet.ps.consistency.gba import GbaGate, GbaPolicy
+from fleet.ps.consistency.policy import Mode
+
+#: By what factor all have to be faster without waiting for that to be worth it, and below which it no longer is.
+MUCH, LITTLE = 1.2, 1.05
+#: So many of every worker's last steps are looked at.
+STEPS = 20
+#: So much time lies between two changes: at most four an hour.
+PAUSE_S = 900.0
+
+
+def gain(own_s: Iterable[Iterable[float]]) -> float:
+    """Return how much faster workers would be if none waited for another: of each the time of as many steps, which are
+    rounds if they wait. A round takes as long as its slowest step, and without rounds speeds add up."""
+    each = [[*steps] for steps in own_s]
+    totals = [sum(steps) for steps in each]
+    if not totals or min(totals) <= 0:
+        return 1.0
+    rounds = sum(map(max, zip(*each, strict=True)), 0.0)
+    return rounds * sum(1 / total for total in totals) / len(totals)
+
+
+class AutoGate(GbaGate):
+    def __init__(self, workers: Iterable[int], version: int = 0, rules: Rules = NO_RULES) -> None:
+        super().__init__(workers, version, rules)
+        self._wanted = rules.changes
+        #: whether workers wait for each other
+        self._waits = True
+        self._changes: list[Changed] = []
+        #: by worker, its last steps and how long each took it
+        self._own_s: dict[int, list[tuple[int, float]]] = {}
+        self._now = self._changed_at = -math.inf
+
+    def note(self, worker: int, step: int, own_s: float, now: float) -> None:
+        if step == self._clock.get(worker, step) + 1 and math.isfinite(own_s) and own_s >= 0:
+            self._own_s[worker] = [*self._own_s.get(worker, [])[1 - STEPS :], (step, own_s)]
+        if worker == min(self._clock, default=worker) and math.isfinite(now):
+            self._now = now
+
+    def holds(self, worker: int, step: int) -> int:
+        if not self._waits:
+            return 0
+        there = self._pushes.get(self._applied, ())
+        return self._applied + 1 if (worker, step) in ((whose, number) for _, whose, number in there) else 0
+
+    @property
+    def changes(self) -> list[Changed]:
+        return [*self._changes]
+
+    def leave(self, worker: int) -> list[Effect]:
+        self._own_s.pop(worker, None)
+        effects = super().leave(worker)
+        pushes = self._pushes.get(self._applied)
+        if not pushes or not self._clock or self._applied in self._divisors or not self._admits:
+            return effects
+        self._admit(pushes)
+        return [*effects, *self._effects()]
+
+    def memory(self, clocks: Mapping[int, int]) -> dict[str, Any]:
+        own_s = {
+            str(worker): [each for each in steps if each[0] <= clocks.get(worker, each[0])]
+            for worker, steps in self._own_s.items()
+        }
+        changes = [(each.version, each.together, each.gain) for each in self._changes]
+        times = [None if math.isinf(at) else at for at in (self._now, self._changed_at)]
+        return {**super().memory(clocks), "waits": self._waits, "changes": changes, "own_s": own_s, "times": times}
+
+    def resume(
+        self,
+        clocks: Mapping[int, int],
+        gone: Mapping[int, int],
+        version: int,
+        memory: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        super().resume(clocks, gone, version, memory)
+        self._waits = memory["waits"]
+        self._changes = [Changed(*each) for each in memory["changes"]]
+        self._own_s = {int(worker): [(step, s) for step, s in steps] for worker, steps in memory["own_s"].items()}
+        self._now, self._changed_at = (-math.inf if at is None else at for at in memory["times"])
+
+    def _admit(self, pushes: set[tuple[int, int, int]]) -> None:
+        if not self._waits:
+            super()._admit(pushes)
+        elif {worker for _, worker, _ in pushes}.issuperset(self._clock):
+            self._divisors[self._applied] = len(pushes)
+            self._together.add(self._applied)
+
+    def _effects(self) -> list[Effect]:
+        effects: list[Effect] = []
+        while self._is_full():
+            effects.append(self._close())
+            if self._admits and (change := self._change()) is not None:
+                self._waits = change.together
+                self._changes.append(change)
+                self._changed_at = self._now
+                effects.append(change)
+        return [*effects, *self._answer(self._applied)]
+
+    def _change(self) -> Changed | None:
+        """Return what changes at this version, if anything does."""
+        if self._wanted:
+            is_due = self._applied in self._wanted
+            return Changed(self._applied, not self._waits, self._gain()) if is_due else None
+        if self._now - self._changed_at < PAUSE_S or len(self._clock) < 2:
+            return None
+        gained = self._gain()
+        if (gained >= MUCH) if self._waits else (gained < LITTLE and self._is_measured):
+            return Changed(self._applied, not self._waits, gained)
+        return None
+
+    @property
+    def _is_measured(self) -> bool:
+        return all(len(self._own_s.get(worker, ())) == STEPS for worker in self._clock)
+
+    def _gain(self) -> float:
+        if not self._is_measured:
+            return 1.0
+        return gain([s for _, s in self._own_s[worker]] for worker in self._clock)
+
+
+MODE = Mode("auto", AutoGate, GbaPolicy)

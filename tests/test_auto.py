@@ -1,0 +1,209 @@
+"""The strategy that changes between synchronous training and GBA by itself: when it does, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dying import DyingJob, every
+from harness import run_job
+from inside import refresh
+from test_clipping import Model
+from test_durable import same, state
+from test_gba import Turns
+
+from fleet import Fleet, StrategyFactory
+from fleet.errors import ArgumentTypeError, ConfigurationError
+from fleet.ps.consistency.auto import LITTLE, MUCH, PAUSE_S, AutoGate, gain
+from fleet.ps.consistency.gate import Answer, ApplyBuffer, Changed, Effect, Rules
+from fleet.strategy.parameter_server import Strategy
+
+STEPS = 5
+
+
+# ---------------------------------------------------------------- when it changes
+
+
+@pytest.mark.parametrize(
+    ("own_s", "expected"),
+    [
+        ([[1.0] * 4] * 3, 1.0),
+        ([[1.0] * 4, [4.0] * 4], 4 * (1 / 1 + 1 / 4) / 2),
+        ([[1.0, 4.0], [4.0, 1.0]], 8 / 5),  # each is slow at another time: waiting costs, though none is slower
+        ([[4.0] * 2, *([[1.0] * 2] * 3)], 4 * (3 + 1 / 4) / 4),
+        ([[0.0], [0.0]], 1.0),
+        ([], 1.0),
+    ],
+)
+def test_what_would_be_gained(own_s: list[list[float]], expected: float) -> None:
+    assert gain(own_s) == pytest.approx(expected)
+
+
+class Clockwork:
+    """A gate whose workers take their steps, in rounds or not, as long as is said, while time passes."""
+
+    def __init__(self, *own_s: float, changes: tuple[int, ...] = ()) -> None:
+        self.gate = AutoGate(range(len(own_s)), 0, Rules(99, 0, changes))
+        self.own_s = list(own_s)
+        self.now = 0.0
+        self.steps = [0] * len(own_s)
+        self.effects: list[Effect] = []
+
+    def take(self, rounds: int) -> list[Changed]:
+        before = len(self.gate.changes)
+        for _ in range(rounds):
+            for worker, own_s in enumerate(self.own_s):
+                self.steps[worker] += 1
+                self.now += own_s
+                self.gate.note(worker, self.steps[worker], own_s, self.now)
+                self.effects += self.gate.push(worker, self.steps[worker], self.gate.version)
+        return self.gate.changes[before:]
+
+
+def test_even_workers_stay_synchronous() -> None:
+    assert Clockwork(1.0, 1.0, 1.05).take(100) == []
+
+
+def test_one_that_is_slow_is_no_longer_waited_for_once_that_is_known() -> None:
+    clockwork = Clockwork(1.0, 1.0, 4.0)
+    assert clockwork.take(19) == []
+    (change,) = clockwork.take(1)
+    assert (change.version, change.together) == (20, False)
+    assert change.gain == pytest.approx(3.0)
+    assert change in clockwork.effects
+
+
+def test_it_goes_back_when_all_are_even_again_and_not_before_a_while() -> None:
+    clockwork = Clockwork(1.0, 4.0)
+    clockwork.take(20)
+    clockwork.own_s = [1.0, 1.0]
+    changed_at = clockwork.now
+    changes: list[Changed] = []
+    while not changes:
+        changes = clockwork.take(1)
+    assert changes[0].together
+    assert changes[0].gain < LITTLE < MUCH
+    assert clockwork.now - changed_at >= PAUSE_S - 5  # the first worker told the time a little before
+
+
+@pytest.mark.parametrize("own_s", [(1.0, 1.0), (1.0, 4.0)])
+def test_a_recorded_sequence_is_followed_and_nothing_else(own_s: tuple[float, float]) -> None:
+    changes = Clockwork(*own_s, changes=(3, 40)).take(60)
+    assert [(change.version, change.together) for change in changes] == [(3, False), (40, True)]
+
+
+def test_a_journal_that_is_done_over_makes_the_same_changes() -> None:
+    """Also from a snapshot in the midst, of which the last steps are done over."""
+    clockwork = Clockwork(1.0, 1.0, 4.0)
+    clockwork.take(15)
+    clocks = dict.fromkeys(range(3), 15)
+    again = Clockwork(1.0, 1.0, 4.0)
+    again.gate.resume(clocks, {}, 15, clockwork.gate.memory(clocks))
+    again.steps, again.now = [15] * 3, clockwork.now
+    assert again.take(10) == clockwork.take(10)
+    assert again.gate.memory(clocks) == clockwork.gate.memory(clocks)
+
+
+def test_in_a_round_everybody_waits_for_everybody() -> None:
+    gate = AutoGate(range(3))
+    assert gate.push(0, 1, 0) == gate.push(2, 1, 0) == []
+    assert gate.holds(0, 1) == 1
+    assert gate.wait("zero", 0, 1) == []
+    assert gate.leave(1) == [ApplyBuffer(1, ((0, 1), (2, 1)), (), 2), Answer("zero", 1)]
+    assert gate.holds(0, 1) == 0
+
+
+def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
+    """Nothing is held back that was not, when workers begin to wait for each other."""
+    gate = AutoGate(range(2), 0, Rules(99, 0, (1, 2)))
+    for worker in (0, 1):
+        gate.push(worker, 1, 0)
+    assert gate.push(0, 2, 1) == []
+    assert gate.holds(0, 2) == 0
+    assert isinstance(gate.push(0, 3, 1)[-1], Changed)
+    assert gate.push(0, 4, 2) == []
+    assert gate.holds(0, 4) == 3
+    assert gate.push(1, 2, 0) == [ApplyBuffer(3, ((1, 2), (0, 4)), (), 2)]
+
+
+# ---------------------------------------------------------------- what it computes
+
+
+def trains(strategy: Strategy) -> Callable[[Fleet, int], Any]:
+    def body(made: Fleet, index: int) -> Any:
+        model = Model(sparse=True)
+        wrapped = made.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), strategy, model=model)
+        made.init_worker()
+        for step in range(STEPS):
+            wrapped.minimize(model.loss(step, index))
+        return state(made, model)
+
+    return body
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("most", [None, 0.5])
+def test_before_it_changes_it_is_synchronous_to_the_bit(servers: int, most: float | None) -> None:
+    auto = StrategyFactory.create_auto_strategy(max_grad_norm=most)
+    expected = run_job(trains(StrategyFactory.create_sync_strategy(max_grad_norm=most)), 3, servers)
+    same(run_job(trains(auto), 3, servers), expected)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_recorded_sequence_reproduces_a_run(servers: int) -> None:
+    """Synchronous, then GBA with its steps in a given order, then synchronous again."""
+    strategy = StrategyFactory.create_auto_strategy(changes=[2, 4])
+
+    def once() -> list[Any]:
+        turns = Turns()
+
+        def body(made: Fleet, index: int) -> Any:
+            model = Model(sparse=True)
+            wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+            made.init_worker()
+
+            def step(number: int) -> None:
+                wrapped.minimize(model.loss(number, index))
+
+            step(0), step(1)
+            made.barrier_worker()
+            for number, turn in ((2, 0), (3, 2)) if index == 0 else ((2, 1), (3, 3)):
+                turns.take(turn, lambda number=number: step(number))
+            made.barrier_worker()
+            refresh(made)
+            step(4), step(5)
+            return state(made, model), made.summary()["changes"]
+
+        return run_job(body, 2, servers)
+
+    first, second = once(), once()
+    same([values for values, _ in first], [values for values, _ in second])
+    assert [(each["update"], each["to"]) for each in first[0][1]] == [(2, "GBA"), (4, "synchronous")]
+
+
+@pytest.mark.parametrize("journal_bytes", [1, pytest.param(1 << 30, marks=pytest.mark.slow)])
+def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, journal_bytes: int) -> None:
+    body = trains(StrategyFactory.create_auto_strategy())
+    job = DyingJob(body, tmp_path, plan=every(4, 1), journal_bytes=journal_bytes)
+    same(job.run(), run_job(trains(StrategyFactory.create_sync_strategy()), 2, 2))
+    assert job.kills > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"changes": []}, ConfigurationError, "changes are not updates in order"),
+        ({"changes": [3, 3]}, ConfigurationError, "changes are not updates in order"),
+        ({"changes": [0]}, ConfigurationError, "changes is out of range"),
+        ({"changes": "3"}, ArgumentTypeError, "changes must be a list"),
+        ({"changes": [2.5]}, ArgumentTypeError, "changes must be an int"),
+        ({"staleness": -1}, ConfigurationError, "staleness is out of range"),
+        ({"dense": "all_reduce"}, ConfigurationError, "GBA and dense='all_reduce' exclude each other"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        StrategyFactory.create_auto_strategy(**options)
