@@ -123,6 +123,7 @@ loader = [SimpleNamespace(ids=x, users=x[:, 0], items=x[:, 1])] * 3
 table = model.score.user
 loss = lambda model, batch: model(batch)
 """,
+        'device = "cpu"',
     ],
     "docs/metrics.md": [
         f"{JOB}\ntensor, predictions, labels = torch.rand(3), torch.rand(9), torch.arange(9) % 2",
