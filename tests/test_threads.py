@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Action, Fault, FaultyNetwork
 from harness import Job, run_job, until
 from inside import is_in_a_meeting
 from patience import PATIENCE_S
@@ -321,7 +322,10 @@ def test_checkpoints_of_a_thread_beside_the_training(strategy: str, tmp_path: Pa
     assert run_job(body, WORKERS, 2) == [(total, total, total / 2, STEPS)] * WORKERS
 
 
-def test_a_goodbye_while_another_thread_waits_for_the_other_workers() -> None:
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_goodbye_while_another_thread_waits_for_the_other_workers(is_answered: bool) -> None:
+    """Whichever comes first, the server's answer or the end of the connection."""
+
     def body(fleet_: Fleet, worker: int) -> str:
         model, optimizer = join(fleet_)
         step(model, optimizer)
@@ -345,7 +349,10 @@ def test_a_goodbye_while_another_thread_waits_for_the_other_workers() -> None:
         return str(failures[0])
 
     late = threading.Event()
-    told, _ = run_job(body, WORKERS)
+    network = FaultyNetwork(LoopbackNetwork())
+    if not is_answered:
+        network.add(Fault(Action.SILENCE, worker=0, kind="gather"))
+    told, _ = run_job(body, WORKERS, network=network)
     assert "barrier_worker() came after the job ended for this worker" in told
 
 

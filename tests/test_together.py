@@ -90,10 +90,9 @@ def trained(model: Three, optimizer: Any, way: Callable[[list[torch.Tensor], Thr
         return [table(torch.arange(ROWS)) for table in model.tables]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_whatever_is_done_with_the_rows(
-    way: Callable[[list[torch.Tensor], Three], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tables each function of autograd expands."""
     counts: list[int] = []
     expanded = expanding._expanded
 
@@ -102,7 +101,11 @@ def test_whatever_is_done_with_the_rows(
         return expanded(found)
 
     monkeypatch.setattr(expanding, "_expanded", counted)
+    return counts
 
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_done_with_the_rows(way: Callable[[list[torch.Tensor], Three], None], counts: list[int]) -> None:
     def body(fleet_: Fleet, worker: int) -> list[torch.Tensor]:
         model = Three()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,6 +163,35 @@ def test_ids_that_change_in_between() -> None:
             assert torch.equal(model(IDS.clone())[1], expected.expand(len(IDS), DIM))
 
     run_job(body)
+
+
+def test_what_was_fetched_ahead_is_expanded_together_too(counts: list[int]) -> None:
+    """Also where a batch is used twice, where a table of it is not looked up, and where another is twice."""
+
+    def body(ahead: bool, fleet_: Fleet) -> list[torch.Tensor]:
+        model = Three()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fleet_.distributed_optimizer(sgd, model=model, remote="all")
+        fleet_.init_worker()
+
+        def lookup(ids: torch.Tensor) -> dict[torch.nn.Module, Any]:
+            return {table: ids[:, place] for place, table in enumerate(model.tables)}
+
+        batches = [IDS.roll(shift, 0) for shift in range(4)]
+        for number, ids in enumerate(fleet_.prefetch(batches, lookup) if ahead else batches):
+            optimizer.zero_grad()
+            found = model(ids) if number != 1 else [model.tables[place](ids[:, place]) for place in (0, 2, 2)]
+            found += model(ids) if number == 2 else []
+            torch.cat(found, 1).square().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return [table(torch.arange(ROWS)) for table in model.tables]
+
+    (expected,) = run_job(lambda fleet_, _: body(False, fleet_))
+    counts.clear()
+    (got,) = run_job(lambda fleet_, _: body(True, fleet_))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
+    assert counts == [3, 3, 1, 3, 1, 1, 1, 3], "all but what is looked up once more"
 
 
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 4), max_size=40), max_size=6))

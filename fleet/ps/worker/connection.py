@@ -25,6 +25,7 @@ from fleet.errors import (
     JobAbortedError,
     ServerBusyError,
     ServerLostError,
+    StateError,
 )
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -150,7 +151,7 @@ class Connection:
 
     def close(self) -> None:
         self._closing.set()
-        self.fail(FleetError("the connection is closed", where=str(self.endpoint)))
+        self.fail(StateError("the connection is closed", where=str(self.endpoint)))
         self._channel.close()
         if self._heartbeat is not None and self._heartbeat is not threading.current_thread():
             self._heartbeat.join()

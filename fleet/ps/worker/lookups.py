@@ -330,7 +330,8 @@ class RowReader:
         parts = [part for each in flat for part in each]
         ids = parts[0] if len(parts) == 1 and not keep else torch.cat(parts)
         found = unique_each(ids.numpy(), np.cumsum(sizes))
-        counts = np.diff(found.stops, prepend=0).tolist()
+        stops = found.stops.tolist()
+        counts = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
         for same, count, low, high in zip(by_table, counts, found.low.tolist(), found.high.tolist(), strict=True):
             if count:
                 same[0].handle.check_range(low, high)
@@ -461,7 +462,7 @@ class RowReader:
             )
             for place, (each, ids) in enumerate(zip(known, asked, strict=True))
         }
-        if not ahead and held is None:
+        if held is None:
             self.expand_together(by_table, begun)
         return begun
 

@@ -487,7 +487,7 @@ class WorkerRuntime:
     def _gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
         try:
             return self._barrier.gather(call, op, dtype, mine)
-        except IdentityError:
+        except (IdentityError, StateError):
             self._refuse_late(call)  # another thread has said goodbye meanwhile
             raise
 
