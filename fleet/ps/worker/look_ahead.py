@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -150,9 +151,20 @@ class LookAhead:
     """Looks ahead for the batches of one ``fleet.prefetch``."""
 
     def __init__(
-        self, reader: RowReader, copies: Copies, depth: int, most_age: int | None, *, shares_steps: bool
+        self,
+        reader: RowReader,
+        copies: Copies,
+        depth: int,
+        most_age: int | None,
+        waiting: AbstractContextManager[None],
+        copying: AbstractContextManager[None],
+        *,
+        shares_steps: bool,
     ) -> None:
-        """``most_age`` says for how many batches rows may stay on the device, if they may."""
+        """``most_age`` says for how many batches rows may stay on the device, if they may. ``waiting`` is around every
+        wait for servers, ``copying`` around what is done for the device."""
+        self._waiting = waiting
+        self._copying = copying
         self._reader = reader
         self._copies = copies
         self._depth = depth
@@ -215,9 +227,11 @@ class LookAhead:
             return
         if coming.second is None and coming.version > reader.version_after(0):
             return  # nobody knows yet when it is answered
-        coming.first.arrive()
+        with self._waiting:
+            coming.first.arrive()
         if coming.second is None or coming.first.version in (None, coming.completed):
-            self._copy_first(coming)
+            with self._copying:
+                self._copy_first(coming)
 
     def arrive(self, coming: Coming, completed: int) -> dict[int, Prefetched]:
         """Return the rows of a batch whose turn it is, on their way to the device; none of them if they are not as new
@@ -231,7 +245,8 @@ class LookAhead:
             return {}
         if coming.second is not None:
             self._copy_second(coming, coming.second, completed)
-        return self._offered(coming)
+        with self._copying:
+            return self._offered(coming)
 
     # ---------------------------------------------------------------- copies
 
@@ -293,6 +308,8 @@ class LookAhead:
 
     def _copy_second(self, coming: Coming, second: Fetch, completed: int) -> None:
         """Copy what has changed, and what has not though it was expected to: nothing was asked for of that."""
+        with self._waiting:
+            second.arrive()
         reader, lacking, where = self._reader, list[Query](), list[tuple[int, Ids]]()
         written: dict[int, list[tuple[Ids, Array]]] = {}
         for place, part in enumerate(coming.parts):
@@ -304,14 +321,18 @@ class LookAhead:
                 rest = np.flatnonzero(~has)
                 lacking.append(Query(part.known.table, part.known.distinct.numpy()[rest], part.known.training))
                 where.append((place, rest))
-        for (place, rest), rows in zip(where, reader.now(lacking, completed) if lacking else (), strict=True):
-            written[place].append((rest, rows))
-        for places, sizes in self._runs(coming.parts):
-            memory = _together([coming.rows[place] for place in places])
-            found: list[tuple[Ids, Array]] = []
-            for place, offset in zip(places, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
-                found += [(offset + at, rows) for at, rows in written[place]]
-            self._write(memory, [at for at, _ in found], [rows for _, rows in found])
+        if lacking:
+            with self._waiting:
+                asked_now = reader.now(lacking, completed)
+            for (place, rest), rows in zip(where, asked_now, strict=True):
+                written[place].append((rest, rows))
+        with self._copying:
+            for places, sizes in self._runs(coming.parts):
+                memory = _together([coming.rows[place] for place in places])
+                found: list[tuple[Ids, Array]] = []
+                for place, offset in zip(places, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True):
+                    found += [(offset + at, rows) for at, rows in written[place]]
+                self._write(memory, [at for at, _ in found], [rows for _, rows in found])
 
     def _runs(self, parts: Sequence[Part]) -> Iterable[tuple[list[int], list[int]]]:
         """Yield the places of tables whose rows lie in one piece of memory, and how many rows each has."""

@@ -101,7 +101,7 @@ class WorkerRuntime:
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         self.own_states = own = OwnStates(first_server, progress, settings.security.max_message_bytes)
         check_finite = strategy.check_finite or settings.check_finite
-        gradients = UserGradients(trained, values, rows, own, progress, worker, check_finite=check_finite)
+        gradients = UserGradients(trained, values, rows, own, progress, worker, figures.copy, check_finite=check_finite)
         self.cuts = cuts = RowCuts(connections, trained, progress, shares_steps=policy.shares_steps)
         self._pusher = pusher = Pusher(
             connections, trained, progress, own, figures, worker, strategy.wire_dtype, cuts, self.reload
@@ -438,7 +438,8 @@ class WorkerRuntime:
 
     def look_ahead(self, copies: Copies, depth: int, most_age: int | None) -> LookAhead:
         """Return what brings rows to a device ahead of forwards."""
-        return LookAhead(self.rows, copies, depth, most_age, shares_steps=self.policy.shares_steps)
+        figures, shares_steps = self.figures, self.policy.shares_steps
+        return LookAhead(self.rows, copies, depth, most_age, figures.pull, figures.copy, shares_steps=shares_steps)
 
     def foresee(self, look_ahead: LookAhead, wanted: Sequence[Wanted], steps: int) -> Coming:
         """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
@@ -452,10 +453,9 @@ class WorkerRuntime:
         """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            with self.figures.pull:
-                self.rows.offer(look_ahead.arrive(coming, self.progress.completed))
-                for each in later:
-                    look_ahead.bring(each)
+            self.rows.offer(look_ahead.arrive(coming, self.progress.completed))
+            for each in later:
+                look_ahead.bring(each)
 
     def forget_rows(self) -> None:
         """Forget rows that were fetched ahead, or as a whole: others are there now."""
