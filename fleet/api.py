@@ -377,9 +377,21 @@ class Fleet:
         """
         self._backend("stop_worker").stop_worker()
 
-    def prefetch(self, batches: Iterable[T], lookup: Callable[[T], Mapping[Any, Any]], depth: int = 1) -> Iterator[T]:
+    def prefetch(
+        self,
+        batches: Iterable[T],
+        lookup: Callable[[T], Mapping[Any, Any]],
+        depth: int = 1,
+        *,
+        device: Any = None,
+        embedding_staleness: int | None = None,
+    ) -> Iterator[T]:
         """Iterate over ``batches`` while the rows of the next ``depth`` ones are fetched. ``lookup(batch)`` returns the
         ids that each remote embedding will be asked for, as ``{module: ids}``; the forward then finds their rows there.
+
+        With ``device`` the rows are brought there, by copies beside the computation. A synchronous job gets the same
+        numbers, to the bit. In asynchronous and half-asynchronous jobs ``embedding_staleness`` lets rows stay on the
+        device for so many batches after the one in which they were asked for, and be used again.
 
         Examples:
             >>> batches = [torch.tensor([1, 2]), torch.tensor([3, 4])]
@@ -392,7 +404,8 @@ class Fleet:
         checks.whole("depth", depth, 1)
         if not callable(lookup):
             raise ArgumentTypeError("lookup must be a function of a batch", got=type(lookup).__name__)
-        return backend.prefetch(batches, lookup, depth)
+        checks.whole_or_none("embedding_staleness", embedding_staleness, 1)
+        return backend.prefetch(batches, lookup, depth, device, embedding_staleness)
 
     # ---------------------------------------------------------------- among workers
 

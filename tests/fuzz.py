@@ -142,6 +142,10 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
             {"pull": pb.Pull(version=step + 1, ahead=True, tables=[1], training=[1], counts=[1])},
             _tensors(_ids(5)),
         ),
+        "changed": (
+            {"pull": pb.Pull(version=step, tables=[1, 0], training=[1, 1], counts=[1, 2], since=[step, 0])},
+            _tensors(_ids(5, 6, 7)),
+        ),
         "beat": ({"beat": pb.Beat(figures={"steps": step, "loss": 0.5})}, []),
         "status": ({"status": pb.Status()}, []),
         "look": ({"look": pb.Look(root=NOWHERE, job_id="")}, []),

@@ -171,6 +171,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/stores.py": "without a bound",
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
+        "ps/worker/look_ahead.py": "rows on a device",
     },
 }
 

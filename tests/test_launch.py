@@ -924,6 +924,7 @@ def test_the_last_line_of_a_good_job() -> None:
     assert ": 2 workers, up to 30 steps told of; logs" in good_end(two, 1, [30], "a/", "/b/")
     assert good_end(plan(here=("a",)), 7384, [1], "logs/", "logs/").startswith("done in 2 h 3 min: 1 worker, 1 step;")
     assert good_end(two, 1, [], "logs/", "logs/") == "done in 1.0 s: 2 workers; logs in logs/"
+    assert ", 3 steps each (rows 21%); logs" in good_end(two, 1, [3, 3], "a/", "/b/", "rows 21%")
 
 
 def test_the_first_word_stands(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.telemetry.cause import Cause, claim
 from fleet.telemetry.diagnosis import diagnose
-from fleet.telemetry.figures import SERVER, TABLE, WORKER, Figure, rate
+from fleet.telemetry.figures import SERVER, TABLE, WORKER, Figure, rate, time_in_words
 from fleet.telemetry.live_table import HEADS, TABLE_HEADS, cells, plain, rich_table, rich_tables, title, with_heads
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.prometheus import BESIDE
@@ -984,6 +984,22 @@ def test_scalars_of_a_job(tmp_path: Path) -> None:
 
 
 # fleet doctor
+
+
+def test_it_tells_what_a_step_waits_for() -> None:
+    parts = {"pull_seconds": 0.2, "reduce_seconds": 0.45, "copy_seconds": 0.12, "push_seconds": 0.05}
+    before, now = views([{"spends": parts}, {"spends": parts}])
+    first, *rest = diagnose(before, now)
+    assert first.endswith("A step: all-reduce 45%, rows 20%, computing 18%, copies 12%, gradients 5%.")
+    assert any("45% goes into averaging dense gradients" in each for each in rest)
+    assert any("12% goes into copies between the host and its device" in each for each in rest)
+    assert rows(before, now)[0].note == "all-reduce 45%, rows 20%, computing 18%, copies 12%, gradients 5%"
+    plain = views([{"spends": {"pull_seconds": 0.2}}])
+    assert "A step" not in diagnose(*plain)[0], "as ever"
+    assert rows(*plain)[0].note == ""
+    told = {"uptime_seconds": 10.0, "pull_seconds": 2.0, "reduce_seconds": 1.0, "copy_seconds": 0.0}
+    assert time_in_words([told, told]) == "computing 70%, rows 20%, all-reduce 10%"
+    assert time_in_words([]) == time_in_words([{"uptime_seconds": 3.0, "pull_seconds": 1.0}]) == ""
 
 
 def views(

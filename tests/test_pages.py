@@ -123,6 +123,7 @@ loader = [SimpleNamespace(ids=x, users=x[:, 0], items=x[:, 1])] * 3
 table = model.score.user
 loss = lambda model, batch: model(batch)
 """,
+        'device = "cpu"',
     ],
     "docs/metrics.md": [
         f"{JOB}\ntensor, predictions, labels = torch.rand(3), torch.rand(9), torch.arange(9) % 2",
@@ -237,7 +238,7 @@ def test_every_file_that_the_sources_name_is_there() -> None:
 
 
 def test_every_name_of_the_package_is_there() -> None:
-    ranges = {"fleet.push", "fleet.pull", "fleet.meet", "fleet.wait"}  # in a profile
+    ranges = {"fleet.push", "fleet.pull", "fleet.meet", "fleet.reduce", "fleet.copy", "fleet.wait"}  # in a profile
     programs = {"fleet.startup_program", "fleet.main_program"}  # of which a page says that they are not there
     extras = {"fleet.lightning", "fleet.lightning.FleetStrategy"}  # it takes Lightning to import
     others = ranges | programs | extras | {"fleet.observing"}  # a logger

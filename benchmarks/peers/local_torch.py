@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch_model import ClickModel, DenseModel, OneTable, TableEach, batches
+from torch_model import OneTable, TableEach, batches, make_model
 from work import ROW_RANGE, Meter, Work, my_work
 
 
@@ -16,7 +16,7 @@ def make_rows(work: Work, *, sparse: bool = True) -> torch.nn.Module:
 
 def main() -> None:
     work = my_work()
-    model = ClickModel(work, make_rows(work)) if work.model == "ctr" else DenseModel(work)
+    model = make_model(work, lambda: make_rows(work))
     if work.optimizer == "sgd":
         optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), work.rate)]
     else:

@@ -1,6 +1,6 @@
 """Fleet, as its README shows it. What follows a mode after "+" is what a user may do beside: "prefetch", "group", a
-``wire_dtype``, "dense" or "all" for ``torch.nn.Embedding`` that stay on the workers or go remote, and "apart" for
-calling ``backward`` and ``step`` where ``minimize`` does both."""
+``wire_dtype``, "all_reduce" for dense parameters among the workers, "dense" or "all" for ``torch.nn.Embedding`` that
+stay on the workers or go remote, and "apart" for calling ``backward`` and ``step`` where ``minimize`` does both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import local_torch
 import torch
-from torch_model import ClickModel, DenseModel, OneTable, TableEach, batches
+from torch_model import OneTable, TableEach, batches, make_model
 from work import ROW_RANGE, Meter, Work, my_work
 
 import fleet
@@ -67,11 +67,12 @@ def main() -> None:
     role = Role.SERVER if work.role == "server" else Role.WORKER
     fleet.init(UserDefinedRoleMaker(work.index, role, work.workers, work.servers))
     mode, *extras = work.mode.split("+")
-    model = ClickModel(work, make_rows(work, extras)) if work.model == "ctr" else DenseModel(work)
+    model = make_model(work, lambda: make_rows(work, extras))
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[work.optimizer]
     optimizer = kind(model.parameters(), lr=work.rate)
     (wire_dtype,) = {*WIRE_DTYPES} & {*extras} or {None}
-    strategy = STRATEGIES[mode](wire_dtype=wire_dtype)
+    dense = "all_reduce" if "all_reduce" in extras else "servers"
+    strategy = STRATEGIES[mode](wire_dtype=wire_dtype, **({} if mode == "geo" else {"dense": dense}))
     remote = "all" if "all" in extras else "sparse"
     optimizer = fleet.distributed_optimizer(optimizer, strategy, model=model, remote=remote)
     if fleet.is_server():

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import torch
-from work import FEATURES, SLOTS, Work, clicks, vectors
+from work import FEATURES, SLOTS, Work, clicks, vectors, vectors_and_ids
 
 torch.set_num_threads(1)
 
 
 def batches(work: Work) -> list[tuple[torch.Tensor, ...]]:
-    made = clicks(work) if work.model == "ctr" else vectors(work)
+    made = {"ctr": clicks, "dense": vectors, "both": vectors_and_ids}[work.model](work)
     return [tuple(map(torch.from_numpy, batch)) for batch in made]
 
 
@@ -75,3 +75,22 @@ class DenseModel(torch.nn.Module):
 
     def loss(self, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.mse_loss(self.layers(given), wanted)
+
+
+class RowsAndLayers(torch.nn.Module):
+    """Layers whose input begins with rows of a table."""
+
+    def __init__(self, work: Work, rows: torch.nn.Module) -> None:
+        super().__init__()
+        self.rows = rows
+        self.top = layers([work.width] * 5)
+
+    def loss(self, ids: torch.Tensor, given: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(ids)
+        return torch.nn.functional.mse_loss(self.top(torch.cat([rows, given[:, rows.shape[1] :]], 1)), wanted)
+
+
+def make_model(work: Work, make_rows: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    if work.model == "dense":
+        return DenseModel(work)
+    return (ClickModel if work.model == "ctr" else RowsAndLayers)(work, make_rows())

@@ -24,11 +24,11 @@ ROW_RANGE = 1.0
 
 @dataclass
 class Work:
-    """``model`` is "ctr": ids of 26 slots and 13 numbers, three layers of ``width`` and a choice of two; or "dense":
-    four layers of ``width``. ``servers`` has their addresses; ``meeting`` one for each worker and one more, for systems
-    that need any. ``alike``: all workers have the same data, so that a table is as large for many as for one.
-    ``crowd``: so many workers share a process, in programs made for that. ``device`` is where workers compute; batches
-    lie in the host's memory."""
+    """``model`` is "ctr": ids of 26 slots and 13 numbers, three layers of ``width`` and a choice of two; "dense": four
+    layers of ``width``; or "both": the same four, with rows of 26 ids in front of them. ``servers`` has their
+    addresses; ``meeting`` one for each worker and one more, for systems that need any. ``alike``: all workers have the
+    same data, so that a table is as large for many as for one. ``crowd``: so many workers share a process, in programs
+    made for that. ``device`` is where workers compute; batches lie in the host's memory."""
 
     role: str
     index: int
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def rate(self):
-        if self.model == "dense":
+        if self.model in ("dense", "both"):
             return 0.3
         if self.optimizer == "adam":
             return 0.003
@@ -88,6 +88,12 @@ def vectors(work):
         given = draw.rand(work.batch, work.width).astype("float32")
         batches.append((given, given[:, ::-1].copy()))
     return batches
+
+
+def vectors_and_ids(work):
+    """The same with ids of 26 slots beside them."""
+    draw = np.random.RandomState(2000 + work.index)
+    return [(draw.randint(0, work.vocabulary, (work.batch, SLOTS)), given, wanted) for given, wanted in vectors(work)]
 
 
 class Meter:

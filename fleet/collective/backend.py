@@ -90,7 +90,7 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
     def run_server(self) -> NoReturn:
         self._no_servers("run_server()", "Guard it with fleet.is_server().")
 
-    def prefetch(self, batches: object, lookup: object, depth: int) -> NoReturn:  # noqa: ARG002
+    def prefetch(self, *_: object) -> NoReturn:
         self._no_servers("prefetch()", "Iterate over the batches themselves: there are no rows to fetch.")
 
     def _no_servers(self, call: str, todo: str) -> NoReturn:

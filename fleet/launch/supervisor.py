@@ -40,6 +40,7 @@ from fleet.launch.live_view import PERIOD_S, LiveView
 from fleet.launch.process_plan import LaunchPlan, ProcessSpec, child_environment
 from fleet.launch.watch import Effect, Restart, Say, Send, Watch, good_end, how_ended, named, state_stays
 from fleet.telemetry.cause import LAUNCHER, claim, claimed
+from fleet.telemetry.figures import Figures, time_in_words
 from fleet.telemetry.record import Chronicle, has_broken_off, newest
 
 #: A progress bar redraws its line many times a second; on the console it becomes a line this often.
@@ -148,9 +149,10 @@ def run(
                 pump.say(state_stays(kept, plan.job_id))
             if watch.exit_code == 0:
                 records = log_dir if record_dir == log_dir.resolve() else record_dir
-                pump.say(
-                    good_end(plan, time.monotonic() - began, _steps(record_dir, plan), f"{log_dir}/", f"{records}/")
-                )
+                told = _told(record_dir, plan)
+                steps = [int(each["steps"]) for each in told]
+                took, logs = time.monotonic() - began, f"{log_dir}/"
+                pump.say(good_end(plan, took, steps, logs, f"{records}/", time_in_words(told)))
         finally:
             _sweep(children, pump, grace_s)
     return watch.exit_code
@@ -427,11 +429,11 @@ def _next_effects(
     return event, watch.exited(process, event.returncode, time.monotonic(), cause, broke_off=broke_off)
 
 
-def _steps(record_dir: Path, plan: LaunchPlan) -> list[int]:
-    """Return the steps of each worker that has reported some."""
+def _told(record_dir: Path, plan: LaunchPlan) -> list[Figures]:
+    """Return the last figures of each worker that has reported steps."""
     workers = [spec.name for spec in plan.processes if spec.role is Role.WORKER]
-    told = (line.told.get("steps", 0) for line in newest(record_dir, workers) if line.kind == "worker")
-    return [int(steps) for steps in told if steps]
+    told = (line.told for line in newest(record_dir, workers) if line.kind == "worker")
+    return [each for each in told if each.get("steps", 0)]
 
 
 def _kept_state(plan: LaunchPlan, inherited: Mapping[str, str]) -> list[Path]:

@@ -197,7 +197,9 @@ def how_ended(returncode: int) -> str:
     return f"killed by {name}{hint} (exit code {128 - returncode})"
 
 
-def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, records: str) -> str:
+def good_end(
+    plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, records: str, time_went_into: str = ""
+) -> str:
     """Return the last line of a job that went well. ``steps`` are those of each worker here that has reported some."""
     workers = sum(process.role is Role.WORKER for process in plan.processes)
     parts = [f"{workers} worker{'s' * (workers != 1)}"]
@@ -210,6 +212,8 @@ def good_end(plan: LaunchPlan, seconds: float, steps: Sequence[int], logs: str, 
         else:
             parts.append(f"{most:,} {unit}{' each' * (workers > 1)}")
     shown = f", fleet report {records}" if steps else ""
+    if time_went_into:
+        parts[-1] += f" ({time_went_into})"
     return f"done in {_duration(seconds)}: {', '.join(parts)}; logs in {logs}{shown}"
 
 

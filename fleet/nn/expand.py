@@ -10,7 +10,8 @@ together, or were foreseen to be in one forward, share a function of autograd an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +104,7 @@ class ForeseenLookups:
                 and foreseen.ids.shape == wanted.ids.shape
                 and foreseen.padding_idx == wanted.padding_idx
                 and wanted.expands
-                and wanted.ids.is_cpu
+                and wanted.ids.device == expanded.device
                 and weight.requires_grad
                 and weight.dtype is expanded.dtype
             )
@@ -111,9 +112,13 @@ class ForeseenLookups:
 
     def _expanded(self) -> dict[int, tuple[Wanted, torch.Tensor]]:
         found = [(each, each.handle.found(self._lookup_of(each), each)) for each in self._wanted]
+        ready: dict[int, tuple[Wanted, torch.Tensor]] = {}
         ours = [(each, here) for each, here in found if _is_ours(here)]
-        expanded = expand([here for _, here in ours])
-        return {id(each.handle): (each, made) for (each, _), made in zip(ours, expanded, strict=True)}
+        theirs = [(each, here) for each, here in found if _is_for_torch(here)]
+        for those, how in ((ours, expand), (theirs, expand_by_torch)):
+            made = how([here for _, here in those])
+            ready |= {id(each.handle): (each, rows) for (each, _), rows in zip(those, made, strict=True)}
+        return ready
 
 
 def expand(found: Sequence[Found]) -> list[torch.Tensor]:
@@ -140,6 +145,20 @@ def _expanded(found: Sequence[Found]) -> tuple[torch.Tensor, ...]:
     return made
 
 
+def expand_by_torch(found: Sequence[Found]) -> list[torch.Tensor]:
+    """Do the same by torch's own functions, one for all tables that have rows of one kind."""
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for place, each in enumerate(found):
+        kinds.setdefault((each.rows.shape[1], each.rows.dtype, each.rows.device), []).append(place)
+    expanded: dict[int, torch.Tensor] = {}
+    for places in kinds.values():
+        these = [found[place] for place in places]
+        with torch._C.DisableTorchFunctionSubclass():
+            made = _Gather.apply(these, *(each.weight for each in these))  # type: ignore[no-untyped-call]
+        expanded.update(zip(places, made, strict=True))
+    return [expanded[place] for place in range(len(found))]
+
+
 def _has_hooks(found: Found) -> bool:
     """Say whether hooks see the gradient: of a table beside which others have one they would be given None."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -159,6 +178,10 @@ def pool(found: Found, bags: Bags) -> torch.Tensor:
 
 def _is_ours(found: Found) -> bool:
     return found.weight is not None and found.rows.is_cpu and found.rows.dtype in _NUMPY
+
+
+def _is_for_torch(found: Found) -> bool:
+    return not _is_ours(found) and found.weight is not None and found.weighed is None and not _has_hooks(found)
 
 
 def _differentiable(found: Found) -> torch.Tensor:
@@ -250,6 +273,54 @@ class _Expand(torch.autograd.Function):
             None if total is None else _gradient(found, like, total)
             for found, like, total in zip(ctx.found, ctx.like, totals, strict=True)
         )
+
+
+class _Gather(torch.autograd.Function):
+    """Expands rows of several tables that are of one kind, as if these were one table: a device does little at once."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Sequence[Found], *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.found, ctx.like = found, [(weight.shape, weight.device) for weight in weights]
+        starts = [0, *itertools.accumulate(len(each.rows) for each in found)]
+        flat = [each.inverse.reshape(-1) for each in found]
+        ctx.places = torch._foreach_add(flat, starts[:-1])
+        gathered = torch.embedding(torch.cat([each.rows for each in found]), torch.cat(ctx.places))
+        return tuple(_apart(gathered, [len(each) for each in flat], [each.inverse.shape for each in found]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        counts = [len(each.rows) for each in ctx.found]
+        there = [
+            place
+            for place, (grad, needs) in enumerate(zip(grads, ctx.needs_input_grad[1:], strict=True))
+            if grad is not None and needs
+        ]
+        totals: list[torch.Tensor | None] = [None] * len(grads)
+        if torch.is_grad_enabled():
+            for place in there:
+                totals[place] = _added_by_torch(ctx.found[place], grads[place])  # type: ignore[arg-type]
+        elif there:
+            flat = torch.cat([grads[place].reshape(-1, grads[place].shape[-1]) for place in there])  # type: ignore[union-attr]
+            places = torch.cat([ctx.places[place] for place in there])
+            summed = torch.ops.aten.embedding_dense_backward(flat, places, sum(counts), -1, False)
+            parts = summed.split_with_sizes(counts)
+            for place in there:
+                totals[place] = parts[place]
+        return None, *(
+            None if total is None else _gradient(found, like, total)
+            for found, like, total in zip(ctx.found, ctx.like, totals, strict=True)
+        )
+
+
+def _apart(gathered: torch.Tensor, counts: Sequence[int], shapes: Sequence[torch.Size]) -> Iterator[torch.Tensor]:
+    """Yield parts of rows as tensors of their own, which a script may write into like into every result of torch's: to
+    autograd they are no views, though they lie in one piece of memory."""
+    dim, start = gathered.shape[1], 0
+    for count, shape in zip(counts, shapes, strict=True):
+        whole, strides = (*shape, dim), torch.empty(*shape, dim, device="meta").stride()
+        yield gathered.new_empty(0).set_(gathered.untyped_storage(), start * dim, whole, strides)
+        start += count
 
 
 def _added(found: Sequence[Found], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

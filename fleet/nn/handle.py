@@ -45,7 +45,7 @@ _UNNAMED = "an embedding"
 
 class Lookup(NamedTuple):
     """Holds the distinct ids of one forward, their rows, which others may look at too, and for every id asked for its
-    place among them."""
+    place among them. Rows and places may be on a device."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -292,7 +292,7 @@ class TableHandle:
         rows, inverse = lookup.rows, lookup.inverse
         if trained:
             self._distinct = lookup.ids
-        if not ids.is_cpu:
+        if rows.device != ids.device:
             rows, inverse = rows.to(ids.device), inverse.to(ids.device)
         padding: int | None = None
         if padding_idx is not None:

@@ -82,6 +82,17 @@ def unique(ids: npt.ArrayLike) -> tuple[Ids, Ids]:
     return _unique(packed_ids(ids))
 
 
+def among(ids: Ids, others: Sequence[Ids]) -> npt.NDArray[np.bool_]:
+    """Say of each id whether it is one of the others."""
+    known = sum(map(len, others))
+    if not known:
+        return np.zeros(len(ids), np.bool_)
+    # Distinct ids are numbered as they come first, so the others have the lowest numbers.
+    _, numbers = unique(np.concatenate([*others, ids]))
+    found: npt.NDArray[np.bool_] = numbers[known:] <= numbers[:known].max()
+    return found
+
+
 @compiled
 def _unique(ids: Ids) -> tuple[Ids, Ids]:
     distinct, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)

@@ -16,7 +16,7 @@ from fleet.plan.specs import DTYPES, JobSpec, ParamSpec
 
 #: What workers and servers say to each other. It goes into the fingerprint, so that those of releases that say it
 #: otherwise do not go on with each other.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True)

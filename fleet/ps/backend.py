@@ -246,9 +246,14 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
             self._embedded.join(timeout=10.0)
 
     def prefetch(
-        self, batches: Iterable[Batch], lookup: Callable[[Batch], Mapping[Any, Any]], depth: int
+        self,
+        batches: Iterable[Batch],
+        lookup: Callable[[Batch], Mapping[Any, Any]],
+        depth: int,
+        device: object,
+        embedding_staleness: int | None,
     ) -> Iterator[Batch]:
-        return prefetch(self._running_worker("prefetch()"), batches, lookup, depth)
+        return prefetch(self._running_worker("prefetch()"), batches, lookup, depth, device, embedding_staleness)
 
     # ---------------------------------------------------------------- among workers
 

@@ -1,7 +1,8 @@
 """Says in sentences what holds a job back, from two views of it. Pure: each rule is a function of both.
 
-A worker counts what it spends in pushing, pulling and meeting; the rest of its time is its own: data, forward,
-backward. Of pushing and meeting a part is waiting for other workers; servers know which.
+A worker counts what it spends in pushing, pulling and meeting, in averaging dense gradients with others and in copies
+to a device and back; the rest of its time is its own: data, forward, backward. Of pushing and meeting a part is waiting
+for other workers; servers know which.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fleet.telemetry.cause import LAUNCHER, Cause
-from fleet.telemetry.figures import rate, reported
+from fleet.telemetry.figures import has_parts, in_words, rate, reported
 from fleet.telemetry.view import (
     SILENT_S,
     View,
@@ -22,6 +23,7 @@ from fleet.telemetry.view import (
     rows,
     table_rows,
     total_speed,
+    usual_parts,
     waited_shares,
 )
 
@@ -49,7 +51,7 @@ _READ_TOO_OFTEN = 0.2
 _NAMED = 4
 
 _COUNTED = {"push_seconds", "pull_seconds", "meet_seconds", "steps", "cpu_seconds"}
-_COUNTED_BY_SOME = {"delay_seconds", "sent_bytes", "received_bytes"}
+_COUNTED_BY_SOME = {"reduce_seconds", "copy_seconds", "delay_seconds", "sent_bytes", "received_bytes"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class _Time:
     cpu: float
     delay: float
     moved: float
+    reduce: float
+    copy: float
 
     @property
     def exchange(self) -> float:
@@ -71,7 +75,7 @@ class _Time:
 
     @property
     def own(self) -> float:
-        return max(0.0, 1.0 - self.push - self.pull - self.meet)
+        return max(0.0, 1.0 - self.push - self.pull - self.meet - self.reduce - self.copy)
 
     @property
     def waits_unseen(self) -> bool:
@@ -130,6 +134,8 @@ def _times(before: View, now: View) -> Iterator[tuple[int, _Time]]:
                     known["cpu_seconds"],
                     known.get("delay_seconds", 0.0),
                     known.get("sent_bytes", 0.0) + known.get("received_bytes", 0.0),
+                    known.get("reduce_seconds", 0.0),
+                    known.get("copy_seconds", 0.0),
                 ),
             )
 
@@ -160,7 +166,9 @@ def _overview(case: _Case) -> str:
     mode = f", mode {modes.pop()}" if len(modes) == 1 else ""
     paces = [server.pace for server in case.last.servers.values() if server.pace]
     pace = f" They are {paces[0]}." if paces else ""
-    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}.{pace}"
+    parts = usual_parts(case.before, case.now)
+    step = f" A step: {in_words(parts)}." if has_parts(parts) else ""
+    return f"{_count(len(there), 'worker')} and {_count(len(case.last.servers), 'server')}{mode}: {speed}.{pace}{step}"
 
 
 # ---------------------------------------------------------------- rules: what is broken
@@ -337,6 +345,25 @@ def _exchange(case: _Case) -> Iterator[str]:
         yield f"{told} What is left is moving {moved / 1e6:.3g} MB a second ({a_step}): {todo}."
 
 
+def _averaging(case: _Case) -> Iterator[str]:
+    times = {index: spent.reduce for index, spent in case.times.items() if spent.reduce >= _LARGE}
+    if times:
+        yield (
+            f"Of the time of {_named(list(times), case)}, {median(times.values()):.0%} goes into averaging dense "
+            "gradients, waits for the slowest among it: wire_dtype='bf16', larger batches, or no_sync() around "
+            "backwards that only accumulate exchange less for an example."
+        )
+
+
+def _copies(case: _Case) -> Iterator[str]:
+    times = {index: spent.copy for index, spent in case.times.items() if spent.copy >= _NOTABLE}
+    if times:
+        yield (
+            f"Of the time of {_named(list(times), case)}, {median(times.values()):.0%} goes into copies between the "
+            "host and its device: fleet.prefetch(…, device=, depth=2) makes those of rows beside the computation."
+        )
+
+
 def _starved(case: _Case) -> Iterator[str]:
     starved = {index: spent.delay for index, spent in case.times.items() if spent.delay >= _STARVED}
     if starved:
@@ -399,7 +426,19 @@ def _compute(case: _Case) -> Iterator[str]:
 
 _Rules = tuple[Callable[[_Case], Iterator[str]], ...]
 _BROKEN: _Rules = (_servers_away, _workers_away, _stuck, _not_finite, _admits_nothing)
-_SLOW: _Rules = (_straggler, _busy_server, _thrashes, _starved, _exchange, _waits_unseen, _stale, _late, _compute)
+_SLOW: _Rules = (
+    _straggler,
+    _busy_server,
+    _thrashes,
+    _starved,
+    _exchange,
+    _averaging,
+    _copies,
+    _waits_unseen,
+    _stale,
+    _late,
+    _compute,
+)
 
 
 def _named(workers: Sequence[int], case: _Case) -> str:

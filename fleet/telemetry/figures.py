@@ -6,7 +6,7 @@ of their ``uptime_seconds``, which are the process's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: What is told of one process at one moment.
@@ -40,6 +40,7 @@ WORKER = {
     "pull_seconds": Figure("time of the training thread in fetching rows"),
     "meet_seconds": Figure("time of the training thread in barriers and reductions, or until another's save is done"),
     "reduce_seconds": Figure("time of the training thread in waiting for dense gradients that workers average"),
+    "copy_seconds": Figure("time of the training thread in copies between the host and a device that Fleet makes"),
     "delay_seconds": Figure("time for which the process's first thread was ready to run and had no processor"),
     "queue": Figure("steps that wait to be sent, in the asynchronous mode", counts=False),
     **_OF_EVERY_PROCESS,
@@ -74,6 +75,50 @@ TABLE = {
 def reported(figures: Figures) -> dict[str, float]:
     """Return those figures of a worker that its script has reported under names of its own."""
     return {name: value for name, value in figures.items() if name not in WORKER}
+
+
+#: What a worker's time goes into, as far as Fleet sees it; the rest is the script's own computing.
+SPENT = {
+    "rows": "pull_seconds",
+    "gradients": "push_seconds",
+    "all-reduce": "reduce_seconds",
+    "meeting": "meet_seconds",
+    "copies": "copy_seconds",
+}
+OWN = "computing"
+
+
+def spent(before: Figures | None, now: Figures) -> dict[str, float]:
+    """Return the parts of its time that a worker spent on each of these, and on its own; nothing if that is not known.
+    Records of earlier releases lack some."""
+    if before is None:
+        return {}
+    parts = {what: rate(name, before, now) for what, name in SPENT.items() if name in before and name in now}
+    known = {what: part for what, part in parts.items() if part is not None}
+    return {**known, OWN: max(0.0, 1.0 - sum(known.values()))} if "rows" in known else {}
+
+
+def mean_parts(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the parts of the time of several workers, in the mean."""
+    names = dict.fromkeys(what for parts in each for what in parts)
+    return {what: sum(parts.get(what, 0.0) for parts in each) / len(each) for what in names}
+
+
+def has_parts(parts: Mapping[str, float]) -> bool:
+    """Say whether more goes into a step than rows and gradients: averaging among workers, or copies to a device."""
+    return bool(parts.get("all-reduce") or parts.get("copies"))
+
+
+def time_in_words(told: Sequence[Figures]) -> str:
+    """Return what all the time of some workers went into, where more goes into a step than rows and gradients."""
+    parts = mean_parts([spent(dict.fromkeys(each, 0.0), each) for each in told])
+    return in_words(parts) if has_parts(parts) else ""
+
+
+def in_words(parts: Mapping[str, float], least: float = 0.01) -> str:
+    """Name the parts of a step's time, the largest first: ``computing 62%, rows 21%``."""
+    named = sorted(((part, what) for what, part in parts.items() if part >= least), reverse=True)
+    return ", ".join(f"{what} {part:.0%}" for part, what in named)
 
 
 def rate(name: str, before: Figures | None, now: Figures) -> float | None:

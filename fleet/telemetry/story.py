@@ -12,9 +12,9 @@ from functools import partial
 
 from fleet.telemetry.cause import Cause
 from fleet.telemetry.diagnosis import diagnose
-from fleet.telemetry.figures import Figures, rate
+from fleet.telemetry.figures import OWN, SPENT, Figures, has_parts, rate
 from fleet.telemetry.record import EVENT, Line, training_of, view_of
-from fleet.telemetry.view import Row, TableRow, View, rows, table_rows, waited_seconds, waited_shares
+from fleet.telemetry.view import Row, TableRow, View, rows, table_rows, usual_parts, waited_seconds, waited_shares
 
 #: So many pictures at most, and no closer than heartbeats.
 MOST_MOMENTS, LEAST_S = 240, 1.0
@@ -22,6 +22,9 @@ MOST_MOMENTS, LEAST_S = 240, 1.0
 _OVER = 2
 
 Curve = list[float | None]
+
+#: A part of the time that never was as large has no curve.
+_SEEN = 0.005
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,10 @@ def _charts(pictures: Sequence[tuple[View, View]]) -> list[Chart]:
         Chart(
             "Time in exchanges",
             "% of the time",
-            "Pushing, pulling and meeting, waits included; the rest is the worker's own computing.",
+            "Pushing, pulling, averaging, meeting and copies, waits included; the rest is the worker's own computing.",
             shares(_exchange),
         ),
+        Chart("What a step waits for", "% of the time", "Of all workers, in the mean.", _parts(pictures)),
         Chart("Time waiting for other workers", "% of the time", "As the servers saw it.", shares(_waiting)),
         Chart(
             "Bytes",
@@ -203,9 +207,19 @@ def _figures(before: View, now: View, worker: int) -> tuple[Figures, Figures] | 
 
 def _exchange(before: View, now: View, worker: int) -> float | None:
     both = _figures(before, now, worker)
-    parts = [rate(f"{kind}_seconds", *both) for kind in ("push", "pull", "meet")] if both else [None]
+    parts = [rate(name, *both) for name in SPENT.values() if name in both[0] and name in both[1]] if both else [None]
     known = [part for part in parts if part is not None]
     return 100 * min(1.0, sum(known)) if known else None
+
+
+def _parts(pictures: Sequence[tuple[View, View]]) -> dict[str, Curve]:
+    """Return for each part of the workers' time how large it was, where more goes into a step than rows and
+    gradients."""
+    found = [usual_parts(*picture) for picture in pictures]
+    if not any(map(has_parts, found)):
+        return {}
+    names = [what for what in (OWN, *SPENT) if any(parts.get(what, 0.0) >= _SEEN for parts in found)]
+    return {what: [100 * parts[what] if what in parts else None for parts in found] for what in names}
 
 
 def _waiting(before: View, now: View, worker: int) -> float | None:

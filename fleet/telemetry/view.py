@@ -12,7 +12,18 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from fleet.telemetry.figures import TABLE, Figures, hit_rate, in_all, rate, reported
+from fleet.telemetry.figures import (
+    TABLE,
+    Figures,
+    has_parts,
+    hit_rate,
+    in_all,
+    in_words,
+    mean_parts,
+    rate,
+    reported,
+    spent,
+)
 
 #: Rates are over so many seconds.
 WINDOW_S = 5.0
@@ -239,6 +250,16 @@ def late_share(before: WorkerView | None, now: WorkerView) -> float | None:
     return (now.late - earlier.late) / (now.steps - earlier.steps) if now.late and now.steps else None
 
 
+def usual_parts(before: View, now: View) -> dict[str, float]:
+    """Return what the time of the workers that are there went into between two views, in the mean."""
+    each = [
+        parts
+        for index, worker in now.workers.items()
+        if index in before.workers and (parts := spent(before.workers[index].figures, worker.figures))
+    ]
+    return mean_parts(each)
+
+
 def mean_staleness(before: WorkerView | None, now: WorkerView) -> float | None:
     """Return the mean over the updates between two views, or over all if there were none."""
     total, updates = now.staleness
@@ -257,12 +278,18 @@ def _note(before: WorkerView | None, now: WorkerView, held: float) -> str:
     late = late_share(before, now) or 0.0
     if late >= _NOTABLY_LATE:
         return f"{late:.0%} of its gradients come too late"
-    shares = waited_shares(before, now)
+    parts = spent(None if before is None else before.figures, now.figures)
+    told = [in_words(parts)] if has_parts(parts) else []
+    return "; ".join([*_waits(waited_shares(before, now), held), *told])
+
+
+def _waits(shares: Mapping[int, float], held: float) -> list[str]:
+    """Say for whom a worker waits, or that others wait for it."""
     most = max(shares, key=shares.__getitem__, default=None)
     if most is not None and shares[most] >= max(_NOTABLE, held):
         in_all = f" ({sum(shares.values()):.0%} in all)" if sum(shares.values()) >= shares[most] + 0.01 else ""
-        return f"waits {shares[most]:.0%} for worker {most}{in_all}"
-    return f"others wait {held:.0%} for it" if held >= _NOTABLE else ""
+        return [f"waits {shares[most]:.0%} for worker {most}{in_all}"]
+    return [f"others wait {held:.0%} for it"] if held >= _NOTABLE else []
 
 
 def waited_shares(before: WorkerView | None, now: WorkerView) -> dict[int, float]:

@@ -29,6 +29,7 @@ class WorkerFigures:
         self.pull = Span("fleet.pull", clock)
         self.meet = Span("fleet.meet", clock)
         self.reduce = Span("fleet.reduce", clock)
+        self.copy = Span("fleet.copy", clock)
         self._process = ProcessFigures(clock)
         self._examples = 0
         self._reported: dict[str, float | torch.Tensor] = {}
@@ -70,6 +71,7 @@ class WorkerFigures:
             "pull_seconds": self.pull.seconds,
             "meet_seconds": self.meet.seconds,
             "reduce_seconds": self.reduce.seconds,
+            "copy_seconds": self.copy.seconds,
             **delay(),
             **self._process.read(),
             **{name: _number(value) for name, value in list(self._reported.items())},

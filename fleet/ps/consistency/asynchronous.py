@@ -11,6 +11,7 @@ from fleet.ps.consistency.policy import Mode, Policy
 
 
 class AsyncPolicy(Policy):
+    lets_rows_age = True
     awaits_answers = False
     lets_reads_go_first = True
 

@@ -13,6 +13,7 @@ from fleet.ps.consistency.policy import Policy
 class Compensated(Policy):
     remembers_reads = True
     lets_reads_go_first = False
+    lets_rows_age = False
 
 
 def compensated(policy: type[Policy]) -> type[Policy]:

@@ -11,6 +11,8 @@ from fleet.ps.consistency.policy import Mode, Policy
 
 
 class HalfAsyncPolicy(Policy):
+    lets_rows_age = True
+
     def steps_per_push(self, most_merged: int) -> int:
         return most_merged
 

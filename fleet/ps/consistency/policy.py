@@ -23,6 +23,8 @@ class Policy:
     remembers_reads = False
     #: A push that is due lets the next forward read its rows first.
     lets_reads_go_first = False
+    #: A worker may use a row again, as it was read some steps ago, if its script says so.
+    lets_rows_age = False
     #: Servers take gradients that come ahead of their push.
     takes_gradients_early = True
     #: The answer to a push tells which rows others have changed.

@@ -24,6 +24,7 @@ from fleet.ps.server.early_gradients import EarlyGradients
 from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.object_states import ObjectStates
 from fleet.ps.server.pending import Outbox, Waiting
+from fleet.ps.server.recent_changes import RecentChanges
 from fleet.ps.server.reductions import Reductions
 from fleet.ps.table.previous_round import PreviousRound
 from fleet.ps.table.shard import Contribution, Shard
@@ -108,6 +109,8 @@ class Rounds:
     due: deque[Due] = field(default_factory=deque)
     #: version -> the squared norm of the part of the gradient here that led to it, and of the whole; of the last ones
     norms: dict[int, tuple[float, float]] = field(default_factory=dict)
+    #: which rows the last rounds have changed
+    recent: RecentChanges = field(default_factory=RecentChanges)
     #: the tables of which rows wait until all servers agree which leave; None: the shard knows
     cuts: tuple[int, ...] | None = None
     #: table -> the version at which servers agreed, and the last row that stays, its score and its id
@@ -116,6 +119,7 @@ class Rounds:
     def forget_values(self) -> None:
         """Drop what was made of the values, as other values stand in the shard now, or more of them."""
         self.snapshot = self.previous = self.cuts = None
+        self.recent.forget()
 
     def previous_for(self, worker: int, version: int) -> PreviousRound | None:
         """Return what there was at a version, for a worker that has started again and computes its last step once

@@ -165,10 +165,15 @@ class StepRequests:
         request, rounds = arrival.request, job.rounds
         pull = request.pull
         is_counted = len(pull.tables) == len(pull.training) == len(pull.counts)
+        is_counted = is_counted and len(pull.since) in (0, len(pull.tables))
         if not is_counted or len(arrival.tensors) != bool(pull.tables):
             raise ProtocolError("a pull's tables and ids differ in number")
         wanted = _wanted(pull, arrival.tensors)
         _check_reply(job, pull)
+        if pull.since and not job.policy.shares_steps:
+            raise ProtocolError("rows that have changed since a version were asked for where steps are not shared")
+        if pull.since:
+            rounds.recent.begin(rounds.gate.version)
         is_remembered = job.policy.remembers_read(dense=pull.dense, training=any(pull.training))
         waiting = Waiting(
             request.worker,
@@ -318,6 +323,7 @@ class StepRequests:
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
+        rounds.recent.note(due.version, contributions)
         dense = _dense_at(job, due.version - 1) if keep else []
         rounds.snapshot = None
         shard.now = _time_at(job, contributions) or shard.now
@@ -362,6 +368,10 @@ class StepRequests:
             if shard.compensation is not None:
                 handed = dict(zip(shard.dense.layout.dtypes, flats, strict=True))
                 shard.compensation.handed_dense(worker, handed)
+        if wanted is not None and wanted.since:
+            wanted, positions = self._changed(job, wanted, everything=previous is not None)
+            reply.row_counts.extend(map(len, positions))
+            tensors.append(WireTensor.of(np.concatenate(positions)))
         if wanted is not None:
             try:
                 tensors += [WireTensor.of(rows) for rows in self._rows(job, worker, wanted, previous)]
@@ -370,10 +380,26 @@ class StepRequests:
             reply.table_clocks.extend([shard.tables[index].step for index in wanted.tables])
         return Frame(reply, tensors)
 
+    @staticmethod
+    def _changed(job: Job, wanted: Wanted, *, everything: bool) -> tuple[Wanted, list[Array]]:
+        """Return what is left of what a pull asks for without the rows that have not changed, and the positions of
+        their ids in each table. Rows that come and go change by themselves."""
+        recent, specs = job.rounds.recent, job.plans.current.spec.tables
+        positions = []
+        for index, since, part in zip(wanted.tables, wanted.since, parts(wanted.stops), strict=True):
+            ids = wanted.ids[part]
+            is_known = since > 0 and not specs[index].has_rules and not everything
+            positions.append(recent.changed(index, ids, since - 1) if is_known else np.arange(len(ids)))
+        starts = [part.start for part in parts(wanted.stops)]
+        places = np.concatenate([start + each for start, each in zip(starts, positions, strict=True)])
+        stops = np.cumsum([len(each) for each in positions])
+        return wanted._replace(ids=wanted.ids[places], stops=stops), positions
+
     def _rows(self, job: Job, worker: int, wanted: Wanted, previous: PreviousRound | None) -> list[Array]:
         """Return the rows of a pull, and note that the worker has them where that has to be known."""
         shard = job.held()
-        found = shard.read_joined(*wanted, before_cut=previous is not None)
+        asked = wanted.tables, wanted.training, wanted.ids, wanted.stops
+        found = shard.read_joined(*asked, before_cut=previous is not None)
         if previous is None and shard.readers is None:
             return found
         runs = [run.places for run in shard.request(wanted.tables, wanted.training).runs]
@@ -604,17 +630,20 @@ def _lacking(job: Job, worker: int, step: int) -> PlanMismatchError:
 
 class Wanted(NamedTuple):
     """Names tables whose rows a worker asks for, says of each whether to train them, and holds the ids of all and where
-    those of each end."""
+    those of each end. ``since`` is the pull's, if it leaves out what the worker has."""
 
     tables: tuple[int, ...]
     training: tuple[bool, ...]
     ids: Array
     stops: Array
+    since: tuple[int, ...] = ()
 
 
 def _wanted(pull: Any, tensors: Sequence[WireTensor]) -> Wanted | None:
     """Return what a pull asks for of tables; None if of none."""
-    return Wanted(tuple(pull.tables), tuple(pull.training), *ids_of(tensors, pull.counts)) if pull.tables else None
+    if not pull.tables:
+        return None
+    return Wanted(tuple(pull.tables), tuple(pull.training), *ids_of(tensors, pull.counts), tuple(pull.since))
 
 
 def _answer_of(waiting: Waiting) -> Frame:

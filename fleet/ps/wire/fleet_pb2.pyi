@@ -255,20 +255,22 @@ class Place(_message.Message):
     def __init__(self, buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., quiet: bool = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ["ahead", "counts", "dense", "tables", "training", "version"]
+    __slots__ = ["ahead", "counts", "dense", "since", "tables", "training", "version"]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ahead: bool
     counts: _containers.RepeatedScalarFieldContainer[int]
     dense: bool
+    since: _containers.RepeatedScalarFieldContainer[int]
     tables: _containers.RepeatedScalarFieldContainer[int]
     training: _containers.RepeatedScalarFieldContainer[bool]
     version: int
-    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., dense: bool = ..., tables: _Optional[_Iterable[int]] = ..., training: _Optional[_Iterable[bool]] = ..., ahead: bool = ..., counts: _Optional[_Iterable[int]] = ..., since: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Push(_message.Message):
     __slots__ = ["attempt", "keeping", "now", "options", "own_seconds", "present", "quiet", "read_at", "row_counts", "row_tables", "rows_read_at", "steps", "token", "unplaced", "used_tables"]
@@ -337,7 +339,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "norms", "others_give", "steps", "table_clocks", "tensors", "version", "wanted"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +357,7 @@ class Reply(_message.Message):
     MEETING_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_GIVE_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TABLE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -377,12 +380,13 @@ class Reply(_message.Message):
     meeting: int
     norms: _containers.RepeatedCompositeFieldContainer[Norm]
     others_give: bool
+    row_counts: _containers.RepeatedScalarFieldContainer[int]
     steps: int
     table_clocks: _containers.RepeatedScalarFieldContainer[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
     wanted: str
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ["abort", "beat", "bye", "choose", "claim", "clip", "cut", "direct", "export", "extend", "gather", "give", "group", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "status", "step", "survey", "tensors", "together", "upload", "worker"]

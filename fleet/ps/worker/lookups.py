@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fleet.base.turns import PerThread
-from fleet.errors import IdOutOfRangeError
+from fleet.errors import IdOutOfRangeError, ProtocolError
 from fleet.nn.expand import ForeseenLookups
 from fleet.nn.handle import Foreseen, Lookup, TableHandle, Wanted
 from fleet.numeric.ids import partition, unique, unique_each
@@ -68,11 +68,12 @@ Memory: TypeAlias = tuple[Any, ...]
 
 class Query(NamedTuple):
     """Asks for distinct ids of one table, and says whether unknown ones read their initial value (training) or its
-    mean."""
+    mean; with ``since``, only for the rows that have changed after a version."""
 
     table: int
     ids: Ids
     training: bool
+    since: int | None = None
 
 
 class Fetch:
@@ -83,12 +84,35 @@ class Fetch:
         self._specs = specs
         self._asked = asked
         self._rows: list[Array] = []
+        self._changed: list[Ids] = []
+        #: the oldest version of which an answer is
+        self.version: int | None = None
         self._clocks: list[list[tuple[int, ReadAt]]] = [[] for _ in queries]  #: by server, of each query
         self._arrived = False
         self.failed = False
 
     def rows(self, place: int, read_at: Readings) -> Array:
         """Return the rows of one query; its table's clocks go into ``read_at`` unless older ones stand there."""
+        self.arrive()
+        query = self._queries[place]
+        if query.training or torch.is_grad_enabled():  # else no gradient will come of it
+            for server, clock in self._clocks[place]:
+                read_at.setdefault((server, query.table), clock)
+        return self._rows[place]
+
+    def clocks(self, place: int) -> list[tuple[int, ReadAt]]:
+        """Return the servers that were asked for one query, and the clock of its table there."""
+        self.arrive()
+        return self._clocks[place]
+
+    def changed(self, place: int) -> tuple[Ids, Array]:
+        """Return the positions of the ids of one query whose rows have changed since, and these rows. All queries ask
+        like this."""
+        self.arrive()
+        return self._changed[place], self._rows[place]
+
+    def arrive(self) -> None:
+        """Wait for the answers."""
         if not self._arrived:
             try:
                 self._arrive()
@@ -97,35 +121,52 @@ class Fetch:
                 self.abandon()
                 raise
             self._arrived = True
-        query = self._queries[place]
-        if query.training or torch.is_grad_enabled():  # else no gradient will come of it
-            for server, clock in self._clocks[place]:
-                read_at.setdefault((server, query.table), clock)
-        return self._rows[place]
 
     def _arrive(self) -> None:
         parts: list[list[tuple[Part, Array]]] = [[] for _ in self._queries]
         for asked in self._asked:
             with ProfilerRange("fleet.wait"):
                 reply = asked.pending.result()
+            message, tensors = reply.message, reply.tensors
+            self.version = message.version if self.version is None else min(self.version, message.version)
+            told: list[Part] = [part for _, part in asked.parts]
+            if message.row_counts:
+                told = _named(told, tensors[0].numpy(), message.row_counts)
+                tensors = tensors[1:]
             tables = [self._specs[self._queries[place].table] for place, _ in asked.parts]
-            here = iter(zip(asked.parts, reply.message.table_clocks, strict=True))
-            for run, tensor in zip(runs_of(tables), reply.tensors, strict=True):
+            here = iter(zip(asked.parts, told, message.table_clocks, strict=True))
+            for run, tensor in zip(runs_of(tables), tensors, strict=True):
                 rows, start = tensor.numpy(), 0
-                for (place, part), clock in islice(here, run.stop - run.start):
+                for (place, _), part, clock in islice(here, run.stop - run.start):
                     stop = start + _size(part)
                     parts[place].append((part, rows[start:stop]))
                     self._clocks[place].append((asked.server, ReadAt(clock, reply.message.version)))
                     start = stop
-        self._rows = [
-            _joined(query.ids.size, self._specs[query.table], each)
-            for query, each in zip(self._queries, parts, strict=True)
-        ]
+        for query, each in zip(self._queries, parts, strict=True):
+            spec = self._specs[query.table]
+            if query.since is None:
+                self._rows.append(_joined(query.ids.size, spec, each))
+                continue
+            self._changed.append(np.concatenate([np.empty(0, np.int64), *(_places(part) for part, _ in each)]))
+            self._rows.append(np.concatenate([np.empty((0, spec.dim), spec.dtype), *(rows for _, rows in each)]))
 
     def abandon(self) -> None:
         if not self._arrived:
             for asked in self._asked:
                 asked.pending.abandon()
+
+
+def _named(asked: Sequence[Part], positions: Ids, counts: Sequence[int]) -> list[Part]:
+    """Return which of the ids that a server was asked for it names: of those of each table some positions."""
+    ends = np.cumsum(counts)
+    if len(counts) != len(asked) or len(positions) != ends[-1]:
+        raise ProtocolError("a server names other rows than it was asked for", got=f"{len(positions)} positions")
+    found: list[Part] = []
+    for part, mine in zip(asked, np.split(positions, ends[:-1]), strict=True):
+        if len(mine) and not 0 <= mine.min() <= mine.max() < _size(part):
+            raise ProtocolError("a server names other rows than it was asked for", got=int(mine.max()))
+        found.append(_places(part)[mine])
+    return found
 
 
 def _joined(count: int, spec: TableSpec, parts: Sequence[tuple[Part, Array]]) -> Array:
@@ -183,6 +224,13 @@ class Prefetched:
         """Say whether these very ids were asked for, or are held."""
         return self.known.training == training and torch.equal(self.known.ids, ids)
 
+    def some(self, ids: Ids, read_at: Readings) -> Array | None:
+        """Return the rows of distinct ids, if all of them were asked for."""
+        # What was asked for comes first and is distinct, so its places are its positions.
+        _, places = unique(np.concatenate([self.asked, ids]))
+        places = places[len(self.asked) :]
+        return None if (places >= len(self.asked)).any() else self.fetch.rows(self.place, read_at)[places]
+
     def lookup(self, read_at: Readings) -> Lookup:
         """Return the look-up that was expected, of which all ids were asked for."""
         rows = self.fetch.rows(self.place, read_at)
@@ -197,16 +245,17 @@ class RowReader:
     def __init__(self, connections: Sequence[ServerLink], version_after: Callable[[int], int]) -> None:
         """``version_after`` returns the version that this worker needs when it has completed so many more steps."""
         self._connections = connections
-        self._version_after = version_after
+        self.version_after = version_after
         self.read_at: Readings = {}
         self._read_before: Readings = {}
         self._offered: Mapping[int, Prefetched] = {}
         self._predicted_here = PerThread[Mapping[int, Prefetched]]()
-        self._replaced = 0
+        #: how often rows were dropped because the servers had other values
+        self.replaced = 0
 
     def discard_fetched(self) -> None:
         """Drop what was fetched before, as the servers' values have been replaced."""
-        self._replaced += 1
+        self.replaced += 1
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
         self._specs = specs
@@ -229,14 +278,14 @@ class RowReader:
             if ahead is None or not ahead.is_of(_flat(each.ids), each.training):
                 fresh.append(each)
                 rest.append((place, None))
-            elif held is None and ahead.has_all and self._is_new_enough(ahead, completed):
+            elif held is None and ahead.has_all and self._is_current(ahead, completed):
                 found[place] = ahead.lookup(self.read_at)
             else:
                 rest.append((place, ahead))
         if not rest:
             return [found[place] for place in range(len(wanted))]
         return self._look_up(
-            wanted, found, rest, self._distinct([[each] for each in fresh], keep=False), completed, held
+            wanted, found, rest, self.distinct([[each] for each in fresh], keep=False), completed, held
         )
 
     def _look_up(
@@ -268,11 +317,11 @@ class RowReader:
                 found[place] = Lookup(known.distinct, torch.from_numpy(rows), known.inverse)
         if asking:
             queries = [Query(known.table, known.distinct.numpy(), known.training) for _, known in asking]
-            for (place, known), rows in zip(asking, self._now(queries, completed), strict=True):
+            for (place, known), rows in zip(asking, self.now(queries, completed), strict=True):
                 found[place] = Lookup(known.distinct, torch.from_numpy(rows), known.inverse)
         return [found[place] for place in range(len(wanted))]
 
-    def _distinct(self, by_table: Sequence[Sequence[Wanted]], *, keep: bool) -> list[Known]:
+    def distinct(self, by_table: Sequence[Sequence[Wanted]], *, keep: bool) -> list[Known]:
         """Return, for each of some tables, the distinct ones of the ids that are wanted of it; none is out of range.
         With ``keep`` the ids are a copy, which stays as it is."""
         if not by_table:
@@ -341,30 +390,25 @@ class RowReader:
 
     def fetch(self, index: int, ids: Ids, completed: int, *, training: bool) -> Array:
         """Fetch rows of one table."""
-        return self._now([Query(index, ids, training)], completed)[0]
+        return self.now([Query(index, ids, training)], completed)[0]
 
-    def _now(self, queries: Sequence[Query], completed: int) -> list[Array]:
-        fetch = self._start(queries, completed, self._version_after(0))
+    def now(self, queries: Sequence[Query], completed: int) -> list[Array]:
+        fetch = self._start(queries, completed, self.version_after(0))
         return [fetch.rows(place, self.read_at) for place in range(len(queries))]
 
     def _prefetched(self, ahead: Prefetched | None, ids: Ids, training: bool, completed: int) -> Array | None:
         """Return rows that were fetched ahead, if all are there and as new as they have to be."""
-        if ahead is None or ahead.known.training != training or not self._is_new_enough(ahead, completed):
+        if ahead is None or ahead.known.training != training or not self._is_current(ahead, completed):
             return None
-        # What was asked for comes first and is distinct, so its places are its positions.
-        _, places = unique(np.concatenate([ahead.asked, ids]))
-        places = places[len(ahead.asked) :]
-        if (places >= len(ahead.asked)).any():
-            return None
-        return ahead.fetch.rows(ahead.place, self.read_at)[places]
+        return ahead.some(ids, self.read_at)
 
-    def _is_new_enough(self, ahead: Prefetched, completed: int) -> bool:
-        """Say whether rows that were fetched ahead are as new as they have to be, and no newer."""
-        return (
-            not ahead.fetch.failed
-            and ahead.replaced == self._replaced
-            and self._version_after(0) <= ahead.version <= completed
-        )
+    def _is_current(self, ahead: Prefetched, completed: int) -> bool:
+        return not ahead.fetch.failed and self.is_new_enough(ahead.version, ahead.replaced, completed)
+
+    def is_new_enough(self, version: int, replaced: int, completed: int) -> bool:
+        """Say whether rows that were fetched ahead are as new as they have to be, and no newer: of this version, and
+        when values had been replaced so often."""
+        return replaced == self.replaced and self.version_after(0) <= version <= completed
 
     # ---------------------------------------------------------------- ahead of it
 
@@ -374,19 +418,31 @@ class RowReader:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         return self._begin(wanted, completed, steps, held, ahead=True)
 
+    def begin(self, queries: Sequence[Query], completed: int, version: int) -> Fetch:
+        """Begin to fetch what some forward will use of a version, ahead of it."""
+        return self._start(queries, completed, version, ahead=True, aside=True)
+
+    def by_table(self, wanted: Sequence[Wanted]) -> dict[int, list[Wanted]]:
+        """Return look-ups by the table that they are of."""
+        found: dict[int, list[Wanted]] = {}
+        for each in wanted:
+            found.setdefault(self._tables[id(each.handle)], []).append(each)
+        return found
+
+    def spec(self, table: int) -> TableSpec:
+        return self._specs[table]
+
     def _begin(
         self, wanted: Sequence[Wanted], completed: int, steps: int, held: HeldRows | None, *, ahead: bool
     ) -> dict[int, Prefetched]:
         # Between evaluations come no steps.
-        version = self._version_after(steps if any(each.training for each in wanted) else 0)
-        by_table: dict[int, list[Wanted]] = {}
-        for each in wanted:
-            by_table.setdefault(self._tables[id(each.handle)], []).append(each)
+        version = self.version_after(steps if any(each.training for each in wanted) else 0)
+        by_table = self.by_table(wanted)
         if not ahead and self._predicted:
             by_table = {index: same for index, same in by_table.items() if not self._is_predicted(index, same)}
         if not by_table:
             return {}
-        known = self._distinct([*by_table.values()], keep=True)
+        known = self.distinct([*by_table.values()], keep=True)
         asked = [each.distinct.numpy() for each in known]
         if held is not None:
             asked = [held.missing(each.table, ids) for each, ids in zip(known, asked, strict=True)]
@@ -402,13 +458,13 @@ class RowReader:
                 place,
                 version,
                 completed,
-                self._replaced,
+                self.replaced,
                 by_table[each.table],
             )
             for place, (each, ids) in enumerate(zip(known, asked, strict=True))
         }
         if held is None:
-            self._expand_together(by_table, begun)
+            self.expand_together(by_table, begun)
         return begun
 
     def _is_predicted(self, index: int, same: Sequence[Wanted]) -> bool:
@@ -418,7 +474,7 @@ class RowReader:
             return True  # if somebody has changed the ids behind torch's back, the look-up will see it
         return there is not None and there.is_of(torch.cat([_flat(each.ids) for each in same]), same[0].training)
 
-    def _expand_together(self, by_table: Mapping[int, Sequence[Wanted]], begun: Mapping[int, Prefetched]) -> None:
+    def expand_together(self, by_table: Mapping[int, Sequence[Wanted]], begun: Mapping[int, Prefetched]) -> None:
         """Let rows of tables that are looked up once each be expanded together, but for look-ups that are weighed:
         their weights are not foreseen."""
         single = {
@@ -508,6 +564,8 @@ class RowReader:
             counts=map(len, ids),
             ahead=ahead,
         )
+        if any(queries[place].since is not None for place, _ in here):
+            pull.since.extend(1 + (-1 if (since := queries[place].since) is None else since) for place, _ in here)
         tensors = [WireTensor.of(ids[0] if len(ids) == 1 else np.concatenate(ids))]
         names = ", ".join(repr(self._specs[queries[place].table].name) for place, _ in here[:3])
         what = f"rows of {names}{' …' if len(here) > 3 else ''} at step {completed}"
@@ -527,6 +585,10 @@ def _flat(ids: torch.Tensor) -> torch.Tensor:
     if ids.dtype is not torch.int64 or not ids.is_cpu:
         ids = ids.to("cpu", torch.int64)
     return ids if ids.dim() == 1 else ids.reshape(-1)
+
+
+def _places(part: Part) -> Ids:
+    return np.arange(part.stop) if isinstance(part, slice) else part
 
 
 def _size(part: Part) -> int:

@@ -23,6 +23,7 @@ from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
 from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
+from fleet.numeric.device_copies import Copies
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
@@ -41,6 +42,7 @@ from fleet.ps.worker.edits import Edits
 from fleet.ps.worker.forked_lookup import ForkedReader
 from fleet.ps.worker.geo_replica import GeoTraining, Replica
 from fleet.ps.worker.handshake import check_loads, join
+from fleet.ps.worker.look_ahead import Coming, LookAhead
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
 from fleet.ps.worker.object_states import OwnStates
@@ -99,7 +101,7 @@ class WorkerRuntime:
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
         self.own_states = own = OwnStates(first_server, progress, settings.security.max_message_bytes)
         check_finite = strategy.check_finite or settings.check_finite
-        gradients = UserGradients(trained, values, rows, own, progress, worker, check_finite=check_finite)
+        gradients = UserGradients(trained, values, rows, own, progress, worker, figures.copy, check_finite=check_finite)
         self.cuts = cuts = RowCuts(connections, trained, progress, shares_steps=policy.shares_steps)
         self._pusher = pusher = Pusher(
             connections,
@@ -447,6 +449,31 @@ class WorkerRuntime:
         """Let forwards use this from now on, and nothing that was offered before."""
         with self.turns:
             self.rows.offer(prefetched)
+
+    @property
+    def mode(self) -> str:
+        return self._strategy.mode
+
+    def look_ahead(self, copies: Copies, depth: int, most_age: int | None) -> LookAhead:
+        """Return what brings rows to a device ahead of forwards."""
+        figures, shares_steps = self.figures, self.policy.shares_steps
+        return LookAhead(self.rows, copies, depth, most_age, figures.pull, figures.copy, shares_steps=shares_steps)
+
+    def foresee(self, look_ahead: LookAhead, wanted: Sequence[Wanted], steps: int) -> Coming:
+        """Begin to bring to a device what a forward will ask for after so many more ``steps``."""
+        with self.turns:
+            self.finish_interrupted("prefetch()")
+            self._send_edits_of(each.handle for each in wanted)
+            with self.figures.pull:
+                return look_ahead.foresee(wanted, self.progress.completed, steps)
+
+    def bring(self, look_ahead: LookAhead, coming: Coming, later: Iterable[Coming]) -> None:
+        """Let forwards use what has come for one batch, and copy what is there of ``later`` ones."""
+        with self.turns:
+            self.finish_interrupted("prefetch()")
+            self.rows.offer(look_ahead.arrive(coming, self.progress.completed))
+            for each in later:
+                look_ahead.bring(each)
 
     def forget_rows(self) -> None:
         """Forget rows that were fetched ahead, or as a whole: others are there now."""

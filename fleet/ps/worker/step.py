@@ -16,7 +16,8 @@ import torch
 
 from fleet.base.settings import CommunicatorSettings
 from fleet.errors import NonFiniteGradientError, UnsupportedError
-from fleet.numeric.jit import Array
+from fleet.nn.handle import TableHandle
+from fleet.numeric.jit import Array, Ids
 from fleet.ps.consistency.policy import Policy
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.communicator import Communicator
@@ -41,15 +42,18 @@ class UserGradients:
         own_states: OwnStates,
         progress: Progress,
         worker: int,
+        copying: AbstractContextManager[None],
         *,
         check_finite: bool,
     ) -> None:
+        """``copying`` is around copies from a device."""
         self._trained = trained
         self._values = values
         self._table_rows = table_rows
         self._own_states = own_states
         self._progress = progress
         self._worker = worker
+        self._copying = copying
         self.check_finite = check_finite
 
     def take(self, early: EarlyGradients | None) -> Gradients:
@@ -103,7 +107,7 @@ class UserGradients:
         """Return, for every table that was used, distinct ids and the gradients of their rows."""
         rows: dict[int, Rows] = {}
         for index, handle in enumerate(self._trained.description.handles):
-            found = handle.gradients()
+            found = self._gradients_of(handle)
             if found is None:
                 continue
             ids, grads = found
@@ -112,6 +116,14 @@ class UserGradients:
                 raise self._not_finite(f"the gradient of a row of {handle.name!r}", got)
             rows[index] = (ids, grads)
         return rows
+
+    def _gradients_of(self, handle: TableHandle) -> tuple[Ids, Array] | None:
+        device = handle.weight.device
+        if device.type != "cuda":
+            return handle.gradients()
+        torch.cuda.current_stream(device).synchronize()  # the device still computes, which is no copy
+        with self._copying:
+            return handle.gradients()
 
     def weights(self, rows: Mapping[int, Rows]) -> dict[int, Array]:
         """Return how much the look-ups count that are behind these rows, for the tables whose rules ask for it."""

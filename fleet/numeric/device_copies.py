@@ -1,0 +1,104 @@
+"""Copies beside the computation: what is handed over here is done in order, on a stream of its own where the device has
+streams, and a computation waits for it before it looks.
+
+What is not waited for may be missing, so a device for tests does everything as late as it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fleet.errors import ConfigurationError, UnsupportedError
+
+
+class Copies(Protocol):
+    device: torch.device
+
+    def host(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values where a copy may start from, and where nobody writes any more."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory on the device, to be written by what ``run`` is given."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> object:
+        """Do this after all that was handed over before, and return a mark by which it can be waited for."""
+        ...
+
+    def wait(self, mark: object, used: Sequence[torch.Tensor]) -> None:
+        """Let what is computed from now on come after all up to a mark; it uses these tensors."""
+        ...
+
+
+class HostCopies:
+    """Copies at once: on the CPU there is nothing to wait for."""
+
+    device = torch.device("cpu")
+
+    def host(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def run(self, work: Callable[[], None]) -> object:
+        work()
+        return None
+
+    def wait(self, mark: object, used: Sequence[torch.Tensor]) -> None:
+        pass
+
+
+class CudaCopies:
+    """Copies on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def host(self, values: torch.Tensor) -> torch.Tensor:
+        return values.pin_memory()  # torch keeps it until copies that have begun from it are over
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    def run(self, work: Callable[[], None]) -> object:
+        with torch.cuda.stream(self._stream):
+            work()
+            mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record()
+        return mark
+
+    def wait(self, mark: Any, used: Sequence[torch.Tensor]) -> None:
+        here: Any = torch.cuda.current_stream(self.device)
+        here.wait_event(mark)
+        for each in used:
+            each.record_stream(here)  # else its memory could be another copy's before this stream is through with it
+
+
+def copies_to(device: object) -> Copies:
+    """Return what copies to a device, by its name or as torch has it."""
+    try:
+        wanted = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        raise ConfigurationError(
+            "device= of prefetch() is none", expected="a torch.device, or its name", got=repr(device)
+        ) from None
+    if wanted.type == "cpu":
+        return HostCopies()
+    if wanted.type != "cuda":
+        raise UnsupportedError(f"rows cannot be brought ahead to {wanted}", expected="a CUDA device, or the CPU")
+    found = torch.cuda.device_count()
+    if (wanted.index or 0) >= found:
+        raise ConfigurationError(
+            f"there is no device {wanted} to bring rows to",
+            got=f"{found} CUDA devices",
+            todo="Leave device= out where the model is on the CPU.",
+        )
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    return CudaCopies(torch.device("cuda", index))
