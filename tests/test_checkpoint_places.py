@@ -308,7 +308,7 @@ def test_a_store_that_refuses(refusing: str, way: str) -> None:
 
 def test_names_that_are_no_place(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    for name in ("a\0b", "nobody-knows://this", tmp_path / "circle"):
+    for name in ("a\0b", "nobody-knows://this", tmp_path / "circle", "/proc/none" * (1 << 20)):
         with pytest.raises(CheckpointError, match="cannot be reached") as caught:
             place_at(name)
         assert ("protocol may need a package" in str(caught.value)) == ("://" in str(name))

@@ -7,6 +7,7 @@ there in one step.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ Buffer = Any
 #: The file that says who writes into a folder; where files can be locked, it is locked for as long as the writer lives.
 MARK = "in-progress"
 _PROOF_BYTES = 16
+#: No system takes a longer one.
+_LONGEST_PATH = 1 << 15
 #: Publishing takes milliseconds, and removing what it superseded seconds.
 _LOCK_DEADLINE_S, _LOCK_PAUSE_S = 60.0, 0.05
 
@@ -316,6 +319,8 @@ def place_at(dirname: object) -> Place:
         raise ArgumentTypeError("dirname must be a path or a URL of characters", got=repr(dirname))
     if "://" not in text:
         try:
+            if len(text) > _LONGEST_PATH:  # going through it would take time by the square of its length
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
             return Directory(Path(text).resolve())
         except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a name that cannot be one
             raise CheckpointError(
