@@ -178,9 +178,9 @@ class Pushed:
         self.contributions: list[Contribution] = []
         apply = Shard.apply
 
-        def recorded(shard: Shard, contributions: Sequence[Contribution], **options: Any) -> Any:
+        def recorded(shard: Shard, contributions: Sequence[Contribution], *rest: Any, **options: Any) -> Any:
             self.contributions += contributions
-            return apply(shard, contributions, **options)
+            return apply(shard, contributions, *rest, **options)
 
         monkeypatch.setattr(Shard, "apply", recorded)
 
@@ -461,9 +461,9 @@ class Servers:
         self.reads_early = 0
         apply, read, cut = Shard.apply, Shard.read, Shard.cut
 
-        def applied(shard: Shard, contributions: Sequence[Contribution], **options: Any) -> Any:
+        def applied(shard: Shard, contributions: Sequence[Contribution], *rest: Any, **options: Any) -> Any:
             self.shards[shard.server] = shard
-            return apply(shard, contributions, **options)
+            return apply(shard, contributions, *rest, **options)
 
         def reading(shard: Shard, index: int, ids: Any, training: bool, **options: Any) -> Any:
             self.reads_early += training and bool(shard.awaits_cut)
