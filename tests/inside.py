@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fleet import Fleet
+from fleet import Checkpoints, Fleet
 from fleet.base import exit_guard
 from fleet.ps.server.durability.durability import Durability
 from fleet.ps.server.service import Service
@@ -160,6 +160,11 @@ def task_of(service: Service) -> Any:
     """What is done for a checkpoint on a thread of its own, or was last."""
     job = found_job(service)
     return None if job is None else job.background.task
+
+
+def is_writing(checkpoints: Checkpoints) -> bool:
+    """Say whether a checkpoint is being saved behind the training."""
+    return checkpoints._is_writing()
 
 
 def reductions_of(service: Service) -> Any:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import until
+from inside import is_writing
 
 import fleet
 from fleet.base.unknown_variables import KNOWN
@@ -184,8 +186,17 @@ def printed(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_what_the_page_shows_of_checkpoints(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of those that its script, alone, has written."""
+def test_what_the_page_shows_of_checkpoints(
+    names: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that its script, alone, has written, on a machine that is done with each before the next is due."""
+    after_step = fleet.Checkpoints.after_step
+
+    def unhurried(checkpoints: fleet.Checkpoints) -> None:
+        after_step(checkpoints)
+        until(lambda: not is_writing(checkpoints))
+
+    monkeypatch.setattr(fleet.Checkpoints, "after_step", unhurried)
     paste(CHECKPOINTS, names)
     for block in re.findall(r"^```\n(\$ .*?)^```", PAGES[CHECKPOINTS], re.DOTALL | re.MULTILINE):
         for shown in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
