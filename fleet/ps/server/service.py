@@ -230,6 +230,7 @@ class Service:
         if self._has_pending:
             with self._lock:
                 pass
+        if self._late:
             self._send([])
         self._disk_waits.after()
 
@@ -237,14 +238,14 @@ class Service:
         """Do what is pending before anything else is done under the lock."""
         if self._has_pending:
             assert self.job is not None
-            failed: Outbox = []
-            self._steps.apply_pending(self.job, failed)
-            self._late += failed
+            possible: Outbox = []
+            self._steps.apply_pending(self.job, possible)
+            self._late += possible
 
     @property
     def _has_pending(self) -> bool:
         job = self.job
-        return job is not None and job.shard is not None and job.shard.has_pending
+        return job is not None and job.shard is not None and (job.shard.has_pending or bool(job.rounds.behind))
 
     def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
         """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to

@@ -239,8 +239,10 @@ class StepRequests:
             early = [ticket for ticket in there if parked[ticket].version > job.version]
             job.rounds.held_back += early
             there = [ticket for ticket in there if ticket not in early]
-        if any(parked[ticket].has_rows for ticket in there):
-            job.held().apply_pending()  # while all are still there to hear of it, should it fail
+        if job.held().has_pending:
+            behind = [ticket for ticket in there if parked[ticket].has_rows]
+            job.rounds.behind += [(ticket, by) for ticket in behind]
+            there = [ticket for ticket in there if ticket not in behind]
         for waiting in map(parked.pop, there):
             self._statistics.released(waiting, by)
             if durability is None:
@@ -338,10 +340,13 @@ class StepRequests:
         rounds.previous = PreviousRound(due.version - 1, dense, rows) if keep else None
 
     def apply_pending(self, job: Job, outbox: Outbox) -> None:
-        """Finish a round whose answers did not wait for the rest of it."""
+        """Finish a round whose first answers did not wait for the rest of it, and answer those that did."""
         try:
             with self._statistics.busy():
-                job.held().apply_pending()
+                job.held().apply_pending()  # while all are still there to hear of it, should it fail
+                behind, job.rounds.behind = job.rounds.behind, []
+                for ticket, by in behind:
+                    self.answer(job, [ticket], by, outbox)
         except Exception as error:
             self._fail_halfway(job, error, outbox)
 
