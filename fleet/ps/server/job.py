@@ -103,7 +103,7 @@ class Rounds:
     #: of these, those whose version is there, and which wait until all servers agree which rows leave
     held_back: list[Hashable] = field(default_factory=list)
     #: and those that wait until the rows of their round are updated, with the worker that has closed it
-    behind: list[tuple[Hashable, int]] = field(default_factory=list)
+    awaiting_rows: list[tuple[Hashable, int]] = field(default_factory=list)
     #: all dense values at some version, as they were answered last
     snapshot: tuple[int, list[torch.Tensor]] | None = None
     previous: PreviousRound | None = None
@@ -262,7 +262,7 @@ class Job:
         waiting = self.all_waiting()
         self.rounds.parked.clear()
         self.rounds.held_back.clear()
-        self.rounds.behind.clear()
+        self.rounds.awaiting_rows.clear()
         self.rounds.early.clear()
         self.claims.clear()
         self.states.clear()

@@ -245,7 +245,7 @@ class Service:
     @property
     def _has_pending(self) -> bool:
         job = self.job
-        return job is not None and job.shard is not None and (job.shard.has_pending or bool(job.rounds.behind))
+        return job is not None and job.shard is not None and (job.shard.has_pending or bool(job.rounds.awaiting_rows))
 
     def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
         """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to

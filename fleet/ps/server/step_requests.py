@@ -239,10 +239,10 @@ class StepRequests:
             early = [ticket for ticket in there if parked[ticket].version > job.version]
             job.rounds.held_back += early
             there = [ticket for ticket in there if ticket not in early]
-        if job.held().has_pending:
-            behind = [ticket for ticket in there if parked[ticket].has_rows]
-            job.rounds.behind += [(ticket, by) for ticket in behind]
-            there = [ticket for ticket in there if ticket not in behind]
+        if job.shard is not None and job.shard.has_pending:
+            awaiting = [ticket for ticket in there if parked[ticket].has_rows]
+            job.rounds.awaiting_rows += [(ticket, by) for ticket in awaiting]
+            there = [ticket for ticket in there if ticket not in awaiting]
         for waiting in map(parked.pop, there):
             self._statistics.released(waiting, by)
             if durability is None:
@@ -344,8 +344,8 @@ class StepRequests:
         try:
             with self._statistics.busy():
                 job.held().apply_pending()  # while all are still there to hear of it, should it fail
-                behind, job.rounds.behind = job.rounds.behind, []
-                for ticket, by in behind:
+                awaiting, job.rounds.awaiting_rows = job.rounds.awaiting_rows, []
+                for ticket, by in awaiting:
                     self.answer(job, [ticket], by, outbox)
         except Exception as error:
             self._fail_halfway(job, error, outbox)
