@@ -58,6 +58,7 @@ summary = _default.summary
 report = _default.report
 resume_step = _default.resume_step
 shrink = _default.shrink
+resize_servers = _default.resize_servers
 
 __all__ = [
     "Checkpoints",
@@ -85,6 +86,7 @@ __all__ = [
     "optim",
     "prefetch",
     "report",
+    "resize_servers",
     "resume_from",
     "resume_step",
     "run_server",

@@ -488,6 +488,20 @@ class Fleet:
         """
         self._backend("shrink").shrink()
 
+    def resize_servers(self, endpoints: Sequence[str]) -> None:
+        """Move the job, which runs, to the servers at ``endpoints``, some of which it may have already. One worker
+        calls it, or all do; it returns when the move is done. Servers that are new have been started with this list, or
+        with ``fleet server``. ``run_server()`` of one that is not on it returns. Only synchronous jobs without
+        ``FLEET_DURABLE_DIR`` move (docs/scaling.md).
+
+        Examples:
+            >>> fleet.resize_servers(["127.0.0.1:7164", "127.0.0.1:7165"])
+            Traceback (most recent call last):
+                ...
+            fleet.errors.UnsupportedError: a job of one process has its server in it. Start servers of their own.
+        """
+        self._backend("resize_servers").resize_servers(endpoints)
+
     def load_state(self, state: dict[str, Any]) -> bool:
         """Restore ``state`` from the checkpoint that the job went on from, and return whether that holds any for this
         worker. If there are more workers now than then, the new ones get worker 0's. ``state`` is a dict of names and

@@ -239,6 +239,17 @@ class ServerBusyError(FleetError, RuntimeError):
     """
 
 
+class ServersMovedError(FleetError, ConnectionError):
+    """The job has moved to other servers. Workers ask where, and go on there; a call ends with it only if they cannot.
+
+    Examples:
+        >>> raise fleet.errors.ServersMovedError("the job has moved to other servers", where="10.0.0.1:7164")
+        Traceback (most recent call last):
+            ...
+        fleet.errors.ServersMovedError: the job has moved to other servers; at 10.0.0.1:7164
+    """
+
+
 class ServerLostError(FleetError, ConnectionError):
     """A server answers but no longer knows the job: it was restarted without its state.
 

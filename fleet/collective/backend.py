@@ -192,6 +192,14 @@ class CollectiveBackend(Lifecycle[CollectiveWorker, DistributedStrategy]):
             todo="Give state= to fleet.Checkpoints, and start the whole job again from its last checkpoint.",
         )
 
+    def resize_servers(self, endpoints: object) -> NoReturn:
+        self._running_worker("resize_servers()")
+        raise UnsupportedError(
+            "resize_servers() moves a job to other servers, and a collective job has none",
+            got=repr(endpoints)[:200],
+            todo="Leave it out, or start a parameter-server job.",
+        )
+
     def shrink(self) -> NoReturn:
         self._running_worker("shrink()")
         raise UnsupportedError(

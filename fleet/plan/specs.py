@@ -187,6 +187,10 @@ class JobSpec:
         """Return the same job with another number of workers."""
         return replace(self, settings=replace(self.settings, worker_num=worker_num))
 
+    def on_servers(self, server_num: int) -> JobSpec:
+        """Return the same job with another number of servers."""
+        return replace(self, settings=replace(self.settings, server_num=server_num))
+
     def continues(self, earlier: JobSpec) -> bool:
         """Say whether this is ``earlier`` with further parameters, tables or groups at the end."""
         return (

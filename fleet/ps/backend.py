@@ -30,7 +30,7 @@ from fleet.ps.server.checkpoint_reader import Restore, restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.wire.transport import Network
-from fleet.ps.worker import checkpoint_save, model_export, replacement, shrink
+from fleet.ps.worker import checkpoint_save, model_export, replacement, resizing, shrink
 from fleet.ps.worker.checkpoint_save import CheckpointStates, Rest
 from fleet.ps.worker.describe import Description, describe
 from fleet.ps.worker.embedding_remarks import EmbeddingRemarks
@@ -234,7 +234,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         assert self._parts is not None
         optimizers, model, strategy = self._parts
         self._remote_choice.go_remote(optimizers, model)
-        a = self._assignment
+        a = self._assignment if self._worker is None else self._worker.assignment
         evict_every = self._settings.joined(dict(strategy.settings)).evict_every
         described = describe(optimizers, model, strategy, a.server_num, a.worker_num, evict_every)
         if model is not None and a.is_worker and a.index == 0:  # the job is told once
@@ -299,6 +299,9 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
 
     def shrink(self) -> None:
         shrink.shrink(self._running_worker("shrink()"))
+
+    def resize_servers(self, endpoints: object) -> None:
+        resizing.resize(self._running_worker("resize_servers()"), endpoints)
 
     def load_persistables(self, dirname: object) -> None:
         replacement.load(self._running_worker("load_persistables()"), dirname)

@@ -127,10 +127,17 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard, fit: Fit) -> None:
     assembly = Assembly(wanted, checkpoint.where)
     for about, tensors in checkpoint.pieces(DENSE):
         assembly.add(about["dense"], tensors)
+    write_whole(shard, assembly, lacks=fit.lacking.__contains__, keeps_state=fit.whole.__contains__)
+
+
+def write_whole(
+    shard: Shard, assembly: Assembly, *, lacks: Callable[[str], bool], keeps_state: Callable[[str], bool]
+) -> None:
+    """Write our blocks of whole parameters; by name, what is lacking, and whose optimizer state is kept."""
     states: list[BlockState] = []
-    for slot in slots:
-        block, name = slot.block, plan.param_of(slot.block).name
-        if name in fit.lacking:
+    for slot in shard.dense.layout.slots:
+        block, name = slot.block, shard.plan.param_of(slot.block).name
+        if lacks(name):
             states.append(({}, set()))
             continue
         whole, flat = assembly.whole(name)
@@ -139,7 +146,7 @@ def _restore_dense(checkpoint: Checkpoint, shard: Shard, fit: Fit) -> None:
             for key, value in whole.items()
         }
         shard.dense.write(slot.position, mine.pop(VALUE))
-        states.append((mine, flat) if name in fit.whole else ({}, set()))
+        states.append((mine, flat) if keeps_state(name) else ({}, set()))
     shard.dense.restore(states)
 
 
@@ -154,7 +161,7 @@ def _restore_rows(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -
             # A table may have joined the job while a worker that did not know of it yet saved.
             if about[TABLE] in tables:
                 table, arrays = tables[about[TABLE]], [tensor.numpy() for tensor in tensors]
-                _restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
+                restore_piece(table, about, arrays, shard, server, keeps_state=table.spec.name in fit.whole)
 
 
 def _restore_counts(checkpoint: Checkpoint, shard: Shard, server: int, fit: Fit) -> None:
@@ -221,7 +228,7 @@ def _rows_saved(checkpoint: Checkpoint, table: str) -> int:
     return sum(min(int(piece.about["rows"]), piece.bytes // 8) for piece in first)
 
 
-def _restore_piece(
+def restore_piece(
     table: Table, about: Mapping[str, Any], arrays: Sequence[Any], shard: Shard, server: int, *, keeps_state: bool
 ) -> None:
     if REMOVED in about:

@@ -86,6 +86,16 @@ class Handshake:
         if job.initialized and not job.plans.growing:
             self._steps.release_early(job, arrival.outbox)
 
+    def expect(self, servers: tuple[Endpoint, ...]) -> None:
+        """Expect workers from now on that know of these servers, if those they know of are expected to be any."""
+        if self._expected is not None:
+            self._expected = (self._expected[0], servers)
+
+    @property
+    def expected_servers(self) -> tuple[Endpoint, ...]:
+        """Return the servers this process was told of; none if it was not told."""
+        return () if self._expected is None else self._expected[1]
+
     def refuse_successor(self, job: Job | None, worker: int, incarnation: int, job_id: str) -> None:
         """Refuse a worker of the next job, which may be early: the process that had its place here has left, and others
         have not."""

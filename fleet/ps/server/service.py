@@ -35,6 +35,7 @@ from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
 from fleet.ps.server.meeting_requests import MeetingRequests
 from fleet.ps.server.members import Members
+from fleet.ps.server.moving import Moving
 from fleet.ps.server.pending import Arrival, Outbox, nobody
 from fleet.ps.server.replacement import Replacement
 from fleet.ps.server.resumption import Resumption
@@ -49,7 +50,7 @@ from fleet.ps.table.stores import MemoryStores, Stores
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Respond
-from fleet.ps.wire.wire_errors import error_reply
+from fleet.ps.wire.wire_errors import error_reply, failure_reply
 
 
 class Service:
@@ -98,6 +99,18 @@ class Service:
         )
         self._handshake = handshake = Handshake(
             endpoint, settings, end, members, durability, steps, initialization, expected, self._begin
+        )
+        self._moving = Moving(
+            endpoint,
+            settings,
+            clock,
+            end,
+            members,
+            handshake,
+            make_shard,
+            self._begin,
+            may_begin=restore is None and resumes is None,
+            is_durable=durability is not None,
         )
         barrier = Barrier(clock, steps)
         self._standstill = Standstill(end, members)
@@ -158,7 +171,7 @@ class Service:
         kind = request.WhichOneof("kind")
         if kind == "beat":
             # One that overtakes nothing may come after the goodbye, whose answer is still on its way.
-            self._check_member(request, parting=True)
+            self._check_member(request, kind, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
             respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken)))
@@ -179,6 +192,10 @@ class Service:
                 if self.end.suspended:
                     return None  # unanswered, it is asked again when the server is there again
                 if kind == "hello":
+                    self._moving.refuse_former(request, kind)
+                if self._moving.takes(kind, self.job, Arrival(frame, respond, outbox)):
+                    job = self.job
+                elif kind == "hello":
                     self._resumption.refuse_early()
                     self._handshake.hello(self.job, Arrival(frame, respond, outbox))
                     job = self.job
@@ -186,7 +203,7 @@ class Service:
                     handler = self._handlers.get(kind)
                     if handler is None:
                         raise ProtocolError("a request of an unknown kind", where=self._where)
-                    self._check_member(request, parting=kind == "bye")
+                    self._check_member(request, kind, parting=kind == "bye")
                     job = self.job
                     assert job is not None, "a member exists only with a job"
                     if durability is not None:
@@ -211,9 +228,11 @@ class Service:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
             job = self.job
             self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
+            self._handle_released()
         return self._apply_pending
 
-    def _check_member(self, request: Any, *, parting: bool) -> None:
+    def _check_member(self, request: Any, kind: str, *, parting: bool) -> None:
+        self._moving.refuse_former(request, kind)
         self.end.refuse_if_failed(request.worker)
         self._members.check(request, parting=parting)
 
@@ -224,6 +243,17 @@ class Service:
         return self.job
 
     # ---------------------------------------------------------------- after a request
+
+    def _handle_released(self) -> None:
+        """Handle what had to wait for a move of the job that was given up."""
+        for frame, respond in self._moving.released():
+            try:
+                after = self.handle(frame, respond)
+            except Exception as error:
+                respond(failure_reply(error))
+            else:
+                if after is not None:
+                    after()
 
     def _apply_pending(self) -> None:
         """Do, as answers are on their way, what they did not wait for."""
@@ -278,13 +308,16 @@ class Service:
         outbox: Outbox = []
         with self._lock:
             self.end.end_if_rows_are_lost(self.job, outbox)
-            self._departure.tick(self.job, now, outbox)
-            if self.job is not None:
+            is_left = self._moving.tick(self.job, now, outbox)
+            if not is_left:
+                self._departure.tick(self.job, now, outbox)
+            if self.job is not None and not is_left:
                 self._standstill.refuse(self.job, outbox)
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)
                 self.job.claims.tick(now, outbox)
         self._send(outbox)
+        self._handle_released()
         if self.durability is not None:
             self.durability.sync_if_due(now)
 

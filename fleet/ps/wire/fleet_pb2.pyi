@@ -136,6 +136,16 @@ class Extend(_message.Message):
     spec: str
     def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Fill(_message.Message):
+    __slots__ = ["about", "attempt", "number"]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    about: str
+    attempt: str
+    number: int
+    def __init__(self, attempt: _Optional[str] = ..., number: _Optional[int] = ..., about: _Optional[str] = ...) -> None: ...
+
 class Gather(_message.Message):
     __slots__ = ["beside", "dtype", "number", "op"]
     BESIDE_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +167,14 @@ class Give(_message.Message):
     name: str
     steps: int
     def __init__(self, name: _Optional[str] = ..., last: bool = ..., steps: _Optional[int] = ...) -> None: ...
+
+class Halt(_message.Message):
+    __slots__ = ["attempt", "version"]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    version: int
+    def __init__(self, attempt: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ["endpoints", "fingerprint", "job_id", "label", "options", "seed", "server", "spec"]
@@ -389,7 +407,7 @@ class Reply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "choose", "claim", "clip", "cut", "direct", "export", "extend", "gather", "give", "group", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "status", "step", "survey", "tensors", "together", "upload", "worker"]
+    __slots__ = ["abort", "beat", "bye", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fill", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "upload", "where", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
@@ -400,9 +418,11 @@ class Request(_message.Message):
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     EXTEND_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
     GATHER_FIELD_NUMBER: _ClassVar[int]
     GIVE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    HALT_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -419,12 +439,15 @@ class Request(_message.Message):
     SAVE_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
     SHRINK_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SURVEY_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TOGETHER_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     abort: Abort
     beat: Beat
@@ -436,9 +459,11 @@ class Request(_message.Message):
     direct: Direct
     export: Export
     extend: Extend
+    fill: Fill
     gather: Gather
     give: Give
     group: int
+    halt: Halt
     hello: Hello
     incarnation: int
     load: Load
@@ -455,14 +480,17 @@ class Request(_message.Message):
     save: Save
     settle: Settle
     shrink: Shrink
+    stage: Stage
     status: Status
     step: int
     survey: Survey
+    switch: Switch
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     together: int
     upload: Upload
+    where: Where
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., fill: _Optional[_Union[Fill, _Mapping]] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ..., where: _Optional[_Union[Where, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ["after", "begin", "folder", "id", "proof", "version"]
@@ -496,6 +524,22 @@ class Shrink(_message.Message):
     version: int
     def __init__(self, now: _Optional[float] = ..., version: _Optional[int] = ...) -> None: ...
 
+class Stage(_message.Message):
+    __slots__ = ["attempt", "endpoints", "fingerprint", "server", "spec", "state"]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    fingerprint: str
+    server: int
+    spec: str
+    state: str
+    def __init__(self, attempt: _Optional[str] = ..., spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., server: _Optional[int] = ..., endpoints: _Optional[_Iterable[str]] = ..., state: _Optional[str] = ...) -> None: ...
+
 class Status(_message.Message):
     __slots__ = []
     def __init__(self) -> None: ...
@@ -503,6 +547,16 @@ class Status(_message.Message):
 class Survey(_message.Message):
     __slots__ = []
     def __init__(self) -> None: ...
+
+class Switch(_message.Message):
+    __slots__ = ["attempt", "endpoints", "given_up"]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    given_up: bool
+    def __init__(self, attempt: _Optional[str] = ..., given_up: bool = ..., endpoints: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ["dtype", "shape"]
@@ -525,3 +579,7 @@ class Upload(_message.Message):
     rows: bool
     table: int
     def __init__(self, blocks: _Optional[_Iterable[int]] = ..., rows: bool = ..., table: _Optional[int] = ..., anew: bool = ..., edit: bool = ...) -> None: ...
+
+class Where(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...

@@ -119,8 +119,9 @@ class Connection:
     def call(self, frame: Frame, what: str) -> Frame:
         return self.start(frame, what).result()
 
-    def hello(self, frame: Frame, *, wait: bool) -> Frame:
-        """Say hello. With ``wait`` it waits for a server that is not up yet, until the start-up deadline."""
+    def hello(self, frame: Frame, *, wait: bool, watch: Callable[[], None] = lambda: None) -> Frame:
+        """Say hello. With ``wait`` it waits for a server that is not up yet, until the start-up deadline; ``watch`` is
+        called meanwhile, and may raise."""
         began, taken_at = self._clock.now(), 0.0
         waits = Wait(self._clock, self._settings.startup_deadline_s)
         while True:
@@ -147,10 +148,18 @@ class Connection:
                     ) from None
                 if waits.is_due():
                     _log.warning("waiting for the server at %s, %.0f s so far (%s)", self.endpoint, now - began, error)
+                watch()
                 self._clock.sleep(RETRY_PAUSE_S)
             else:
                 self._heard()
                 return reply
+
+    def inquire(self, frame: Frame) -> Frame | None:
+        """Return the answer to a short question, if there is any; whatever has become of this connection."""
+        try:
+            return raise_if_error(self._channel.start(frame, FAREWELL_S).result())
+        except (TransportError, FleetError):
+            return None
 
     def farewell(self, frame: Frame) -> None:
         """Send a last word; whether it arrives matters to nobody any more."""
@@ -386,9 +395,15 @@ class Connections:
 
     def __init__(self, by_server: Sequence[Connection], progress: Progress, claim: Callable[[str], object]) -> None:
         """``claim`` notes, with a reason, that this worker is the cause of its job's end."""
-        self.by_server = by_server
+        #: one list as long as this lives, with other connections in it when the job has moved to other servers
+        self.by_server = [*by_server]
         self._progress = progress
         self._claim = claim
+
+    def replace(self, by_server: Sequence[Connection]) -> list[Connection]:
+        """Connect to other servers from now on; return the connections that there were."""
+        former, self.by_server[:] = [*self.by_server], by_server
+        return former
 
     def ask(self, what: str, at_once: int | None = None, *, step: int | None = None, **kind: object) -> list[Frame]:
         """Send the same request to every server, as ``Connection.request`` has it, about the last step or another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,10 +20,17 @@ _START_AGAIN = "Start the whole job again, from its last checkpoint if there is 
 
 
 def join(
-    connections: Connections, plan: Plan, options: Sequence[str], policy: Policy, job_id: str, *, wait: bool
+    connections: Connections,
+    plan: Plan,
+    options: Sequence[str],
+    policy: Policy,
+    job_id: str,
+    *,
+    wait: bool,
+    watch: Callable[[], None] = lambda: None,
 ) -> list[pb.Reply]:
-    """Say hello to every server, and ``wait`` for those that are not up yet; return their answers, which fit
-    together."""
+    """Say hello to every server, and ``wait`` for those that are not up yet, calling ``watch`` meanwhile; return their
+    answers, which fit together."""
     endpoints = [str(each.endpoint) for each in connections.by_server]
     answers = []
     for server, connection in enumerate(connections.by_server):
@@ -37,7 +44,7 @@ def join(
             label=f"{socket.gethostname()}:{os.getpid()}",
             job_id=job_id,
         )
-        answers.append(connection.hello(Frame(connection.request(0, hello=hello)), wait=wait).message)
+        answers.append(connection.hello(Frame(connection.request(0, hello=hello)), wait=wait, watch=watch).message)
         connection.start_heartbeat()
     _check_alike(connections, policy, answers)
     return answers

@@ -25,14 +25,19 @@ def once(worker: WorkerRuntime, name: str, act: Callable[[dict[str, Any]], None]
     ``name`` is the worker's ``name_of_call``; ``act`` is given it, and what the server says with its grant. Where modes
     let only worker 0 write checkpoints, ``by_anyone`` is for acts that need nothing of worker 0's own.
     """
-    arbiter, step = worker.connections.by_server[0], worker.progress.completed
-    asked = pb.Claim(name=name, by_anyone=by_anyone)
+    step, asked = worker.progress.completed, pb.Claim(name=name, by_anyone=by_anyone)
+
+    def ask() -> Frame:
+        arbiter = worker.connections.by_server[0]
+        return arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
+
     with worker.figures.meet:
-        claim = arbiter.call(Frame(arbiter.request(step, claim=asked)), f"claim of {name}")
+        claim = worker.following(ask)
     if not claim.message.granted:
         return
 
     def release(failure: str) -> None:
+        arbiter = worker.connections.by_server[0]  # another one than before, if it was this that moved the job
         request = arbiter.request(step, release=pb.Release(name=name, failure=failure))
         try:
             arbiter.call(Frame(request), f"release of {name}")

@@ -28,7 +28,7 @@ from fleet.plan.specs import TableSpec
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.row_tensors import order_of, runs_of
-from fleet.ps.worker.progress import ReadAt, Readings
+from fleet.ps.worker.progress import ReadAt, Readings, moved
 from fleet.telemetry.worker_figures import ProfilerRange
 
 
@@ -256,6 +256,11 @@ class RowReader:
     def discard_fetched(self) -> None:
         """Drop what was fetched before, as the servers' values have been replaced."""
         self.replaced += 1
+
+    def move(self, servers: int) -> None:
+        """Ask other servers from now on, which have what the former ones had."""
+        self.read_at, self._read_before = moved(self.read_at, servers), moved(self._read_before, servers)
+        self.discard_fetched()
 
     def adopt(self, specs: Sequence[TableSpec], handles: Sequence[TableHandle]) -> None:
         self._specs = specs

@@ -13,7 +13,7 @@ from fleet.errors import ConfigurationError, MissedError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
-from fleet.ps.worker.connection import Connection, PendingRequest
+from fleet.ps.worker.connection import Connections, PendingRequest
 from fleet.ps.worker.progress import Progress
 
 _log = logging.getLogger("fleet.worker")
@@ -31,9 +31,9 @@ class Shares:
 class OwnStates:
     """Gives the state of this worker's own objects to server 0, and gets it back."""
 
-    def __init__(self, keeper: Connection, progress: Progress, most_bytes: int) -> None:
-        """``keeper`` is the connection to server 0; a message may have ``most_bytes``."""
-        self._keeper = keeper
+    def __init__(self, connections: Connections, progress: Progress, most_bytes: int) -> None:
+        """Server 0 keeps the states; a message may have ``most_bytes``."""
+        self._connections = connections
         self._progress = progress
         self._most_bytes = most_bytes
         self._unsent: Bytes | None = None
@@ -92,8 +92,9 @@ class OwnStates:
             self.wait_until_given()
             self._given = content
             give = pb.Give(steps=self._progress.taken)
-            request = self._keeper.request(self._progress.completed, give=give)
-            self._under_way = self._keeper.start(Frame(request, [WireTensor.of(data)]), "state for checkpoints")
+            keeper = self._connections.by_server[0]
+            request = keeper.request(self._progress.completed, give=give)
+            self._under_way = keeper.start(Frame(request, [WireTensor.of(data)]), "state for checkpoints")
             self._under_way.send()
 
     def forget_given(self) -> None:
@@ -143,8 +144,9 @@ class OwnStates:
         return reply.tensors[0].numpy()
 
     def _ask(self, what: str, tensors: list[WireTensor] | None = None, **kind: object) -> Frame:
-        request = self._keeper.request(self._progress.completed, **kind)
-        return self._keeper.call(Frame(request, tensors or []), what)
+        keeper = self._connections.by_server[0]
+        request = keeper.request(self._progress.completed, **kind)
+        return keeper.call(Frame(request, tensors or []), what)
 
     def _check_size(self, data: Bytes) -> None:
         if data.nbytes > self._most_bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from fleet.checkpoint.resume_choice import Resumed
@@ -20,6 +20,14 @@ class ReadAt(NamedTuple):
 
 #: Of rows, by server and table.
 Readings: TypeAlias = dict[tuple[int, int], ReadAt]
+
+
+def moved(readings: Mapping[tuple[int, int], ReadAt], servers: int) -> Readings:
+    """Return when rows were read, as so many servers have it that have what others had."""
+    latest: dict[int, ReadAt] = {}
+    for (_, table), read in readings.items():
+        latest[table] = max(read, latest.get(table, read))
+    return {(server, table): read for table, read in latest.items() for server in range(servers)}
 
 
 class Progress:
@@ -64,6 +72,10 @@ class Progress:
     def take_step(self) -> None:
         self.taken += 1
         self.own += 1
+
+    def move(self, hellos: Sequence[Any]) -> None:
+        """Go on with other servers, which have what the former ones had."""
+        self.loads, self.replaced = [reply.loads for reply in hellos], self.replaced
 
     def go_back(self, resumed: Resumed) -> None:
         """Take a step once more whose round was not over when this worker resumed, as all others begin with it. The

@@ -22,12 +22,13 @@ import torch
 
 from fleet.base.clock import Clock, wall_time
 from fleet.base.turns import run_uninterrupted
-from fleet.errors import DeadlineError, FleetError
+from fleet.errors import DeadlineError, FleetError, ServersMovedError
 from fleet.numeric import buffers
 from fleet.numeric.ids import noise, packed_ids, partition
 from fleet.numeric.jit import Array
 from fleet.numeric.tensors import EndToEnd, WireTensor
 from fleet.plan.layout import DenseLayout
+from fleet.plan.plan import Plan
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.low_precision import Narrow
@@ -35,7 +36,7 @@ from fleet.ps.wire.row_tensors import order_of, runs_of
 from fleet.ps.worker.connection import Connection, Connections
 from fleet.ps.worker.handshake import check_delivered
 from fleet.ps.worker.object_states import OwnStates
-from fleet.ps.worker.progress import Progress, ReadAt
+from fleet.ps.worker.progress import Progress, ReadAt, moved
 from fleet.ps.worker.row_cuts import RowCuts
 from fleet.ps.worker.trained_model import Flat, TrainedModel
 from fleet.telemetry.worker_figures import WorkerFigures
@@ -60,6 +61,10 @@ class Clocks:
         of_rows = (read.version for (_, table), read in self.rows.items() if table in used)
         return min((*(read.version for read in self.dense.values()), *of_rows))
 
+    def moved(self, servers: int) -> Clocks:
+        """Return the same, as so many servers have it that have what others had."""
+        return Clocks(dict.fromkeys(range(servers), max(self.dense.values())), moved(self.rows, servers))
+
     def or_earlier(self, other: Clocks) -> Clocks:
         """Return the earlier of both, for gradients that become one."""
         return Clocks(_earlier(self.dense, other.dense), _earlier(self.rows, other.rows))
@@ -83,11 +88,16 @@ class Gradients:
     state: np.ndarray[Any, Any] | None = None  #: of the worker's own objects, to be kept with the last of the steps
     #: how much the look-ups of each id in ``rows`` count, for tables whose rules ask for it
     weights: Mapping[int, Array] = field(default_factory=dict)
+    #: the flat gradient of every parameter, those included that have left ahead
+    whole: Sequence[torch.Tensor | None] = ()
 
     @torch.no_grad()  # .grad may have a graph of its own
     def copied(self) -> Gradients:
         """Return the same gradients, independent of a parameter's .grad from now on; nobody else has those of rows."""
-        return replace(self, dense=[None if grad is None else grad.clone() for grad in self.dense])
+        dense = [None if grad is None else grad.clone() for grad in self.dense]
+        is_all = self.whole is self.dense
+        whole = dense if is_all else [None if grad is None else grad.clone() for grad in self.whole]
+        return replace(self, dense=dense, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -101,16 +111,20 @@ class Change:
 @dataclass(frozen=True)
 class Push:
     """Is sent to all servers as one step of the worker. It has the number of the user's steps in it, a frame for each
-    server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted."""
+    server, and what to do with the answers: ``at_a_stretch`` where that must not be interrupted. The ``gradients`` that
+    it was made of are there where it can be made anew, for other servers than those of this ``plan``."""
 
     steps: int
     frames: Sequence[Frame]
     take: Callable[[Sequence[Frame]], object]
     at_a_stretch: bool = False
+    gradients: Gradients | None = None
+    plan: Plan | None = None
 
     def copied(self) -> Push:
         """Return the same push, independent of the user's gradients from now on."""
-        return replace(self, frames=[frame.kept() for frame in self.frames])
+        gradients = None if self.gradients is None else self.gradients.copied()
+        return replace(self, frames=[frame.kept() for frame in self.frames], gradients=gradients)
 
 
 def cut(layout: DenseLayout, tensors: Sequence[torch.Tensor | None]) -> tuple[bytes, dict[str, list[torch.Tensor]]]:
@@ -387,7 +401,18 @@ class Pusher:
     def finish_interrupted(self) -> None:
         """Send the frames of a push in doubt again, which no server applies twice."""
         if self._in_doubt is not None:
-            self.deliver(self._in_doubt)
+            self.deliver(self._cut_anew(self._in_doubt))
+
+    def _cut_anew(self, push: Push) -> Push:
+        """Return a push for the servers that there are now. Gradients that had left ahead are in it."""
+        gradients = push.gradients
+        if gradients is None or push.plan is self._trained.plan:
+            return push
+        read = gradients.read.moved(len(self._connections.by_server))
+        whole = replace(gradients, dense=gradients.whole, ahead=0, read=read)
+        frames, _ = self.encode(whole)
+        frames[0].message.push.keeping.CopyFrom(push.frames[0].message.push.keeping)
+        return replace(push, frames=frames, plan=self._trained.plan, gradients=whole)
 
     def _finish(self, push: Push, step: int, replies: Sequence[Frame]) -> None:
         progress = self._progress
@@ -422,7 +447,10 @@ class Pusher:
                 asked.append(connection.start(frame, f"a part of step {step}"))
         for pending in asked:
             pending.send()
-        replies = [pending.result() for pending in asked]
+        try:
+            replies = [pending.result() for pending in asked]
+        except ServersMovedError:
+            return False  # the push will meet it again
         return all(reply.message.granted for reply in replies)
 
     # ---------------------------------------------------------------- frames
@@ -544,4 +572,4 @@ def _weighed(weights: Array | None) -> list[WireTensor]:
 
 def _is_unanswered(error: BaseException) -> bool:
     """Say whether an error leaves open what has become of a push: no answer came, or it was interrupted."""
-    return isinstance(error, DeadlineError) or not isinstance(error, FleetError)
+    return isinstance(error, DeadlineError | ServersMovedError) or not isinstance(error, FleetError)

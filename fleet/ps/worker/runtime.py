@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fleet.base.clock import Clock
-from fleet.base.cluster import Assignment
+from fleet.base.cluster import Assignment, Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.base.turns import Turns
 from fleet.checkpoint.resume_choice import Resumed
-from fleet.errors import FleetError, IdentityError, StateError, UnsupportedError
+from fleet.errors import FleetError, IdentityError, ServersMovedError, StateError, UnsupportedError
 from fleet.nn.handle import Lookup, TableHandle, Wanted
 from fleet.numeric.device_copies import Copies
 from fleet.numeric.jit import Array, Ids
 from fleet.numeric.reduction import BARRIER
 from fleet.numeric.tensors import WireTensor
 from fleet.numeric.values import UserValue, reduce_over_workers
-from fleet.plan.plan import make_plan
+from fleet.plan.plan import Plan, make_plan
 from fleet.ps.consistency import policy_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -45,6 +45,7 @@ from fleet.ps.worker.handshake import check_loads, join
 from fleet.ps.worker.look_ahead import Coming, LookAhead
 from fleet.ps.worker.lookup_prediction import LookupPrediction
 from fleet.ps.worker.lookups import Prefetched, RowReader
+from fleet.ps.worker.new_servers import Move, find_move, refuse_if_moved, tell_of
 from fleet.ps.worker.object_states import OwnStates
 from fleet.ps.worker.progress import Progress
 from fleet.ps.worker.push import Pusher
@@ -61,6 +62,10 @@ from fleet.telemetry.worker_figures import WorkerFigures
 
 #: All rows of a table are fetched in requests of about this size.
 WHOLE_BYTES = 8 << 20
+#: A call that meets more moves than these to other servers ends with an error.
+MOST_MOVES = 8
+
+T = TypeVar("T")
 
 
 class WorkerRuntime:
@@ -85,21 +90,18 @@ class WorkerRuntime:
         self.figures = figures = WorkerFigures(clock)
         self.policy = policy = policy_of(strategy, strategy.update_frequency)
         self.progress = progress = Progress(policy)
-        worker, incarnation = assignment.index, secrets.randbits(63)
+        worker, self._incarnation = assignment.index, secrets.randbits(63)
+        self._network, self._clock = network, clock
         self.connections = connections = Connections(
-            [
-                Connection(endpoint, network, settings, clock, worker, incarnation, self.read_figures, place == 0)
-                for place, endpoint in enumerate(assignment.servers)
-            ],
+            self.connect(assignment.servers, self._incarnation),
             progress,
             partial(claim, settings.observing.record_dir, settings.job_id, str(assignment)),
         )
-        first_server = connections.by_server[0]
         self.trained = trained = TrainedModel(describe(), assignment.server_num)
         self._values = values = DenseValues(connections, progress, trained, remembers=not policy.trains_on_workers)
         self.rows = rows = RowReader(connections.by_server, progress.version_needed)
         rows.adopt(trained.plan.spec.tables, trained.description.handles)
-        self.own_states = own = OwnStates(first_server, progress, settings.security.max_message_bytes)
+        self.own_states = own = OwnStates(connections, progress, settings.security.max_message_bytes)
         check_finite = strategy.check_finite or settings.check_finite
         gradients = UserGradients(trained, values, rows, own, progress, worker, figures.copy, check_finite=check_finite)
         self.cuts = cuts = RowCuts(connections, trained, progress, shares_steps=policy.shares_steps)
@@ -141,6 +143,7 @@ class WorkerRuntime:
             )
         self._dense: DenseTraining | None = None
         if trained.plan.spec.settings.has_dense_on_workers:
+            first_server = connections.by_server[0]
             group = DenseGroup(first_server, worker, figures.reduce)
             self._dense = DenseTraining(
                 group,
@@ -154,10 +157,11 @@ class WorkerRuntime:
                 check_finite=check_finite,
             )
         self._edits = Edits(connections, trained, values, rows, self._training, self._geo, progress, worker)
-        self._barrier = Barrier(first_server, progress, figures, self.turns, self.reload)
+        self._barrier = Barrier(connections, progress, figures, self.turns, self.reload)
         self._prediction: LookupPrediction | None = None
         self._forked: ForkedReader | None = None
         self.stopped = False
+        self._has_begun = False
         try:
             self._observer = Observer(str(assignment), "worker", self.read_figures, settings)
         except BaseException:
@@ -171,14 +175,7 @@ class WorkerRuntime:
         goes on from what it was told when it ``resumed``."""
         trained = self.trained
         try:
-            answers = join(
-                self.connections,
-                trained.plan,
-                trained.description.options(),
-                self.policy,
-                self._settings.job_id,
-                wait=self._strategy.wait_port,
-            )
+            answers = self.following(lambda: self._join(self.connections, trained.plan))
             self.progress.resume(answers)
             if resumed is not None:
                 self.progress.go_back(resumed)
@@ -196,8 +193,28 @@ class WorkerRuntime:
             raise
         trained.attach(self)
         self._training.start()
+        self._has_begun = True
         if self._strategy.print_log and self.assignment.index == 0:
             print(trained.plan.table())
+
+    def connect(self, servers: Sequence[Endpoint], incarnation: int) -> list[Connection]:
+        """Make connections to these servers."""
+        network, settings, clock, worker = self._network, self._settings, self._clock, self.assignment.index
+        return [
+            Connection(endpoint, network, settings, clock, worker, incarnation, self.read_figures, place == 0)
+            for place, endpoint in enumerate(servers)
+        ]
+
+    def _join(self, connections: Connections, plan: Plan) -> list[pb.Reply]:
+        return join(
+            connections,
+            plan,
+            self.trained.description.options(),
+            self.policy,
+            self._settings.job_id,
+            wait=self._strategy.wait_port,
+            watch=lambda: refuse_if_moved(connections),
+        )
 
     def _begin_from(self, replies: Sequence[Frame]) -> None:
         values = self._values.write(replies)
@@ -260,6 +277,60 @@ class WorkerRuntime:
         if self._dense is not None:
             self._dense.extend(len(known.params))
 
+    # ---------------------------------------------------------------- other servers
+
+    @property
+    def incarnation(self) -> int:
+        """Return the number that tells this process from others in its place."""
+        return self._incarnation
+
+    def following(self, act: Callable[[], T]) -> T:
+        """Return what ``act`` returns. If the job has moved to other servers, go over and let it act again."""
+        for _ in range(MOST_MOVES):
+            try:
+                return act()
+            except ServersMovedError:
+                self._follow()
+        return act()
+
+    def _follow(self) -> None:
+        """Go over to where the job is now; stay, if its move was given up."""
+        with self.turns:
+            found = find_move(self.connections, self._clock, self._settings.rpc_deadline_s)
+            if found is not None:
+                self.go_over(found)
+
+    def go_over(self, move: Move) -> None:
+        """Go on at the servers that the job has moved to."""
+        self._edits.find()  # lest they are written over
+        incarnation = self._incarnation + 1
+        connections = Connections(self.connect(move.servers, incarnation), self.progress, lambda _: None)
+        try:
+            tell_of(move, connections.by_server)
+            plan = make_plan(self.trained.plan.spec.on_servers(len(move.servers)))
+            answers = self._join(connections, plan)
+        except BaseException:
+            connections.close()
+            raise
+        self._incarnation, servers = incarnation, len(move.servers)
+        self.assignment = replace(self.assignment, servers=move.servers)
+        former = self.connections.replace(connections.by_server)
+        self.trained.move(servers)
+        self.rows.move(servers)
+        self._pusher.drop_residues()
+        self.progress.move(answers)
+        for connection in former:
+            connection.fail(ServersMovedError("the job has moved to other servers", where=str(connection.endpoint)))
+        tell_of(move, [each for each in former if each.endpoint not in move.servers], surely=False)
+        for connection in former:
+            connection.close()
+        if self._has_begun:
+            self._values.move(servers)
+            self._training.grow()
+            self._forked = None
+            self.trained.forget_whole_tables()
+            self._values.write(self._values.fetch("parameters on other servers"))
+
     # ---------------------------------------------------------------- a step
 
     @property
@@ -288,14 +359,22 @@ class WorkerRuntime:
     def step(self) -> None:
         with self.turns:
             try:
-                self._prepare_step()
+                self.following(self._prepare_step)
                 self.trained.outdate_whole_tables()
-                with self.trained.writer.standing_still():
-                    self._training.step()
+                try:
+                    with self.trained.writer.standing_still():
+                        self._training.step()
+                except ServersMovedError:
+                    self._follow()
+                    self.following(self._finish_push)
                 self.trained.forget_whole_tables()
             except FleetError:
                 self.connections.note_reported()
                 raise
+
+    def _finish_push(self) -> None:
+        with self.trained.writer.standing_still():
+            self._pusher.finish_interrupted()
 
     def step_here(self, update: Callable[[], None]) -> None:
         """Take a step on this worker's own values, some or all; from time to time agree with the servers."""
@@ -356,7 +435,7 @@ class WorkerRuntime:
     def finish_interrupted(self, call: str) -> None:
         """Finish what was interrupted, before anything else happens in a call's turn."""
         with self.turns:  # what another thread has under way is not interrupted
-            self._finish_interrupted(call)
+            self.following(lambda: self._finish_interrupted(call))
 
     def _finish_interrupted(self, call: str) -> None:
         self._refuse_late(call)
@@ -380,25 +459,31 @@ class WorkerRuntime:
 
         def fetch(wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
             self.finish_interrupted("a look-up")
-            self._send_edits_of(each.handle for each in wanted)
-            with self.figures.pull:
-                return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
+            return self.following(lambda: self._fetch_predicted(wanted))
 
         if self.trained.description.handles:
             self._prediction = LookupPrediction(model, self.turns, fetch, self.rows.drop_predicted)
+
+    def _fetch_predicted(self, wanted: Sequence[Wanted]) -> Mapping[int, Prefetched]:
+        self._send_edits_of(each.handle for each in wanted)
+        with self.figures.pull:
+            return self.rows.fetch_predicted(wanted, self.progress.completed, self.replica)
 
     def lookup(self, wanted: Sequence[Wanted]) -> list[Lookup]:
         if self.turns.is_fork:
             return self._forked_reader().lookup(wanted, self.replica)
         with self.turns:
-            self._finish_interrupted("a look-up")
-            self._send_edits_of(each.handle for each in wanted)
-            with self.figures.pull:
-                found = self.rows.lookup(wanted, self.progress.completed, self.replica)
+            found = self.following(lambda: self._look_up(wanted))
             if self._prediction is not None:
                 self._prediction.observe(wanted)
             self._training.looked_up()
             return found
+
+    def _look_up(self, wanted: Sequence[Wanted]) -> list[Lookup]:
+        self._finish_interrupted("a look-up")
+        self._send_edits_of(each.handle for each in wanted)
+        with self.figures.pull:
+            return self.rows.lookup(wanted, self.progress.completed, self.replica)
 
     def averaged(self, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         """Return the mean over all workers of gradients of rows, where workers have to agree on it."""
@@ -424,9 +509,13 @@ class WorkerRuntime:
         with self.turns:
             self.finish_interrupted("a look at all rows")
             self._training.wait_until_sent()  # what is changed in them begins with all that this worker has done
-            self._send_edits_of([handle])
-            with self.figures.pull:
-                return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
+
+            def fetch() -> torch.Tensor:
+                self._send_edits_of([handle])
+                with self.figures.pull:
+                    return self.rows.whole(handle, self.progress.completed, self.replica, at_once)
+
+            return self.following(fetch)
 
     def _forked_reader(self) -> ForkedReader:
         if self._forked is None or self._forked.turns.is_fork:
@@ -441,9 +530,13 @@ class WorkerRuntime:
         """Begin to fetch what a forward will ask for after so many more ``steps``."""
         with self.turns:
             self.finish_interrupted("prefetch()")
-            self._send_edits_of(each.handle for each in wanted)
-            with self.figures.pull:
-                return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
+
+            def begin() -> dict[int, Prefetched]:
+                self._send_edits_of(each.handle for each in wanted)
+                with self.figures.pull:
+                    return self.rows.prefetch(wanted, self.progress.completed, steps, self.replica)
+
+            return self.following(begin)
 
     def offer(self, prefetched: Mapping[int, Prefetched]) -> None:
         """Let forwards use this from now on, and nothing that was offered before."""
@@ -486,7 +579,7 @@ class WorkerRuntime:
         """Return when every worker has come here."""
         with self.turns:
             self.finish_interrupted("barrier_worker()")
-            self.flush()  # what this worker computed before the barrier is applied when the others have passed it
+            self.following(self.flush)  # what this worker computed is applied when the others have passed the barrier
         self._gather("barrier_worker()", BARRIER)
 
     def all_reduce(self, call: str, value: object, output: object, op: object) -> Any:
@@ -504,7 +597,7 @@ class WorkerRuntime:
 
     def _gather(self, call: str, op: str, dtype: str = "", mine: WireTensor | None = None) -> WireTensor | None:
         try:
-            return self._barrier.gather(call, op, dtype, mine)
+            return self.following(lambda: self._barrier.gather(call, op, dtype, mine))
         except (IdentityError, StateError):
             self._refuse_late(call)  # another thread has said goodbye meanwhile
             raise
@@ -514,7 +607,8 @@ class WorkerRuntime:
     def summary(self) -> dict[str, Any]:
         with self.turns:
             self.finish_interrupted("summary()")
-            surveys = [reply.message.about for reply in self.connections.ask("summary", survey=pb.Survey())]
+            replies = self.following(lambda: self.connections.ask("summary", survey=pb.Survey()))
+            surveys = [reply.message.about for reply in replies]
         return summary(self.assignment.index, self._strategy.mode, self.progress.steps, surveys, self.read_figures())
 
     def read_figures(self) -> dict[str, float]:
@@ -544,7 +638,7 @@ class WorkerRuntime:
                 self._flush_or_abort()
                 if self._dense is not None:
                     self._dense.leave()
-                self.connections.ask("goodbye", bye=pb.Bye())
+                self.following(lambda: self.connections.ask("goodbye", bye=pb.Bye()))
         except FleetError:
             raise
         except BaseException as error:
@@ -556,7 +650,7 @@ class WorkerRuntime:
 
     def _flush_or_abort(self) -> None:
         try:
-            self.flush()
+            self.following(self.flush)
         except FleetError as error:
             # Gradients are lost: the others must not take this for a goodbye, nor wait for one.
             self.abort(f"what it still had to send did not arrive: {error}")

@@ -60,7 +60,7 @@ class UserGradients:
         """Take a step: return what it leaves behind, except what has left ``early``."""
         description = self._trained.description
         options = description.options()
-        dense = self.dense()
+        whole = dense = self.dense()
         attempt = 0
         if early is not None:
             attempt, sent = early.sent([param.grad for param in description.params])
@@ -68,7 +68,7 @@ class UserGradients:
         # When the values were read that the gradients were computed on; rows are read anew in the next step.
         rows, read = self.rows(), Clocks(self._values.read_at, self._table_rows.take_clocks())
         weights = self.weights(rows)
-        return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step(), weights=weights)
+        return Gradients(dense, rows, read, options, ahead=attempt, state=self.end_step(), weights=weights, whole=whole)
 
     def end_step(self) -> Array | None:
         """Count a step; return the state of the worker's own objects that goes with it."""
@@ -239,7 +239,8 @@ class RemoteTraining:
             arrived()
             self._values.write(replies)
 
-        self._pusher.deliver(Push(gradients.steps, frames, take))
+        plan = self._trained.plan
+        self._pusher.deliver(Push(gradients.steps, frames, take, gradients=gradients, plan=plan))
 
     def wait_until_sent(self) -> None:
         """Wait until the servers have what left this worker behind the user's back."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -49,6 +50,11 @@ class TrainedModel:
         spec, params = description.spec, description.params
         written = () if spec.settings.has_dense_on_workers else params
         self.writer = ParameterWriter(written, self.layouts, [each.name for each in spec.params[: len(written)]])
+
+    def move(self, server_num: int) -> None:
+        """Go on with another number of servers."""
+        self._server_num = server_num
+        self.adopt(replace(self.description, spec=self.description.spec.on_servers(server_num)))
 
     def attach(self, source: RowSource, first_table: int = 0) -> None:
         """Let tables, from the given one on, get their rows from ``source``."""
@@ -111,6 +117,10 @@ class DenseValues:
     def fetch_behind(self, at_once: int) -> list[Frame]:
         """Fetch from a thread beside the user's, from so many servers at once."""
         return self.fetch(f"parameters after step {self._progress.completed}", at_once)
+
+    def move(self, servers: int) -> None:
+        """Go on with so many servers, which have what the former ones had."""
+        self.read_at, self._written = dict.fromkeys(range(servers), max(self.read_at.values())), None
 
     def read(self, replies: Sequence[Frame]) -> list[Flat]:
         """Return the values of every server's blocks, as it sent them."""

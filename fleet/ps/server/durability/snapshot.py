@@ -158,11 +158,17 @@ def restore(
     """Make a new job the one that this was written of, and return its shard."""
     shard = make_shard(job.plans.current, state["server"], state["seed"], state["options"])
     fill_own(shard, pieces)
+    shard.resume_past(state.get("past", {}), state.get("now", 0.0))
+    shard.staleness.resume(state["staleness"], state.get("late", {}))
+    take_up(job, shard, state, now)
+    return shard
+
+
+def take_up(job: Job, shard: Shard, state: Mapping[str, Any], now: float) -> None:
+    """Let a new job, whose values are in ``shard``, be as far as the one that this state was written of."""
     shard.dense.clock = state["clock"]
     for table, step in zip(shard.tables, state["table_steps"], strict=True):
         table.step = step
-    shard.resume_past(state.get("past", {}), state.get("now", 0.0))
-    shard.staleness.resume(state["staleness"], state.get("late", {}))
     shard.warm()
     job.shard, job.initialized = shard, True
     clocks, gone = _by_worker(state["clocks"]), _by_worker(state["gone"])
@@ -181,7 +187,6 @@ def restore(
     plans.outgrown = {
         int(worker): make_plan(JobSpec.from_json(each)) for worker, each in state.get("outgrown", {}).items()
     }
-    return shard
 
 
 def recall(job: Job, kind: Kind, frame: Frame) -> None:

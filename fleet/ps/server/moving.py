@@ -1,0 +1,404 @@
+"""The job moves to other servers: those that there were stand still, those to come take over all they have, and one
+message to the first of the former decides.
+
+A worker drives it (ps/worker/resizing.py). Halted, a server keeps every request but the driver's until the move is
+over, so what it has stays as it is. Until the first server has heard that everything is there, the move may be given
+up by anybody's death, and the job goes on as it was. From then on it has been made: whoever asks a former server is
+told that the job has moved, goes over, and tells the others, which need not have heard of it from the driver.
+
+A process that goes over gets a new incarnation, its former one and 1, on all servers at once. So whatever was sent for
+the former arrangement of blocks and rows is never taken for something of the new one, however late it comes.
+
+The caller holds the server's lock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fleet.base.clock import Clock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import ProcessSettings
+from fleet.errors import (
+    FleetError,
+    IdentityError,
+    MissedError,
+    PlanMismatchError,
+    ProtocolError,
+    ServerBusyError,
+    ServerLostError,
+    ServersMovedError,
+    UnsupportedError,
+)
+from fleet.numeric.tensors import WireTensor
+from fleet.plan.specs import JobSpec
+from fleet.ps.consistency.membership import MemberRecord, Standing
+from fleet.ps.server.admission import check_fingerprint, check_job_id, check_share
+from fleet.ps.server.durability.snapshot import recall, state_of, take_up
+from fleet.ps.server.durability.state_directory import Kind
+from fleet.ps.server.handshake import Handshake
+from fleet.ps.server.job import Job, new_job
+from fleet.ps.server.job_end import JobEnd
+from fleet.ps.server.members import Members
+from fleet.ps.server.pending import Arrival, Outbox
+from fleet.ps.server.refill import Refill
+from fleet.ps.table.shard import MakeShard, Shard
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame, read_frame
+from fleet.ps.wire.transport import Respond
+from fleet.ps.wire.wire_errors import error_reply
+
+_log = logging.getLogger("fleet.server")
+
+#: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
+_RECORDS = "records"
+
+
+@dataclass
+class _Halt:
+    """Holds who has asked for the standstill, and what has come since."""
+
+    attempt: str
+    request: Any
+    #: kept until the move is over
+    held: list[tuple[Frame, Respond]] = field(default_factory=list)
+    #: whether the driver is gone: what has become of the move is known to the first server
+    is_orphaned: bool = False
+
+
+@dataclass
+class _Stage:
+    """Holds the job as this server is to have it."""
+
+    attempt: str
+    job: Job
+    shard: Shard
+    state: dict[str, Any]
+    records: Sequence[WireTensor]
+    refill: Refill
+    filled: int = 0
+    is_whole: bool = False
+
+
+class Moving:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: ProcessSettings,
+        clock: Clock,
+        end: JobEnd,
+        members: Members,
+        handshake: Handshake,
+        make_shard: MakeShard,
+        begin: Callable[[Job], None],
+        *,
+        may_begin: bool,
+        is_durable: bool,
+    ) -> None:
+        """``begin`` makes a job the server's; ``may_begin`` says that this process was given nothing to begin with."""
+        self._endpoint = endpoint
+        self._where = str(endpoint)
+        self._settings = settings
+        self._clock = clock
+        self._end = end
+        self._members = members
+        self._handshake = handshake
+        self._make_shard = make_shard
+        self._begin = begin
+        self._may_begin = may_begin
+        self._is_durable = is_durable
+        self._halt: _Halt | None = None
+        self._stage: _Stage | None = None
+        #: the last move that was made, and all servers since
+        self._made = ""
+        self._servers: tuple[str, ...] = ()
+        #: whether the job is on other servers now, and which workers have gone over
+        self._is_left = False
+        self._gone_over: set[int] = set()
+        #: worker -> the incarnations that it had before it went over
+        self._former: dict[int, set[int]] = {}
+        #: what was kept and is to be handled now
+        self._released: list[tuple[Frame, Respond]] = []
+        self._kinds: dict[str, Callable[[Job | None, Arrival], None]] = {
+            "halt": self._stand_still,
+            "stage": self._get_ready,
+            "fill": self._fill,
+            "switch": self._switch,
+            "where": self._tell,
+        }
+
+    # ---------------------------------------------------------------- what else comes meanwhile
+
+    def takes(self, kind: str, job: Job | None, arrival: Arrival) -> bool:
+        """Say whether a request has to do with a move, which is done here, or has to wait for its end."""
+        handler, halt = self._kinds.get(kind), self._halt
+        if handler is not None:
+            handler(job, arrival)
+            return True
+        if halt is None or kind == "abort":
+            return False
+        if kind == "export" and arrival.request.incarnation == halt.request.incarnation:
+            return False
+        if halt.is_orphaned:
+            raise self._moved()
+        halt.held.append((arrival.frame, arrival.respond))
+        return True
+
+    def refuse_former(self, request: Any, kind: str) -> None:
+        """Refuse what was sent before its worker went over, or comes from one that has not."""
+        is_former = request.incarnation in self._former.get(request.worker, ())
+        is_left = self._is_left and kind not in ("beat", *self._kinds)
+        is_late = kind == "hello" and bool(self._servers) and tuple(request.hello.endpoints) != self._servers
+        if is_former or is_left or is_late:
+            raise self._moved()
+
+    def released(self) -> list[tuple[Frame, Respond]]:
+        """Return, once, what was kept during a move that was given up."""
+        released, self._released = self._released, []
+        return released
+
+    def tick(self, job: Job | None, now: float, outbox: Outbox) -> bool:
+        """Look after a move as time passes; return whether this server has no job any more."""
+        halt = self._halt
+        if halt is not None and job is not None and not halt.is_orphaned and not self._members.has(halt.request):
+            halt.is_orphaned = True
+            _log.warning("%s: worker %d is gone, which moved the job", self._where, halt.request.worker)
+            if job.held().server == 0:
+                self._give_up(job)
+            else:
+                outbox += [(respond, error_reply(self._moved())) for _, respond in halt.held]
+                halt.held.clear()
+        if self._is_left and not self._end.over:
+            for effect in self._members.tick(now):
+                for worker in getattr(effect, "workers", None) or [effect.worker]:  # type: ignore[union-attr]
+                    self._members.lose(worker)
+            if self._gone_over.issuperset(self._members.awaited()):
+                _log.info("%s: the job has moved to other servers", self._where)
+                self._end.end()
+                self._end.inform(self._members.gone())
+        return self._is_left
+
+    def _moved(self) -> FleetError:
+        return ServersMovedError("the job has moved to other servers", where=self._where)
+
+    # ---------------------------------------------------------------- the servers that there were
+
+    def _stand_still(self, job: Job | None, arrival: Arrival) -> None:
+        request, attempt = arrival.request, arrival.request.halt.attempt
+        self._members.check(request, parting=False)
+        assert job is not None, "a member exists only with a job"
+        if self._halt is not None and self._halt.attempt != attempt:
+            raise ServerBusyError("another move to other servers is under way", where=self._where)
+        if self._halt is None:
+            self._check_may_move(job, request)
+            job.background.give_up()
+            job.background.begin_checkpoint(attempt, 0, request.worker)
+            self._halt = _Halt(attempt, request)
+        shard = job.held()
+        shard.apply_pending()
+        open_pushes = {
+            ("push", worker, step): Frame(pb.Request(worker=worker, step=step, push=pb.Push(steps=1)))
+            for worker, step in job.rounds.pushed
+        }
+        state = state_of(job, shard, self._members.dump(), open_pushes)
+        records: list[tuple[str, bytes]] = []
+        if shard.server == 0:
+            for number, outcome in job.reductions.outcomes():
+                outcome.message.version = number
+                records.append((Kind.OUTCOME.name, b"".join(outcome.buffers())))
+            records += [(Kind.STATE.name, b"".join(frame.buffers())) for frame in job.states.dump()]
+        if sum(len(data) for _, data in records) > job.most_bytes // 2:
+            raise UnsupportedError(
+                "the states of the workers' own objects are too large to move with the job",
+                where=self._where,
+                expected=f"at most {job.most_bytes >> 21} MiB (half of FLEET_MAX_MESSAGE_MB)",
+            )
+        about = json.dumps({**state, _RECORDS: [kind for kind, _ in records]})
+        reply = pb.Reply(version=job.rounds.gate.version, about=about)
+        arrival.answer(reply, [_tensor_of(data) for _, data in records])
+
+    def _check_may_move(self, job: Job, request: Any) -> None:
+        refuse_unmovable(job.plans.current.spec, is_durable=self._is_durable)
+        if request.halt.version != job.rounds.gate.version or job.rounds.due or job.cuts:
+            raise ProtocolError(
+                "the job went on while it was to stand still",
+                where=self._where,
+                expected=f"version {request.halt.version}",
+                got=f"version {job.rounds.gate.version}",
+            )
+        others = [name for name, writer in job.claims.dump()["begun"].items() if writer != request.worker]
+        if not job.is_whole or job.plans.outgrown or others:
+            doing = ", ".join(others) or "parameters join the job"
+            raise ServerBusyError(
+                "the job does something that has to end before it moves", where=self._where, got=doing
+            )
+
+    # ---------------------------------------------------------------- the servers to come
+
+    def _get_ready(self, job: Job | None, arrival: Arrival) -> None:
+        stage = arrival.request.stage
+        if self._stage is not None and self._stage.attempt == stage.attempt:
+            arrival.answer(pb.Reply())
+            return
+        if job is not None and (self._halt is None or self._halt.attempt != stage.attempt):
+            raise ServerBusyError("this server has a job already", where=self._where)
+        if self._is_left or (job is None and (self._is_durable or not self._may_begin)):
+            raise UnsupportedError(
+                "this server was started with a state of its own, and cannot take over another one",
+                where=self._where,
+                todo="Start it anew, without a checkpoint and without FLEET_DURABLE_DIR.",
+            )
+        spec, server = JobSpec.from_json(stage.spec), stage.server
+        refuse_unmovable(spec, is_durable=self._is_durable)
+        self._check_servers(stage, spec, is_new=job is None)
+        try:
+            state = json.loads(stage.state)
+            check_job_id(self._endpoint, self._settings.job_id, state["job_id"])
+            most_bytes = self._settings.security.max_message_bytes
+            new = new_job(spec, state["job_id"], self._where, most_bytes, self._settings.rpc_deadline_s)
+            plan, options = new.plans.current, tuple(state["options"])
+            check_fingerprint(self._endpoint, plan, stage.fingerprint)
+            check_share(self._endpoint, plan, server, options, most_bytes)
+            former = [JobSpec.from_json(each).on_servers(spec.settings.server_num) for each in state["former"]]
+            state["former"] = [each.to_json() for each in former]
+            shard = self._make_shard(plan, server, state["seed"], options)
+        except (LookupError, TypeError, ValueError) as error:
+            if isinstance(error, FleetError):
+                raise
+            raise ProtocolError("the state of a job cannot be read", where=self._where, got=repr(error)) from None
+        records = tuple(arrival.tensors)
+        self._stage = _Stage(stage.attempt, new, shard, state, records, Refill(shard, self._where))
+        arrival.answer(pb.Reply())
+
+    def _check_servers(self, stage: Any, spec: JobSpec, *, is_new: bool) -> None:
+        known, endpoints = [str(each) for each in self._handshake.expected_servers], list(stage.endpoints)
+        fits = stage.server < len(endpoints) == spec.settings.server_num
+        if not fits or (is_new and known and known != endpoints) or (known and endpoints[stage.server] != self._where):
+            raise PlanMismatchError(
+                "this server was started with another list of servers than the job is to have",
+                where=self._where,
+                expected=", ".join(known),
+                got=", ".join(endpoints[:100])[:4000],
+                todo="Start new servers with the list that the job is to have.",
+            )
+
+    def _fill(self, job: Job | None, arrival: Arrival) -> None:
+        del job
+        fill, stage = arrival.request.fill, self._stage
+        if stage is None or stage.attempt != fill.attempt:
+            raise MissedError("a server was started again, or has given up, while the job moved", where=self._where)
+        if fill.number > stage.filled:
+            if fill.about:
+                stage.refill.add(json.loads(fill.about), arrival.tensors)
+            else:
+                stage.refill.end()
+                take_up(stage.job, stage.shard, stage.state, self._clock.now())
+                for kind, tensor in zip(stage.state[_RECORDS], stage.records, strict=True):
+                    recall(stage.job, Kind[kind], read_frame(pb.Reply, [tensor.numpy().tobytes()]))
+                stage.is_whole = True
+            stage.filled = fill.number
+        arrival.answer(pb.Reply())
+
+    # ---------------------------------------------------------------- the end of a move
+
+    def _switch(self, job: Job | None, arrival: Arrival) -> None:
+        """Make the move, or give it up."""
+        switch, worker, halt, stage = arrival.request.switch, arrival.worker, self._halt, self._stage
+        is_known = switch.attempt in (halt and halt.attempt, stage and stage.attempt)
+        is_first = job is not None and halt is not None and job.held().server == 0
+        is_driver = halt is not None and self._members.has(arrival.request) and halt.request.worker == worker
+        if switch.given_up:
+            if is_known and (is_driver or not is_first):
+                self._give_up(job)
+        elif switch.attempt == self._made:
+            self._gone_over.add(worker)
+        elif not is_known or (stage is not None and not stage.is_whole):
+            raise ServerLostError(
+                "this server does not know what it was to take over: it was started again, or has given up",
+                where=self._where,
+            )
+        elif is_first and not is_driver:
+            raise IdentityError("only the worker that moves a job decides that it has moved", where=self._where)
+        else:
+            self._make(job, switch, arrival.outbox)
+            self._gone_over.add(worker)
+        arrival.answer(pb.Reply())
+
+    def _make(self, job: Job | None, switch: Any, outbox: Outbox) -> None:
+        halt, stage = self._halt, self._stage
+        waiting = [each.respond for each in job.abandon()] if job is not None else []
+        waiting += [respond for _, respond in halt.held] if halt is not None else []
+        outbox += [(respond, error_reply(self._moved())) for respond in waiting]
+        self._halt = self._stage = None
+        self._made, self._servers, self._gone_over = switch.attempt, tuple(switch.endpoints), set()
+        if stage is None:
+            self._is_left = True
+            return
+        records = []
+        for record in stage.state["members"]:
+            number, standing, incarnation, label = record
+            if Standing(standing) is Standing.LIVE:
+                self._former.setdefault(number, set()).add(incarnation)
+                record = (number, standing, incarnation + 1, label)
+            records.append(_member(record))
+        self._members.restore(stage.job.plans.current.spec.settings, records)
+        self._handshake.expect(tuple(map(Endpoint.parse, self._servers)))
+        self._begin(stage.job)
+        _log.info(
+            "%s: the job has moved, and this is server %d of %d", self._where, stage.shard.server, len(self._servers)
+        )
+
+    def _give_up(self, job: Job | None) -> None:
+        """Go on as if nothing had happened."""
+        halt, self._halt, self._stage = self._halt, None, None
+        if halt is not None:
+            assert job is not None
+            job.background.give_up()
+            self._released += halt.held
+
+    def _tell(self, job: Job | None, arrival: Arrival) -> None:
+        """Say where the job is, and whether it is about to move."""
+        del job
+        about = {
+            "servers": self._servers,
+            "made": self._made,
+            "halted": "" if self._halt is None else self._halt.attempt,
+        }
+        arrival.answer(pb.Reply(about=json.dumps(about)))
+
+
+def refuse_unmovable(spec: JobSpec, *, is_durable: bool) -> None:
+    """Refuse to move a job whose state, or the way in which its servers agree, would not be the same elsewhere."""
+    settings = spec.settings
+    reasons = {
+        "FLEET_DURABLE_DIR": is_durable,
+        f"the mode {settings.mode!r}": settings.mode != "sync",
+        "elastic jobs": settings.elastic,
+        "dense='all_reduce'": settings.has_dense_on_workers,
+        "gradients in few bits (wire_dtype)": settings.wire_dtype is not None,
+        "gradients clipped by their norm on all servers": settings.max_grad_norm > 0,
+        "tables with admit= or evict=": any(table.has_rules for table in spec.tables),
+    }
+    found = [reason for reason, is_there in reasons.items() if is_there]
+    if found:
+        raise UnsupportedError(
+            "the servers of this job cannot change while it runs",
+            expected="a synchronous job whose servers keep nothing on disk",
+            got=", ".join(found),
+            todo="Save a checkpoint, and start the whole job again with other servers.",
+        )
+
+
+def _member(record: Sequence[Any]) -> MemberRecord:
+    worker, standing, incarnation, label = record
+    return int(worker), standing, int(incarnation), str(label)
+
+
+def _tensor_of(data: bytes) -> WireTensor:
+    return WireTensor.of(np.frombuffer(data, np.uint8))
