@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from harness import Job
+from faults import Action, Fault, FaultyNetwork
+from harness import SOON, Job
+from inside import leave
 
 import fleet as fleet_package
 from fleet import Fleet
+from fleet.base import exit_guard
+from fleet.base.cluster import Endpoint
+from fleet.errors import DeadlineError, UnsupportedError
+from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.worker import resizing
+from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 STEPS, MOVED_AFTER = 6, 3
@@ -126,3 +135,167 @@ def test_a_job_ends_where_it_ends_without_a_move(optimizers: str, move: str) -> 
     got = job.run()
     assert sorted(job.served) == sorted({*names(first), *names(then)})
     assert_same(got, Job(training(optimizers, None), 2, len(first)).run())
+
+
+def test_all_workers_may_ask_for_the_same_move() -> None:
+    moves = training("adam", names([1, 2, 3]), movers=(0, 1))
+    assert_same(Resized(moves, [0, 1], [1, 2, 3]).run(), Job(training("adam", None), 2, 2).run())
+
+
+@pytest.mark.parametrize("kind", ["where", "halt", "stage", "fill", "export", "switch", "hello"])
+@pytest.mark.parametrize("action", [Action.DROP_REQUEST, Action.DROP_REPLY, Action.DUPLICATE])
+@pytest.mark.pairs
+def test_no_message_of_a_move_has_to_arrive_the_first_time(action: Action, kind: str) -> None:
+    network = FaultyNetwork(LoopbackNetwork(), Fault(action, kind=kind, skip=1))
+    got = Resized(training("adagrad", names([1, 2])), [0, 1], [1, 2], network=network).run()
+    assert network.struck
+    assert_same(got, undisturbed())
+
+
+@functools.cache
+def undisturbed() -> Any:
+    return Job(training("adagrad", None), 2, 2).run()
+
+
+def asking(then: list[str], refusal: type[Exception], match: str = "") -> Callable[[Fleet, int], Any]:
+    """What trains on with the servers that it has, as the move fails."""
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        resize = fleet.resize_servers
+
+        def refused(endpoints: list[str]) -> None:
+            with pytest.raises(refusal, match=match):
+                resize(endpoints)
+
+        fleet.resize_servers = refused  # type: ignore[method-assign]
+        return training("adagrad", then)(fleet, worker)
+
+    return body
+
+
+@pytest.mark.parametrize(("kind", "skip"), [("stage", 0), ("fill", 0), ("fill", 2)])
+def test_a_new_server_that_dies_before_the_decision_leaves_the_job_as_it_was(kind: str, skip: int) -> None:
+    lost = Endpoint.parse("server2:1")
+    network = FaultyNetwork(LoopbackNetwork(), Fault(Action.CUT, endpoint=lost, kind=kind, skip=skip))
+    environ = {**SOON, "FLEET_STARTUP_DEADLINE_S": "10"}
+    job = Resized(asking(names([0, 1, 2]), DeadlineError), [0, 1], [0, 1, 2], network=network, environ=environ)
+    job.join(job.start())
+    assert {name for name in job.errors if name.startswith("worker")} == set(), job.errors
+    assert_same([job.results[worker] for worker in range(2)], undisturbed())
+    assert list(job.errors) == ["server2:1"], "it has waited for a job"
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_mover_that_is_killed_before_the_decision_leaves_the_job_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_same(resumed_after(monkeypatch, "_copy", [0, 1], [0, 1, 2]), undisturbed())
+
+
+def test_a_mover_that_is_killed_after_the_decision_has_moved_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same(resumed_after(monkeypatch, "go_over", [0, 1], [0, 1, 2]), undisturbed())
+
+
+def resumed_after(monkeypatch: pytest.MonkeyPatch, moment: str, first: list[int], then: list[int]) -> list[Any]:
+    """Run a job whose worker 0 is killed at a moment of its move, and starts again with the list that it had."""
+    environ = {**SOON, "FLAGS_rpc_deadline": "20000", "FLEET_STARTUP_DEADLINE_S": "20"}
+    if moment == "go_over":
+        environ["FLEET_STARTUP_DEADLINE_S"] = "60"
+
+    def killed(worker: Any, *_: object) -> None:
+        monkeypatch.undo()
+        exit_guard.release(worker)
+        worker.close()
+        raise Killed
+
+    job: Resized
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        losses: list[float] = []
+        for life in range(2):
+            model = model_of_all()
+            optimizer = fleet.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+            fleet.init_worker()
+            try:
+                for step in range(fleet.resume_step(), STEPS):
+                    if step == MOVED_AFTER and worker == 0 and life == 0:
+                        fleet.resize_servers(names(then))
+                    optimizer.zero_grad()
+                    loss = model(ids_of(worker, step))
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+            except Killed:
+                fleet = job.fleet(Role.WORKER, worker)
+                fleets[worker] = fleet
+                continue
+            break
+        fleet.barrier_worker()
+        return losses, fleet.state_dict(model)
+
+    fleets: dict[int, Fleet] = {}
+
+    def whole(fleet: Fleet, worker: int) -> Any:
+        result = body(fleet, worker)
+        if worker in fleets:
+            fleets[worker].stop_worker()
+        return result
+
+    job = Resized(whole, first, then, environ=environ)
+    threads = job.start()
+    if moment == "_copy":
+        monkeypatch.setattr(resizing, moment, killed)
+    else:
+        monkeypatch.setattr(WorkerRuntime, moment, killed)
+    job.join(threads[2:4])
+    if moment != "_copy":
+        job.join(threads)
+    for name, error in job.errors.items():
+        if name.startswith("worker"):
+            raise error
+    return [job.results[worker] for worker in range(2)]
+
+
+def test_who_starts_again_with_the_old_list_is_told_the_new_one() -> None:
+    def body(fleet: Fleet, worker: int) -> Any:
+        first = training("adagrad", names([1, 2]))(fleet, worker)
+        fleet.barrier_worker()
+        if worker == 1:
+            leave(fleet)
+            again = job.fleet(Role.WORKER, worker)
+            model = model_of_all()
+            again.distributed_optimizer(OPTIMIZERS["adagrad"](model), model=model)
+            again.init_worker()
+            state = again.state_dict(model)
+            again.stop_worker()
+            return first, state
+        return first, first[1]
+
+    job = Resized(body, [0, 1], [1, 2], environ={**SOON, "FLAGS_rpc_deadline": "20000"})
+    results = job.run()
+    for _, state in results:
+        for name, value in state.items():
+            assert torch.equal(value, results[0][1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        (fleet_package.StrategyFactory.create_async_strategy, "the mode 'async'"),
+        (lambda: fleet_package.StrategyFactory.create_geo_strategy(2), "the mode 'geo'"),
+    ],
+)
+def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any], reason: str) -> None:
+    def body(fleet: Fleet, worker: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy())
+        fleet.init_worker()
+        with pytest.raises(UnsupportedError, match=reason):
+            fleet.resize_servers(names([0, 1]))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    Job(body).run()

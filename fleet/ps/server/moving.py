@@ -37,6 +37,7 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.numeric.tensors import WireTensor
+from fleet.plan.movable import refuse_unmovable
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import MemberRecord, Standing
 from fleet.ps.server.admission import check_fingerprint, check_job_id, check_share
@@ -145,6 +146,8 @@ class Moving:
             return False
         if kind == "export" and arrival.request.incarnation == halt.request.incarnation:
             return False
+        if kind == "hello" and arrival.worker == halt.request.worker:
+            return False  # the driver was killed, and starts again
         if halt.is_orphaned:
             raise self._moved()
         halt.held.append((arrival.frame, arrival.respond))
@@ -371,28 +374,6 @@ class Moving:
             "halted": "" if self._halt is None else self._halt.attempt,
         }
         arrival.answer(pb.Reply(about=json.dumps(about)))
-
-
-def refuse_unmovable(spec: JobSpec, *, is_durable: bool) -> None:
-    """Refuse to move a job whose state, or the way in which its servers agree, would not be the same elsewhere."""
-    settings = spec.settings
-    reasons = {
-        "FLEET_DURABLE_DIR": is_durable,
-        f"the mode {settings.mode!r}": settings.mode != "sync",
-        "elastic jobs": settings.elastic,
-        "dense='all_reduce'": settings.has_dense_on_workers,
-        "gradients in few bits (wire_dtype)": settings.wire_dtype is not None,
-        "gradients clipped by their norm on all servers": settings.max_grad_norm > 0,
-        "tables with admit= or evict=": any(table.has_rules for table in spec.tables),
-    }
-    found = [reason for reason, is_there in reasons.items() if is_there]
-    if found:
-        raise UnsupportedError(
-            "the servers of this job cannot change while it runs",
-            expected="a synchronous job whose servers keep nothing on disk",
-            got=", ".join(found),
-            todo="Save a checkpoint, and start the whole job again with other servers.",
-        )
 
 
 def _member(record: Sequence[Any]) -> MemberRecord:

@@ -154,6 +154,19 @@ class Connection:
                 self._heard()
                 return reply
 
+    def insist(self, frame: Frame, what: str) -> Frame:
+        """Repeat a request to a server where this worker is no member, until the deadline of one that is silent."""
+        began = self._clock.now()
+        while True:
+            try:
+                return raise_if_error(self._channel.start(frame, self.deadline_s).result())
+            except TransportError:
+                silent_s = self._clock.now() - began
+                if silent_s > self.deadline_s:
+                    raise self._silence_error(silent_s) from None
+            _log.debug("%s is asked again for %s", self.endpoint, what)
+            self._clock.sleep(RETRY_PAUSE_S)
+
     def inquire(self, frame: Frame) -> Frame | None:
         """Return the answer to a short question, if there is any; whatever has become of this connection."""
         try:

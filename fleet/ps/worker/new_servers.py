@@ -60,7 +60,7 @@ def tell_of(move: Move, connections: Sequence[Connection], *, surely: bool = Tru
     for connection in connections:
         frame = Frame(connection.request(0, switch=told))
         if surely:
-            connection.hello(frame, wait=True)
+            connection.insist(frame, "a move")
         else:
             connection.farewell(frame)
 

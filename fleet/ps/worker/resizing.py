@@ -4,6 +4,7 @@ first of them decides. Other workers wait at their next request meanwhile, and g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.turns import run_uninterrupted
-from fleet.errors import ArgumentTypeError, ConfigurationError, ServerBusyError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError, ServerBusyError, ServersMovedError, UnsupportedError
 from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
+from fleet.plan.movable import refuse_unmovable
 from fleet.plan.plan import make_plan
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
@@ -30,6 +32,7 @@ def resize(worker: WorkerRuntime, endpoints: object) -> None:
     servers = _checked(endpoints)
     if worker.assignment.embedded:
         raise UnsupportedError("a job of one process has its server in it", todo="Start servers of their own.")
+    refuse_unmovable(worker.trained.plan.spec)
     with worker.turns:
         worker.finish_interrupted("resize_servers()")
         worker.following(worker.flush)
@@ -72,7 +75,8 @@ def _move(worker: WorkerRuntime, servers: tuple[Endpoint, ...], granted: dict[st
     told = pb.Switch(attempt=attempt, endpoints=map(str, servers))
 
     def decide() -> None:
-        former[0].call(Frame(former[0].request(0, switch=told)), "the move to other servers")
+        with contextlib.suppress(ServersMovedError):  # a heartbeat has heard of it, and the answer was lost
+            former[0].call(Frame(former[0].request(0, switch=told)), "the move to other servers")
         worker.go_over(Move(attempt, servers))
 
     run_uninterrupted(decide, "fleet-move")
@@ -126,14 +130,8 @@ def _copy(worker: WorkerRuntime, former: Sequence[Connection], new: Sequence[Con
 
     def fill(about: str, parts: Sequence[Sequence[WireTensor]]) -> None:
         message = pb.Fill(attempt=attempt, number=number, about=about)
-        pendings = [
-            connection.start(Frame(connection.request(0, fill=message), [*tensors]), f"piece {number} of a move")
-            for connection, tensors in zip(new, parts, strict=True)
-        ]
-        for pending in pendings:
-            pending.send()
-        for pending in pendings:
-            pending.result()
+        for connection, tensors in zip(new, parts, strict=True):
+            connection.insist(Frame(connection.request(0, fill=message), [*tensors]), f"piece {number} of a move")
 
     for connection in former:
         for about, tensors in _exported(connection, worker.progress.completed, attempt):
