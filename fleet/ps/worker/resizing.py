@@ -119,7 +119,7 @@ def _stage(
             endpoints=map(str, servers),
             state=without if server else state,
         )
-        connection.call(
+        connection.insist(
             Frame(connection.request(0, stage=stage), [] if server else [*records]), "a move to other servers"
         )
 
