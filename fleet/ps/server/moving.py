@@ -37,9 +37,9 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.numeric.tensors import WireTensor
-from fleet.plan.movable import refuse_unmovable
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency.membership import MemberRecord, Standing
+from fleet.ps.consistency.movable import refuse_unmovable
 from fleet.ps.server.admission import check_fingerprint, check_job_id, check_share
 from fleet.ps.server.durability.snapshot import recall, state_of, take_up
 from fleet.ps.server.durability.state_directory import Kind

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from fleet.base.turns import run_uninterrupted
 from fleet.errors import ArgumentTypeError, ConfigurationError, ServerBusyError, ServersMovedError, UnsupportedError
 from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
-from fleet.plan.movable import refuse_unmovable
 from fleet.plan.plan import make_plan
+from fleet.ps.consistency.movable import refuse_unmovable
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.worker.connection import RETRY_PAUSE_S, Connection
@@ -54,7 +53,7 @@ def _checked(endpoints: object) -> tuple[Endpoint, ...]:
 def _move(worker: WorkerRuntime, servers: tuple[Endpoint, ...], granted: dict[str, Any]) -> None:
     if servers == worker.assignment.servers:
         return
-    attempt = f"{granted['name']} {secrets.token_hex(8)}"
+    attempt = f"{granted['name']} by {worker.incarnation}"
     former = [*worker.connections.by_server]
     new = worker.connect(servers, worker.incarnation)
     try:

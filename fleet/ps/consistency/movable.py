@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fleet.errors import UnsupportedError
 from fleet.plan.specs import JobSpec
+from fleet.ps.consistency import policy_of
 
 
 def refuse_unmovable(spec: JobSpec, *, is_durable: bool = False) -> None:
@@ -11,7 +12,7 @@ def refuse_unmovable(spec: JobSpec, *, is_durable: bool = False) -> None:
     settings = spec.settings
     reasons = {
         "FLEET_DURABLE_DIR": is_durable,
-        f"the mode {settings.mode!r}": settings.mode != "sync",
+        f"the mode {settings.mode!r}": not policy_of(settings).shares_steps,
         "elastic jobs": settings.elastic,
         "dense='all_reduce'": settings.has_dense_on_workers,
         "gradients in few bits (wire_dtype)": settings.wire_dtype is not None,
