@@ -129,6 +129,7 @@ MOVES = {"2 to 4": ([0, 1], [0, 1, 2, 3]), "3 to 1": ([0, 1, 2], [1]), "1 to 2 o
 
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("move", MOVES)
+@pytest.mark.pairs
 def test_a_job_ends_where_it_ends_without_a_move(optimizers: str, move: str) -> None:
     first, then = MOVES[move]
     job = Resized(training(optimizers, names(then)), first, then)
