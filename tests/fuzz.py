@@ -45,10 +45,11 @@ from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import Frame, read_frame, receive
+from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.health import HealthNetwork
+from fleet.ps.wire.line import Line
 from fleet.ps.wire.low_precision import Narrow
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import Respond
@@ -303,7 +304,7 @@ class Doors:
             peer.settimeout(self.PATIENCE_S)
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)
-            raise_if_error(receive(pb.Reply, peer))
+            raise_if_error(Line(peer).receive(pb.Reply))
 
     def _without_key(self, data: bytes) -> None:
         with self._connected() as peer:

@@ -68,7 +68,7 @@ EFFECTS = {
 ONLY: dict[str, dict[str, str]] = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv": {"base/settings.py": "monopoly"},
     "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter", "ps/wire/health.py": "adapter"},
-    "ssl": {"ps/wire/tls.py": "monopoly"},
+    "ssl": {"ps/wire/tls.py": "certificates", "ps/wire/tls_line.py": "sockets"},
     "google": {"ps/wire/frame.py": "headers"},
     "mpi4py": {"bootstrap/mpi_world.py": "adapter"},
     "numba llvmlite": {"numeric/jit.py": "compiler"},
@@ -139,7 +139,8 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/direct_connections.py": "connections",
         "ps/wire/direct_server.py": "doors",
         "base/exposure.py": "addresses",
-        "ps/wire/frame.py": "frames",
+        "ps/wire/line.py": "frames",
+        "ps/wire/tls_line.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/handshake.py": "hostname",
         "ps/worker/dense_group.py": "store",

@@ -378,13 +378,6 @@ class ProcessSettings:
                 todo="Raise FLAGS_rpc_deadline or lower FLEET_HEARTBEAT_S.",
             )
         security = SecuritySettings.read(environ)
-        if given.get("direct_port") and (security.cert or security.ca):
-            raise ConfigurationError(
-                "FLEET_DIRECT_PORT chooses a port of direct connections, which would not be encrypted, beside TLS",
-                expected="off or nothing where FLEET_TLS_* is set",
-                got=given["direct_port"],
-                todo="Unset FLEET_DIRECT_PORT: with TLS, direct connections stay on their own machine.",
-            )
         return cls(
             **given,
             communicator=CommunicatorSettings.read(environ),
