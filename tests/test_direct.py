@@ -325,6 +325,20 @@ def test_who_has_no_key_is_shown_the_door(listener: DirectListener, stack: conte
     welcomed(listener, stack)
 
 
+@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x16\x03\x01\x40\x00" + bytes(64), bytes(1000)])
+def test_who_does_not_speak_as_we_do_is_shown_the_door(
+    first: bytes, listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_connections, "HANDSHAKE_S", 1)
+    sock = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), PATIENCE_S))
+    sock.sendall(first)
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1000):  # TLS says why
+            continue
+    until(lambda: not listener.connections)
+    welcomed(listener, stack)
+
+
 def test_who_says_nothing_is_not_waited_for(
     listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -642,7 +642,7 @@ def test_any_preamble(data: bytes) -> None:
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        connection = Connection(ours, "peer")
+        connection = Connection(Line(ours), "peer")
         with pytest.raises(OSError):
             connection.greet(bytes(16) if data[:16] != bytes(16) else b"\1" * 16)
         assert not connection.known
