@@ -79,8 +79,8 @@ def run_job(
     environment: Mapping[str, str] | None = None,
     places: Mapping[str, Place] | None = None,
 ) -> Cost:
-    """One job of ``peers/{program}.py``, to its end, its processes with more variables if there are some, and those of a
-    role ("server" or "worker") in their place. All workers start their measured steps together."""
+    """One job of ``peers/{program}.py``, to its end, its processes with more variables if there are some, and those of
+    a role ("server" or "worker") in their place. All workers start their measured steps together."""
     places = places or {}
     endpoints = free_endpoints(servers + workers + 1)
     if "server" in places:

@@ -1,4 +1,4 @@
-"""What it costs a job between two machines to be protected: direct connections and gRPC alone, in the clear and under TLS.
+"""What protection costs a job between two machines: direct connections and gRPC alone, in the clear and under TLS.
 
     python benchmarks/secure.py [--quick] [--rounds N] [--json FILE] [--works PATTERN …]
 
@@ -9,6 +9,7 @@ in ctr.py: a server, a worker, a thread each, and ways that take turns; ratios a
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -89,16 +90,21 @@ def measure(
         )
         costs[mode, way].append(cost)
 
-    def rates(mode: str, way: str) -> list[float | None]:
+    def rates(mode: str, way: str) -> list[float]:
         return [cost.rate for cost in costs[mode, way]]
+
+    def cpu(mode: str, way: str) -> list[float]:
+        return [(cost.worker_cpu_s + cost.server_cpu_s) / cost.examples * 1e6 for cost in costs[mode, way]]
 
     rows = [
         {
             "mode": mode,
             "way": way,
-            "1000 examples/s": sorted(cost.rate for cost in costs[mode, way])[rounds // 2] / 1000,
+            "1000 examples/s": statistics.median(rates(mode, way)) / 1000,
             f"of {CLEAR}": median_ratio(rates(mode, way), rates(mode, CLEAR)),
             f"of {GRPC_SEALED}": median_ratio(rates(mode, way), rates(mode, GRPC_SEALED)),
+            "CPU us/example": statistics.median(cpu(mode, way)),
+            f"CPU of {CLEAR}": median_ratio(cpu(mode, way), cpu(mode, CLEAR)),
             "others, cores": max(cost.foreign for cost in costs[mode, way]),
         }
         for mode, way in costs
