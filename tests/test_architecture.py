@@ -37,7 +37,7 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 
 #: What lies directly in the package: modules that users import, or whose one class they call by its name.
-FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "serving"}
+FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer"}
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {

@@ -416,7 +416,7 @@ def forwards() -> torch.nn.Module:
     model = Forwards()
     tables = {
         key: FrozenTable(torch.arange(0, 9, 2), values_of(5, 5, DIM), handle.num_embeddings, 0.25, True)
-        for key, handle in serving.remote_tables(serving.own_state(model)).items()
+        for key, handle in export.remote_tables(serving.own_state(model)).items()
     }
     return freeze(model, {}, tables, {})
 
