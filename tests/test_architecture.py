@@ -106,6 +106,9 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/connection.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
+        "serving/checkpoint_source.py": "event",
+        "serving/follower.py": "follower",
+        "serving/readers.py": "lock",
     },
     "time datetime": {
         "base/clock.py": "clock",
@@ -172,6 +175,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
         "ps/worker/look_ahead.py": "rows on a device",
+        "serving/kept_rows.py": "default",
     },
 }
 
