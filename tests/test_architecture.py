@@ -31,8 +31,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("serving", "averaging"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
-    ("launch", "api"),
-    ("transpiler", "checkpoints", "lightning"),
+    ("launch", "api", "serving.following"),
+    ("transpiler", "checkpoints", "lightning", "serving.__init__"),
     ("__init__", "__main__"),
 ]
 

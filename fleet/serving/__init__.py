@@ -9,10 +9,10 @@ from fleet.base.pointers import missing
 
 if TYPE_CHECKING:
     from fleet.serving.follower import Follower as Follower
-    from fleet.serving.follower import follow as follow
+    from fleet.serving.following import follow as follow
 
 #: What is made of torch is imported when it is first asked for, as ``import fleet`` must stay light.
-_HOMES = {"follow": "follower", "Follower": "follower", "RemoteModel": "remote_model"}
+_HOMES = {"follow": "following", "Follower": "follower", "RemoteModel": "remote_model"}
 
 __all__ = ["Follower", "follow"]
 

@@ -20,7 +20,6 @@ from fleet.errors import (
     ArgumentTypeError,
     IdOutOfRangeError,
     PlanMismatchError,
-    ProtocolError,
     StateError,
     UnsupportedError,
 )
@@ -269,8 +268,10 @@ class _Draft:
         return self._holder._publish(self)
 
 
-def _misfit(name: str) -> ProtocolError:
-    return ProtocolError(f"a source gives something of {name!r} that it has not described")
+def _misfit(name: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"the source gives something for {name!r} that it has not described", todo="Follow it anew, with its model."
+    )
 
 
 class _PlainTable:

@@ -10,19 +10,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from importlib import import_module
 from types import TracebackType
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from fleet.base import checks
 from fleet.base.clock import Clock, SystemClock, Wait
-from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.errors import (
     ArgumentTypeError,
     AuthenticationError,
@@ -35,10 +30,6 @@ from fleet.errors import (
     StateError,
     UnsupportedError,
 )
-from fleet.role_maker.arguments import endpoints
-from fleet.serving.checkpoint_source import CheckpointSource
-from fleet.serving.export import check_model
-from fleet.serving.followed_model import FollowedModel, Share
 from fleet.serving.source import Piece, Source, SourceDescription, Update
 
 _log = logging.getLogger("fleet.serving")
@@ -317,70 +308,3 @@ def _closed_at_end(pieces: Iterator[Piece]) -> Iterator[Piece]:
         close = getattr(pieces, "close", None)
         if close is not None:
             close()
-
-
-# ---------------------------------------------------------------------------------------------- follow
-
-
-def follow(
-    model: torch.nn.Module,
-    source: object,
-    *,
-    poll_s: float = 0.1,
-    at: int | None = None,
-    rows: Share | None = None,
-) -> Follower:
-    """Keep a model as fresh as its source, in a process that belongs to no job, and return when it is filled.
-
-    ``source`` is a list of the endpoints of running servers, or the directory or URL of ``fleet.Checkpoints``, in which
-    is looked every ``poll_s`` seconds. ``at`` is a version to take and to stay at. ``rows`` is a function of ids, which
-    returns for each whether its row is kept here.
-
-    Examples:
-        >>> fleet.save_persistables("run/step-00000000")  # as fleet.Checkpoints does
-        >>> serving = torch.nn.Sequential(fleet.nn.Embedding(None, 4), torch.nn.Linear(4, 1))
-        >>> follower = fleet.serving.follow(serving, "run")
-        >>> follower.version
-        0
-        >>> torch.equal(serving.eval()(ids), model.eval()(ids))
-        True
-        >>> follower.close()
-    """
-    check_model(model)
-    checks.number("poll_s", poll_s, 0, above=True)
-    checks.whole_or_none("at", at, 0)
-    if rows is not None and not callable(rows):
-        raise ArgumentTypeError("rows must be a function of ids", got=repr(rows))
-    settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
-    found, where = source_of(source, poll_s, at, settings)
-    holder = FollowedModel(model, rows, settings.whole_table_bytes)
-    follower = Follower(holder, found, where, at=at)
-    follower.begin(settings.startup_deadline_s)
-    return follower
-
-
-def source_of(source: object, poll_s: float, at: int | None, settings: ProcessSettings) -> tuple[Source, str]:
-    """Return the source that a user means, and what to call it."""
-    if isinstance(source, list | tuple):
-        named = endpoints("source", list(source))
-        where = ",".join(map(str, named))
-        try:
-            servers: Any = import_module("fleet.serving.server_source")
-        except ModuleNotFoundError:
-            raise UnsupportedError(
-                "running servers cannot be followed yet", where=where, todo="Name the directory of fleet.Checkpoints."
-            ) from None
-        return servers.ServerSource(named, poll_s=poll_s, settings=settings), where
-    if not isinstance(source, str | os.PathLike):
-        raise ArgumentTypeError(
-            "source must be a list of endpoints of servers, or the directory or URL of checkpoints", got=repr(source)
-        )
-    text = os.fspath(source)
-    if isinstance(text, str) and re.fullmatch(r"[^/\\]+:\d+(,[^/\\]+:\d+)*", text) and not os.path.exists(text):
-        raise ConfigurationError(
-            "source looks like endpoints of servers, which go into a list",
-            expected=repr(text.split(",")),
-            got=repr(text),
-        )
-    found = CheckpointSource(source, poll_s=poll_s, at=at, deadline_s=settings.startup_deadline_s)
-    return found, found.where
