@@ -32,8 +32,8 @@ def follow(
 ) -> Follower:
     """Keep a model as fresh as its source, in a process that belongs to no job, and return when it is filled.
 
-    ``source`` is a list of the endpoints of running servers, or the directory or URL of ``fleet.Checkpoints``, in which
-    is looked every ``poll_s`` seconds. ``at`` is a version to take and to stay at. ``rows`` is a function of ids, which
+    ``source`` is a list of the endpoints of running servers, or the directory or URL of ``fleet.Checkpoints``; it is
+    asked every ``poll_s`` seconds. ``at`` is a version to take and to stay at. ``rows`` is a function of ids, which
     returns for each whether its row is kept here.
 
     Examples:
