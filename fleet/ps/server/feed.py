@@ -29,7 +29,7 @@ from fleet.ps.table.table import WEIGHT
 #: Who is silent for so long has gone, and begins anew if it comes back.
 LAPSE_S = 120.0
 #: A job that is over waits so long for those who were heard in so many seconds, that they may have the last version.
-LAST_S, HEARD_S = 10.0, 2.0
+LAST_S, HEARD_S = 10.0, 4.0
 #: So many may follow one server.
 MOST = 64
 #: Rows are copied at one moment if they are no more than this, or than such a part of all.
