@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from harness import Job, until
+from harness import PATIENT, Job, until
+from inside import tiny_tiers
 
 import fleet.nn
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
-from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.errors import ConfigurationError, PlanMismatchError, UnsupportedError
+from fleet.ps.server import feed
 from fleet.serving.server_source import ServerSource
 from fleet.serving.source import Update
 from fleet.strategy.parameter_server import StrategyFactory
@@ -48,6 +50,15 @@ class Followed:
                     self.rows[name].pop(gone, None)
         self.version = update.version
 
+    def reach(self, version: int) -> None:
+        def there() -> bool:
+            update = self.source.next(0.2)
+            if update is not None:
+                self.take(update)
+            return self.version >= version
+
+        until(there)
+
     def to_the_end(self, each: Callable[[Followed], None] = lambda _: None) -> Followed:
         while not self.source.ended:
             update = self.source.next(1.0)
@@ -75,31 +86,293 @@ class Model(torch.nn.Module):
         return -(self.open(ids).sum() + self.known(ids).sum() + self.dense.sum())
 
 
-def test_smoke() -> None:
-    go = threading.Event()
+@contextmanager
+def following(job: Job) -> Iterator[Followed]:
+    """Run a job beside somebody who follows it, and raise what has failed in it."""
+    threads = job.start()
+    source = source_of(job)
+    with closing(source):
+        yield Followed(source)
+        job.join(threads)
+    for name, error in job.errors.items():
+        raise AssertionError(f"{name} failed: {error}") from error
 
+
+def trains(
+    steps: int = 40,
+    strategy: Any = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=1.0),
+    make: Callable[[], torch.nn.Module] = lambda: Model(),
+    after: Callable[[Fleet, torch.nn.Module, Any, int, int], object] = lambda *_: None,
+) -> Callable[[Fleet, int], Any]:
     def body(made: Fleet, index: int) -> Any:
-        model = Model()
-        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+        model = make()
+        wrapped = made.distributed_optimizer(optimizer(model.parameters()), strategy, model=model)
         made.init_worker()
-        for _ in range(30):
-            wrapped.minimize(model(torch.arange(ROWS)))
-        go.wait(20)
-        for _ in range(30):
-            wrapped.minimize(model(torch.arange(ROWS)))
+        draw = torch.Generator().manual_seed(index)
+        for step in range(1, steps + 1):
+            wrapped.minimize(model(torch.randint(0, ROWS, (8,), generator=draw)))
+            after(made, model, wrapped, index, step)
+        made.barrier_worker()
+        return {key: value.clone() for key, value in made.state_dict(model).items()} if index == 0 else None
+
+    return body
+
+
+def assert_same(followed: Followed, state: Mapping[str, torch.Tensor]) -> None:
+    """What a follower has is what the job has; ids without a row are not there."""
+    for name, value in followed.dense.items():
+        assert torch.equal(value, state[name]), name
+    for name, rows in followed.rows.items():
+        ids = state.get(name.replace(".weight", ".ids"))
+        ids = torch.arange(len(state[name])) if ids is None else ids
+        known = [place for place, id_ in enumerate(ids.tolist()) if id_ in rows]
+        assert len(known) == len(rows), name
+        if f"{name.removesuffix('.weight')}.ids" in state:
+            assert len(known) == len(ids), name
+        if rows:
+            ours = torch.stack([rows[int(ids[place])] for place in known])
+            assert torch.equal(ours, state[name][known]), name
+
+
+IN_ROUNDS: dict[str, Any] = {
+    "sync": lambda: StrategyFactory.create_sync_strategy(),
+    "clipped": lambda: StrategyFactory.create_sync_strategy(max_grad_norm=1e9),
+    "gba": lambda: StrategyFactory.create_gba_strategy(),
+    "auto": lambda: StrategyFactory.create_auto_strategy(),
+}
+
+
+class Counting(torch.nn.Module):
+    """Everything in it, dense or a row, is as much as the job has had steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = fleet.nn.Embedding(None, DIM, initializer="zeros")
+        self.dense = torch.nn.Parameter(torch.zeros(7))
+        self.more = torch.nn.Parameter(torch.zeros(3, 5))
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return -(self.rows(torch.arange(ROWS)).sum() + self.dense.sum() + self.more.sum())
+
+
+@pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", IN_ROUNDS)
+def test_a_version_is_never_a_mixture(mode: str, servers: int) -> None:
+    versions = []
+
+    def check(followed: Followed) -> None:
+        values = {float(each) for dense in followed.dense.values() for each in dense.flatten()}
+        rows = followed.rows["rows.weight"]
+        values |= {float(each) for row in rows.values() for each in row}
+        assert len(rows) == ROWS * (followed.version > 0)
+        assert values == {float(followed.version)}
+        versions.append(followed.version)
+
+    with following(Job(trains(60, IN_ROUNDS[mode](), make=Counting), 2, servers)) as followed:
+        followed.to_the_end(check)
+    assert versions == sorted(versions)
+    assert followed.wholes == 1
+    assert len(versions) > 3
+
+
+class Net(torch.nn.Module):
+    def __init__(self, **rules: Any) -> None:
+        super().__init__()
+        self.open = fleet.nn.Embedding(None, DIM, initializer="normal(0, 1)", **rules)
+        self.known = torch.nn.Embedding(ROWS, DIM, sparse=True)
+        self.head = torch.nn.Linear(DIM, 3)
+        for value in (self.known.weight, self.head.weight, self.head.bias):
+            torch.nn.init.constant_(value, 0.25)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (self.head(torch.tanh(self.open(ids) + self.known(ids))) - 1).square().mean()
+
+
+class Checked:
+    """Lets workers stop at some steps until a follower is there, and compares what it has with the job's state."""
+
+    def __init__(self, at: set[int]) -> None:
+        self.at = at
+        self.states: dict[int, Any] = {}
+        self.reached = 0
+
+    def after(self, made: Fleet, model: torch.nn.Module, _: Any, index: int, step: int) -> None:
+        if step in self.at:
+            made.barrier_worker()
+            if index == 0:
+                self.states[step] = {key: value.clone() for key, value in made.state_dict(model).items()}
+            made.barrier_worker()
+            until(lambda: self.reached >= step)
+
+    def check(self, followed: Followed) -> None:
+        if followed.version in self.at:
+            until(lambda: followed.version in self.states)
+            assert_same(followed, self.states.pop(followed.version))
+        self.reached = followed.version
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.05)
+
+
+@pytest.mark.parametrize("servers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_follower_has_the_state_of_the_job_at_that_step(servers: int) -> None:
+    checked = Checked({3, 4, 20, 30})
+    with following(Job(trains(30, optimizer=adam, make=Net, after=checked.after), 2, servers)) as followed:
+        followed.to_the_end(checked.check)
+    assert not checked.states
+
+
+RELAXED: dict[str, Any] = {
+    "async": lambda: StrategyFactory.create_async_strategy(),
+    "half_async": lambda: StrategyFactory.create_half_async_strategy(),
+    "ssp": lambda: StrategyFactory.create_ssp_strategy(2),
+    "geo": lambda: StrategyFactory.create_geo_strategy(update_frequency=2),
+    "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
+}
+
+
+@pytest.mark.parametrize("mode", RELAXED)
+def test_other_modes_end_with_what_the_job_has(mode: str) -> None:
+    job = Job(trains(20, RELAXED[mode](), make=Net), 2, 2)
+    with following(job) as followed:
+        followed.to_the_end()
+    assert_same(followed, job.results[0])
+    assert followed.version > 0
+
+
+@pytest.mark.parametrize(
+    "evict", [fleet.nn.Unused(steps=4), fleet.nn.MaxRows(20)], ids=["unused", "at most so many on all servers"]
+)
+def test_rows_that_have_left_go(evict: Any) -> None:
+    checked = Checked({6, 7, 8, 24, 30})
+    strategy = StrategyFactory.create_sync_strategy().with_settings(evict_every=3)
+    with following(Job(trains(30, strategy, adam, lambda: Net(evict=evict), checked.after), 2, 2)) as followed:
+        followed.to_the_end(checked.check)
+    assert not checked.states
+    assert followed.wholes == 1
+
+
+def test_rows_that_lie_in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_tiers(monkeypatch)
+    environ = {**PATIENT, "FLEET_TABLE_MEMORY_MB": "64", "FLEET_TABLE_DIR": str(tmp_path)}
+    checked = Checked({5, 20})
+    with following(Job(trains(20, None, adam, Net, checked.after), 2, 2, environ=environ)) as followed:
+        followed.to_the_end(checked.check)
+    assert not checked.states
+
+
+def test_very_many_changes_come_ahead_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_COPIED_BYTES", 64)
+    monkeypatch.setattr(feed, "_PIECE_BYTES", 128)
+    checked = Checked({5, 6, 20})
+    with following(Job(trains(20, None, adam, Net, checked.after), 2, 2)) as followed:
+        followed.to_the_end(checked.check)
+    assert not checked.states
+    assert followed.wholes == 1
+
+
+def test_other_values_are_begun_with_anew(tmp_path: Path) -> None:
+    checked = Checked({4, 8})
+
+    def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
+        checked.after(made, model, wrapped, index, step)
+        if step == 4:
+            made.save_persistables(str(tmp_path / "kept"))
+        if step == 6:
+            made.load_persistables(str(tmp_path / "kept"))
+
+    with following(Job(trains(8, None, adam, Net, after), 2, 2)) as followed:
+        followed.to_the_end(checked.check)
+    assert not checked.states
+    assert followed.wholes == 2
+
+
+def test_what_a_script_changes_by_itself_is_followed() -> None:
+    there = threading.Event()
+
+    def after(made: Fleet, model: Any, wrapped: Any, index: int, step: int) -> None:
+        if step == 3:
+            made.barrier_worker()
+            if index == 0:
+                with torch.no_grad():
+                    model.head.bias.fill_(7.0)
+                made.state_dict(model)  # which the servers have by now
+            assert there.wait(30)
+
+    job = Job(trains(4, None, adam, Net, after), 2, 2)
+    with following(job) as followed:
+        followed.reach(3)
+
+        def changed() -> bool:
+            if (update := followed.source.next(0.2)) is not None:
+                followed.take(update)
+            return bool((followed.dense["head.bias"] == 7.0).all())
+
+        until(changed)
+        assert followed.version == 3
+        there.set()
+        followed.to_the_end()
+    assert_same(followed, job.results[0])
+
+
+def test_parameters_that_come_later_come_to_a_follower() -> None:
+    def body(made: Fleet, index: int) -> Any:
+        model = Net()
+        first = [*model.open.parameters(), *model.head.parameters()]
+        wrapped = made.distributed_optimizer(torch.optim.Adagrad(first, lr=0.1), model=model)
+        made.init_worker()
+        for step in range(6):
+            if step == 3:
+                until(lambda: followed_versions[-1] >= 3)
+                wrapped.add_param_group({"params": list(model.known.parameters()), "lr": 0.01})
+            wrapped.minimize(model(torch.arange(10) + index))
+        made.barrier_worker()
         return made.state_dict(model)
 
+    followed_versions = [0]
     job = Job(body, 2, 2)
+    with following(job) as followed:
+        followed.rows["known.weight"] = {}
+
+        def take(each: Followed) -> None:
+            followed_versions.append(each.version)
+            each.tables = each.source.describe().tables
+
+        followed.reach(3)
+        followed_versions.append(followed.version)
+        while not followed.source.ended:
+            followed.tables = followed.source.describe().tables
+            update = followed.source.next(0.2)
+            if update is not None:
+                followed.tables = followed.source.describe().tables
+                followed.take(update)
+    assert {*followed.tables} == {"open.weight", "known.weight"}
+    assert_same(followed, job.results[0])
+    assert followed.wholes == 2
+
+
+# ---------------------------------------------------------------- who may follow
+
+
+@pytest.mark.parametrize("chosen", [[0], [1, 0], [0, 1, 1]], ids=["too few", "in another order", "one twice"])
+def test_other_servers_are_refused_by_name(chosen: list[int]) -> None:
+    done = threading.Event()
+    job = Job(trains(1, after=lambda *_: done.wait(30)), 1, 2)
+    with following(job):
+        with pytest.raises((PlanMismatchError, ConfigurationError), match="server"):
+            ServerSource([Endpoint.parse(job.endpoints[each]) for each in chosen], job.network).describe()
+        done.set()
+
+
+def test_dense_parameters_on_the_workers_are_refused_by_name() -> None:
+    done = threading.Event()
+    strategy = StrategyFactory.create_sync_strategy(dense="all_reduce")
+    job = Job(trains(1, strategy, make=Net, after=lambda *_: done.wait(30)), 1, 1)
     threads = job.start()
-    until(lambda: go or job.errors)
-    print(job.errors)
-    source = source_of(job)
-    followed = Followed(source)
-    print(followed.tables)
-    go.set()
-    versions = []
-    followed.to_the_end(lambda f: versions.append((f.version, f.dense['dense'][0].item())))
+    with closing(source_of(job)) as source, pytest.raises(UnsupportedError, match="directory of its checkpoints"):
+        source.describe()
+    done.set()
     job.join(threads)
-    print(job.errors, versions, followed.wholes)
-    print({k: v.sum() for k, v in job.results[0].items()}, job.results[0].keys())
-    source.close()
+    assert not job.errors
