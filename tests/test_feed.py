@@ -8,16 +8,28 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from dying import ENVIRON, DyingJob
+from fuzz import ENDPOINT, requests
 from harness import PATIENT, Job, until
-from inside import tiny_tiers
+from inside import job_of, tiny_tiers
 
 import fleet.nn
 from fleet import Fleet
+from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
-from fleet.errors import ConfigurationError, PlanMismatchError, UnsupportedError
+from fleet.base.settings import ProcessSettings
+from fleet.errors import AuthenticationError, ConfigurationError, PlanMismatchError, UnsupportedError
+from fleet.numeric.tensors import WireTensor
+from fleet.ps.backend import real_network
 from fleet.ps.server import feed
+from fleet.ps.server.service import Service
+from fleet.ps.table.change_log import ChangeLog
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.serving.server_source import ServerSource
 from fleet.serving.source import Update
 from fleet.strategy.parameter_server import StrategyFactory
@@ -376,3 +388,226 @@ def test_dense_parameters_on_the_workers_are_refused_by_name() -> None:
     done.set()
     job.join(threads)
     assert not job.errors
+
+
+@pytest.fixture
+def endpoint(free_endpoints: Callable[[int], list[str]]) -> Endpoint:
+    return Endpoint.parse(free_endpoints(1)[0])
+
+
+def test_a_follower_needs_the_token(endpoint: Endpoint) -> None:
+    of_server, of_stranger = (
+        ProcessSettings.read({**PATIENT, "FLEET_AUTH_TOKEN": token}) for token in ("the right one", "another one")
+    )
+    listener = real_network(of_server).listen(endpoint, Service(endpoint, of_server, SystemClock()).handle)
+    with closing(ServerSource([endpoint], real_network(of_stranger))) as source, pytest.raises(AuthenticationError):
+        source.describe()
+    listener.close()
+
+
+# ---------------------------------------------------------------- what it costs the job
+
+
+class Hand:
+    """A clock that goes on when it is told to."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+class Served:
+    """One server of a job that has begun, and somebody who follows it, message by message."""
+
+    def __init__(self) -> None:
+        self.clock = Hand()
+        self.service = Service(ENDPOINT, ProcessSettings.read(PATIENT), self.clock)
+        for kind in ("hello", "upload", "rows", "ready"):
+            self.member(kind)
+        self.member("hello", worker=1)
+        self.step = 0
+
+    def ask(self, request: pb.Request, tensors: list[WireTensor] | None = None) -> list[Frame]:
+        replies: list[Frame] = []
+        after = self.service.handle(Frame(request, tensors or []), replies.append)
+        if after is not None:
+            after()
+        return replies
+
+    def member(self, kind: str, worker: int = 0) -> list[Frame]:
+        given, tensors = requests("sync", 1)[kind]
+        return self.ask(pb.Request(worker=worker, incarnation=worker + 1, step=0, **given), tensors)  # type: ignore[arg-type]
+
+    def round(self) -> None:
+        self.step += 1
+        for worker in (0, 1):
+            given, tensors = requests("sync", self.step)["push"]
+            message = pb.Request(worker=worker, incarnation=worker + 1, step=self.step, **given)  # type: ignore[arg-type]
+            self.ask(message, [WireTensor.of(each.array.copy()) for each in tensors])
+
+    def follower(self, number: int, **kind: Any) -> Any:
+        (reply,) = self.ask(pb.Request(incarnation=number, **kind))
+        return raise_if_error(reply).message
+
+    def changes(self, number: int, since: int, version: int = 0) -> Any:
+        told = pb.Changes(since=since, version=version, fingerprint=self.feed_job.plans.current.fingerprint)
+        return self.follower(number, changes=told)
+
+    @property
+    def feed_job(self) -> Any:
+        return job_of(self.service)
+
+    @property
+    def watchers(self) -> int:
+        return sum(len(table._watchers) for table in self.feed_job.shard.tables)
+
+
+def joined(served: Served, number: int) -> int:
+    """Follow, and return the number of what all rows came under."""
+    assert served.follower(number, follow=pb.Follow(server=0, servers=1)).initialized
+    told = served.changes(number, 0)
+    assert told.granted
+    assert not told.news.exact
+    return int(told.news.number)
+
+
+@pytest.mark.parametrize("messages", range(5))
+def test_a_follower_that_is_killed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, messages: int) -> None:
+    monkeypatch.setattr(feed, "LAPSE_S", 10.0)  # workers may be silent for longer
+    served = Served()
+    served.round()
+    since = 0
+    for message in range(messages):
+        if message == 0:
+            served.follower(7, follow=pb.Follow(server=0, servers=1))
+        elif message == 1:
+            since = served.changes(7, 0).news.number
+        elif message == 2:
+            served.follower(7, fetch=pb.Fetch(number=since))
+        elif message == 3:
+            served.round()
+            assert served.changes(7, since).granted
+        else:
+            assert not served.ask(
+                pb.Request(
+                    incarnation=7,
+                    changes=pb.Changes(
+                        since=since,
+                        version=9,
+                        wait_s=5,
+                        fingerprint=served.feed_job.plans.current.fingerprint,
+                    ),
+                )
+            )
+    served.clock.time += feed.LAPSE_S - 1
+    served.service.tick()
+    assert len(served.feed_job.feed.followers) == (messages > 0)
+    served.clock.time += 2
+    served.service.tick()
+    served.round()
+    assert not served.feed_job.feed.followers
+    assert served.watchers == 0
+
+
+def test_who_comes_back_later_is_told_to_begin_anew() -> None:
+    served = Served()
+    since = joined(served, 7)
+    served.clock.time += feed.LAPSE_S + 1
+    served.service.tick()
+    assert served.changes(7, since).news.lapsed
+
+
+def test_who_follows_alike_shares_what_is_kept() -> None:
+    served = Served()
+    numbers = {follower: joined(served, follower) for follower in (7, 8, 9)}
+    served.round()
+    for follower, since in numbers.items():
+        numbers[follower] = served.changes(follower, since, version=1).news.number
+    # The first was told of what had changed since its own beginning, at which all had the same rows.
+    assert len({*numbers.values()}) == 1
+    served.round()
+    again = {served.changes(follower, since, version=2).news.number for follower, since in numbers.items()}
+    assert len(again) == 1
+
+
+def test_a_slow_follower_costs_the_ids_that_have_changed_once_each() -> None:
+    served = Served()
+    since = joined(served, 7)
+    for _ in range(50):
+        served.round()
+    served.service.tick()
+    told = served.changes(7, since)
+    (follower,) = served.feed_job.feed.followers.values()
+    assert told.news.exact
+    assert [len(ids) for ids, _, _ in follower.given.rows] == [2, 2]
+
+
+def test_a_version_that_is_past_is_not_given() -> None:
+    served = Served()
+    since = joined(served, 7)
+    for _ in range(3):
+        served.round()
+    told = served.changes(7, since, version=2)
+    assert not told.granted
+    assert told.version == 3
+    assert told.news.newer
+
+
+def test_what_is_asked_for_ahead_is_given_when_it_is_there_and_no_later() -> None:
+    served = Served()
+    since = joined(served, 7)
+    replies: list[Frame] = []
+    asks = pb.Changes(since=since, version=2, wait_s=5, fingerprint=served.feed_job.plans.current.fingerprint)
+    served.service.handle(Frame(pb.Request(incarnation=7, changes=asks)), replies.append)
+    served.round()
+    assert not replies
+    served.round()
+    (reply,) = replies
+    assert reply.message.granted
+    assert reply.message.version == 2
+    served.round()
+    piece = served.follower(7, fetch=pb.Fetch(number=reply.message.news.number))
+    assert piece.version == 2
+
+
+def test_ids_that_change_again_and_again_are_kept_once() -> None:
+    table = Served().feed_job.shard.tables[1]
+    log = ChangeLog([table], 1)
+    mark = log.mark()
+    ids = np.arange(100)
+    for _ in range(1000):
+        table.load(ids, {"weight": np.ones((100, 3))})
+    (changed,) = log.since(mark) or []
+    assert sorted(changed) == [*ids]
+    log.keep([mark])
+    assert log.has_changed(mark)
+    assert not log.has_changed(log.mark())
+    log.keep([log.mark()])
+    assert log.since(mark) is None
+    log.close()
+
+
+def test_a_durable_server_that_was_killed_is_followed_on(tmp_path: Path) -> None:
+    reached = [0]
+
+    def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
+        if step == 4:
+            made.barrier_worker()
+            until(lambda: reached[0] >= 4)
+            if index == 0:
+                job.hosts[1].kill()
+            made.barrier_worker()
+
+    def take(followed: Followed) -> None:
+        reached[0] = followed.version
+
+    job = DyingJob(trains(10, None, adam, Net, after), tmp_path, environ=ENVIRON)
+    with following(job) as followed:
+        followed.to_the_end(take)
+    assert_same(followed, job.results[0])
+    assert followed.version == 10
+    assert followed.wholes == 2

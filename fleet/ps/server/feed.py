@@ -295,7 +295,9 @@ def _rows_from(load: Load, index: int, start: int, shard: Shard, where: str) -> 
             tables.append(index)
             tensors += [WireTensor.of(ids), WireTensor.of(rows), WireTensor.of(gone)]
             left -= ids.nbytes + rows.nbytes + gone.nbytes
-        index, start = (index + 1, 0) if following is None else (index, following)
+        if following is not None:
+            return tables, tensors, f"rows:{index}:{following}"
+        index, start = index + 1, 0
     return tables, tensors, f"rows:{index}:{start}" if index < count else ""
 
 
