@@ -546,6 +546,15 @@ def test_a_slow_follower_costs_the_ids_that_have_changed_once_each() -> None:
     assert [len(ids) for ids, _, _ in follower.given.rows] == [2, 2]
 
 
+def test_how_many_follow_and_how_far_is_among_the_figures() -> None:
+    served = Served()
+    served.round()
+    joined(served, 7)
+    joined(served, 8)
+    figures = served.service.status()["figures"]
+    assert (figures["followers"], figures["followers_behind"]) == (2, 1)
+
+
 def test_a_version_that_is_past_is_not_given() -> None:
     served = Served()
     since = joined(served, 7)

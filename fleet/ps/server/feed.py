@@ -123,6 +123,10 @@ class Feed:
                 del self.followers[number]
         self._tidy()
 
+    def behind(self, version: int) -> int:
+        """Return how many versions the follower that is furthest behind does not have."""
+        return max((version - each.version for each in self.followers.values()), default=0)
+
     def holds_up_the_end(self, now: float) -> bool:
         """Say whether a job that is over should stay a little, as somebody does not have its last version."""
         if self._over_since is None:
