@@ -123,7 +123,7 @@ class Feed:
                 del self.followers[number]
         self._tidy()
 
-    def behind(self, version: int) -> int:
+    def lag(self, version: int) -> int:
         """Return how many versions the follower that is furthest behind does not have."""
         return max((version - each.version for each in self.followers.values()), default=0)
 
