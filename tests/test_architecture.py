@@ -129,6 +129,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "names",
         "ps/wire/direct_server.py": "keys",
         "ps/worker/runtime.py": "incarnation",
+        "serving/server_source.py": "incarnation",
         "bootstrap/rendezvous.py": "token",
     },
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
