@@ -31,13 +31,13 @@ LAYERS: list[tuple[str, ...]] = [
     ("serving", "averaging"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
-    ("launch", "api"),
-    ("transpiler", "checkpoints", "lightning"),
+    ("launch", "api", "serving.following"),
+    ("transpiler", "checkpoints", "lightning", "serving.__init__"),
     ("__init__", "__main__"),
 ]
 
 #: What lies directly in the package: modules that users import, or whose one class they call by its name.
-FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "serving"}
+FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer"}
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {
@@ -106,6 +106,9 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/connection.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
+        "serving/checkpoint_source.py": "event",
+        "serving/follower.py": "follower",
+        "serving/readers.py": "lock",
     },
     "time datetime": {
         "base/clock.py": "clock",
@@ -126,6 +129,7 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "names",
         "ps/wire/direct_server.py": "keys",
         "ps/worker/runtime.py": "incarnation",
+        "serving/server_source.py": "incarnation",
         "bootstrap/rendezvous.py": "token",
     },
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
@@ -173,6 +177,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
         "ps/worker/look_ahead.py": "rows on a device",
+        "serving/kept_rows.py": "default",
     },
 }
 

@@ -29,7 +29,10 @@ from fleet.strategy.parameter_server import Strategy
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
 #: Modules whose ``__all__`` is public, and objects whose methods are.
-MODULES = ("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective", "fleet.data")
+MODULES = (
+    *("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective", "fleet.data"),
+    "fleet.serving",
+)
 NAMESPACES = {"fleet.StrategyFactory": fleet.StrategyFactory, "fleet.metrics": Metrics}
 
 RUNNER_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

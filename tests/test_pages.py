@@ -143,7 +143,20 @@ loss = lambda model, batch: model(batch)
     "docs/synchronous.md": [SCRIPT],
     "docs/observing.md": [JOB],
     "docs/security.md": ["import fleet"],
-    "docs/serving.md": [f"{JOB}\nbatch = x", "batch = x", ""],
+    "docs/serving.md": [
+        f"{JOB}\nbatch = x",
+        "batch = x",
+        "",
+        f"""{JOB}
+with fleet.Checkpoints("ckpt/run", every_steps=1, background=False) as checkpoints:
+    optimizer.minimize(loss)
+    checkpoints.after_step()
+fleet.stop_worker()
+""",
+        f"follower.close(); import shutil; shutil.rmtree('ckpt')\n{JOB}\nloader = [(x, y)] * 10",
+        "fleet.stop_worker()",
+        "",
+    ],
 }
 
 

@@ -97,11 +97,13 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _list_several(places: Sequence[Place], as_json: bool) -> bool:
-    """List checkpoints, and say whether all of them could be opened."""
+    """List those that can be gone back to, and say whether these are all of them."""
     found, broken = [], []
     for place in places:
         try:
-            found.append(_summary(Checkpoint.open(place.url)))
+            checkpoint = Checkpoint.open(place.url)
+            checkpoint.check_present()
+            found.append(_summary(checkpoint))
         except CheckpointError as error:
             broken.append((place.url, str(error)))
     if as_json:

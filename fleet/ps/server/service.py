@@ -29,6 +29,7 @@ from fleet.ps.server.departure import Departure
 from fleet.ps.server.disk_waits import DiskWaits
 from fleet.ps.server.durability.durability import NOTED, Durability
 from fleet.ps.server.durability.state_directory import StateDirectory
+from fleet.ps.server.feed_requests import FeedRequests
 from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Job
@@ -102,6 +103,7 @@ class Service:
         barrier = Barrier(clock, steps)
         self._standstill = Standstill(end, members)
         self._meetings = meetings = MeetingRequests(clock, members, steps)
+        self._following = FeedRequests(clock, end, self._late.extend)
         self._states = states = StateRequests(clock, members, settings.rpc_deadline_s)
         self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
         worker_num = None if expected is None else expected[0]
@@ -171,6 +173,13 @@ class Service:
             respond(Frame(answer(request)))
             return None
         outbox: Outbox = []
+        if kind in self._following.handlers:
+            with self._lock:
+                if self.end.suspended:
+                    return None
+                self._following.handlers[kind](self.job, Arrival(frame, respond, outbox))
+            self._send(outbox, secure=self._reads_are_secure)
+            return self._apply_pending
         durability = self.durability
         try:
             self._disk_waits.before(frame)
@@ -209,8 +218,7 @@ class Service:
                 raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            job = self.job
-            self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
+            self._send(outbox, secure=kind in NOTED or self._reads_are_secure)
         return self._apply_pending
 
     def _check_member(self, request: Any, *, parting: bool) -> None:
@@ -227,7 +235,7 @@ class Service:
 
     def _apply_pending(self) -> None:
         """Do, as answers are on their way, what they did not wait for."""
-        if self._has_pending:
+        if self._has_pending or self._is_followed_up:
             with self._lock:
                 pass
         if self._late:
@@ -241,11 +249,23 @@ class Service:
             possible: Outbox = []
             self._steps.apply_pending(self.job, possible)
             self._late += possible
+        if self.job is not None and self._is_followed_up:
+            self._following.attend(self.job)
 
     @property
     def _has_pending(self) -> bool:
         job = self.job
         return job is not None and job.shard is not None and (job.shard.has_pending or bool(job.rounds.awaiting_rows))
+
+    @property
+    def _is_followed_up(self) -> bool:
+        """Say whether somebody who follows has waited for what is there."""
+        return self.job is not None and self._following.is_due(self.job)
+
+    @property
+    def _reads_are_secure(self) -> bool:
+        """Say whether replies to questions wait until what was asked for before is safe."""
+        return self.job is not None and self.job.policy.remembers_reads
 
     def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
         """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to
@@ -257,7 +277,14 @@ class Service:
         failure = durability.secure() if durability is not None and secure and outbox else None
         for respond, frame in outbox:
             respond(frame if failure is None else error_reply(failure))
-        self.end.end_if_all_informed()
+        if not (self.end.over and self._is_followed_to_the_end):
+            self.end.end_if_all_informed()
+
+    @property
+    def _is_followed_to_the_end(self) -> bool:
+        """Say whether somebody who follows is to have the last version before this process ends."""
+        job = self.job
+        return job is not None and self.end.failure is None and job.feed.holds_up_the_end(self._clock.now())
 
     def _cannot_sync(self, error: OSError) -> FleetError:
         outbox: Outbox = []
@@ -284,6 +311,7 @@ class Service:
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)
                 self.job.claims.tick(now, outbox)
+                self._following.tick(self.job, now)
         self._send(outbox)
         if self.durability is not None:
             self.durability.sync_if_due(now)

@@ -322,6 +322,9 @@ class StepRequests:
         shard, rounds = job.shard, job.rounds
         assert shard is not None
         contributions = due.contributions
+        if job.feed.is_awaited(due.version - 1) and not job.cuts:
+            shard.apply_pending()
+            job.feed.give(shard, due.version - 1, job.progress.loads, self._clock.now)
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
