@@ -80,7 +80,7 @@ def _write(options: argparse.Namespace, replays: Sequence[Replay]) -> int:
         saved, step = write_server(replays[0], options.to, options.out, SystemClock())
     else:
         saved, step = write_job(replays, options.to, options.out, SystemClock())
-    what = f"server {options.server} after {step} updates" if alone else f"the job after {step} steps"
+    what = f"server {options.server} after update {step}" if alone else f"the job after step {step}"
     print(f"{saved.url}: {what}, checkpoint {saved.id}")
     spec = replays[0].kept.spec
     if spec.settings.has_dense_on_workers:

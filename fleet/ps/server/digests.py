@@ -190,7 +190,7 @@ def _array(values: torch.Tensor | Array) -> Array:
 def _rows_of_bytes(values: torch.Tensor | Array) -> Array:
     """Return the bytes of each row."""
     array = np.ascontiguousarray(_array(values.view(torch.uint8) if isinstance(values, torch.Tensor) else values))
-    return array.view(np.uint8).reshape(len(array), -1)
+    return array.view(np.uint8).reshape(len(array), array.nbytes // max(1, len(array)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -159,7 +159,10 @@ def steps_of(job: Job, version: int) -> int:
     """Return which step of its job a server's state is of: where workers share no steps, its own updates count."""
     if not job.policy.shares_steps:
         return version
-    return job.step - (job.rounds.gate.version - version)
+    gate, progress = job.rounds.gate, job.progress
+    if not gate.clocks:  # all workers have left, the last one at the end
+        return progress.before + max(progress.steps.values(), default=0)
+    return job.step - (gate.version - version)
 
 
 def shares_versions(spec: JobSpec) -> bool:

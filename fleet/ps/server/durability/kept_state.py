@@ -112,9 +112,11 @@ def kept_servers(root: object, job_id: str | None = None) -> list[KeptServer]:
         raise ConfigurationError(
             "nothing is kept here of this job", where=str(where), expected=", ".join(map(repr, jobs)), got=repr(job_id)
         )
-    newest: dict[int, KeptServer] = {}
-    for each in sorted(found, key=lambda each: _age(each.directory)):
-        newest.setdefault(each.server, each)
+    found.sort(key=lambda each: _age(each.directory))
+    last, newest = found[0], dict[int, KeptServer]()
+    for each in found:
+        if (each.job_id, each.spec.common.settings) == (last.job_id, last.spec.common.settings):
+            newest.setdefault(each.server, each)
     return [each for _, each in sorted(newest.items())]
 
 
