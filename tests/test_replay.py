@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dying
 import pytest
 import torch
+from dying import DyingJob, every
 from harness import PATIENT, SOON, Job, until
 from inside import flush, leave
 from patience import PATIENCE_S, PROCESSES_S
@@ -30,6 +32,7 @@ from fleet.launch.cli import main
 from fleet.ps.server.blame import blame
 from fleet.ps.server.durability import state_directory
 from fleet.ps.server.durability.kept_state import kept_servers
+from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.replay import Replay
 
 STEPS = 5
@@ -291,7 +294,9 @@ def test_jobs_one_after_the_other_in_one_directory(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what happens to jobs
 
 
-def replays_as_it_ended(body: Callable[[Fleet, int], Any], root: Path, *options: str, **job: Any) -> None:
+def replays_as_it_ended(
+    body: Callable[[Fleet, int], Any], root: Path, *options: str, updates: bool = False, **job: Any
+) -> None:
     """Say that a job's last state, as a checkpoint has it, is what a replay has."""
     durable = root / "durable"
     ended = threading.Barrier(job.get("workers", 2))
@@ -305,7 +310,9 @@ def replays_as_it_ended(body: Callable[[Fleet, int], Any], root: Path, *options:
     environ = kept(durable, **job.pop("more", {}))
     Job(saving, **{"workers": 2, **job}, environ=environ).run()
     apart = set(differing(replayed(durable, *options), root / "saved"))
-    assert apart <= ({"step"} if options else set()), "a server counts updates, and a checkpoint a worker's steps"
+    assert apart <= ({"step"} if options or updates else set()), (
+        "a server counts updates, and a checkpoint a worker's steps"
+    )
 
 
 @pytest.mark.parametrize("mode", FREE)
@@ -344,6 +351,59 @@ def test_a_server_of_an_asynchronous_job_after_each_of_its_updates(
         assert [Checkpoint.open(share).manifest.version for share in shares] == [step, step]
     assert main(["replay", str(durable), "--to", "1"]) == 2
     assert "Choose one of them: --server 0 or 1" in capsys.readouterr().err
+
+
+BUFFERED = {
+    "gba": fleet.StrategyFactory.create_gba_strategy(2, 99),
+    "auto": fleet.StrategyFactory.create_auto_strategy(),
+}
+
+
+@pytest.mark.parametrize("mode", BUFFERED)
+def test_updates_that_all_servers_make_together(tmp_path: Path, mode: str) -> None:
+    body = counts(BUFFERED[mode], torch.optim.Adagrad, 6)
+    replays_as_it_ended(body, tmp_path, servers=2, updates=True)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rows_alone_where_dense_parameters_are_on_the_workers(
+    tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = {
+        "sync": fleet.StrategyFactory.create_sync_strategy(dense="all_reduce"),
+        "async": fleet.StrategyFactory.create_async_strategy(dense="all_reduce"),
+    }[mode]
+    durable, said = tmp_path / "durable", dict[str, torch.Tensor]()
+
+    def body(made: Fleet, index: int) -> None:
+        said.update(counts(strategy, torch.optim.Adagrad, 3)(made, index))
+
+    Job(body, 1, 1, environ=kept(durable)).run()
+    out = replayed(durable, "--server", "0")
+    assert "It has the rows alone" in capsys.readouterr().out
+    (table,) = Checkpoint.open(out).manifest.spec.tables
+    assert torch.equal(contents(out)["rows.weight"], said["rows.weight"])
+    assert parameters(Checkpoint.open(out)) is not None
+
+
+@pytest.mark.parametrize("nth", [3])
+def test_a_job_whose_servers_were_killed(tmp_path: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keeping(StateDirectory):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, keeps_all=True)
+
+    monkeypatch.setattr(dying, "StateDirectory", Keeping)
+    said: dict[int, dict[str, torch.Tensor]] = {}
+
+    def body(made: Fleet, index: int) -> None:
+        draws(made, index, "adam", 0, STEPS, lambda step, model: said.update({step: state(made, model)}))
+
+    durable = tmp_path / "durable"
+    job = DyingJob(body, durable, plan=every(nth, 1), journal_bytes=SHORT)
+    job.run()
+    assert job.kills > 5
+    for step in range(1, STEPS + 1):
+        same(contents(replayed(durable, "--to", str(step))), said[step])
 
 
 def test_rows_that_come_and_go_and_clipping_on_two_servers(tmp_path: Path) -> None:

@@ -218,7 +218,8 @@ class StateDirectory:
         *,
         keeps_all: bool = False,
     ) -> None:
-        """With ``keeps_all`` nothing is removed that a later state is not made of, nor anything at the job's end."""
+        """Open, or make, the folder of an endpoint. With ``keeps_all`` nothing is removed for a newer snapshot, nor at
+        the job's end."""
         self.directory = Path(root).resolve() / endpoint.folder_name
         self._keeps_all = keeps_all
         self._sync = sync
