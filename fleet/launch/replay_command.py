@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +26,7 @@ _MOST_NAMES = 10
 def carry_out(options: argparse.Namespace) -> int:
     """Do what the options ask for, and return the exit code."""
     be_lean()
+    logging.getLogger("fleet").setLevel(logging.ERROR)  # what servers said then is no news
     kept = kept_servers(options.durable_dir, options.job)
     if options.blame is not None:
         return _blame(options, kept)
@@ -107,10 +109,9 @@ def _take(found: dict[str, str], job: Job, _: int) -> None:
 
 def _digests(options: argparse.Namespace, replays: Sequence[Replay]) -> int:
     for replay in replays:
-        for step, found in each_step(replay).items():
-            if options.to in (None, step):
-                for name, digest in found.items():
-                    print(f"{step}  {replay.kept.server}  {digest}  {name}")
+        for step, found in each_step(replay, options.to).items():
+            for name, digest in found.items():
+                print(f"{step}  {replay.kept.server}  {digest}  {name}")
     return 0
 
 

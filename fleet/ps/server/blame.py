@@ -74,12 +74,11 @@ def blame(replay: Replay, table: str, id: int, until: int | None = None) -> Blam
             states.append((version, job.held().read(index, ids, training=True)[0].copy()))
             if due is not None and version != until:
                 parts[version + 1] = _parts(due, index, id), due.divisor
-        return version == until
+        return False
 
-    replay.each(visit)
-    if not states or (until is not None and states[-1][0] != until):
-        reached = f"from {states[0][0]} to {states[-1][0]}" if states else "steps at which the table is there"
-        raise ConfigurationError("the journals do not have this step", expected=reached, got=until)
+    replay.each(visit, until)
+    if not states:
+        raise ConfigurationError("the job has no such table", where=f"step {until}", got=repr(table))
     changes = []
     for (_, before), (version, after) in pairwise(states):
         made, divisor = parts.get(version, ((), 1))

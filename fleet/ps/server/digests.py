@@ -67,15 +67,15 @@ def digests(job: Job) -> dict[str, str]:
     return {**found, **{name: f"{total:016x}" for name, total in sums.items()}}
 
 
-def each_step(replay: Replay) -> dict[int, dict[str, str]]:
-    """Return the digests of everything after each update that was kept."""
+def each_step(replay: Replay, until: int | None = None) -> dict[int, dict[str, str]]:
+    """Return the digests of everything after each update that was kept, or up to one."""
     found: dict[int, dict[str, str]] = {}
 
     def visit(job: Job, version: int, _: Due | None) -> bool:
         found[version] = digests(job)
         return False
 
-    replay.each(visit)
+    replay.each(visit, until)
     return found
 
 
@@ -87,9 +87,9 @@ def compare(left: Replay, right: Replay, until: int | None = None) -> Compared:
     def keep(job: Job, version: int, _: Due | None) -> bool:
         if version >= first:
             ours[version] = digests(job)
-        return version == until
+        return False
 
-    left.each(keep)
+    left.each(keep, until)
     last = -1
     parting: Parting | None = None
 
@@ -104,7 +104,7 @@ def compare(left: Replay, right: Replay, until: int | None = None) -> Compared:
             parting = Parting(left.kept.server, version, tuple(differing), version > first)
         return parting is not None
 
-    right.each(look)
+    right.each(look, until)
     if last < 0:
         raise ConfigurationError(
             "two runs have no step in common",

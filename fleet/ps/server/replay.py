@@ -62,25 +62,31 @@ class Replay:
             raise self._out_of_range(step, f"from {kept.first} to {reached}")
         return reached
 
-    def each(self, visit: Visit) -> None:
-        """Show everything that was kept, from the first state to the last, each after one more update."""
+    def each(self, visit: Visit, until: int | None = None) -> None:
+        """Show everything that was kept, or what was up to so many updates, from the first state on, each after one
+        more update."""
+        if until is not None and until < self.kept.first:
+            raise self._out_of_range(until, f"{self.kept.first} or more")
+        reached, enough = -1, False
         segments = self.kept.segments
         for segment, following in zip(segments, [*segments[1:], None], strict=True):
-            until = None if following is None else following.first
-            if until is not None and until <= segment.first:
+            stop = None if following is None else following.first
+            if stop is not None and stop <= segment.first:
                 continue  # other values have taken the place of those that it leads to
-            enough = False
 
-            def within(job: Job, version: int, due: Due | None, until: int | None = until) -> bool:
-                nonlocal enough
-                if until is not None and version >= until:
+            def within(job: Job, version: int, due: Due | None, stop: int | None = stop) -> bool:
+                nonlocal reached, enough
+                if stop is not None and version >= stop:
                     return True
-                enough = visit(job, version, due)
+                reached = version
+                enough = visit(job, version, due) or version == until
                 return enough
 
             self._run(segment, within)
             if enough:
                 return
+        if until is not None:
+            raise self._out_of_range(until, f"from {self.kept.first} to {reached}")
 
     def _run(self, segment: Segment, visit: Visit) -> None:
         """Do a segment over until the visitor has seen enough."""
