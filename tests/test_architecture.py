@@ -57,7 +57,10 @@ STANDARD_LIBRARY = (
     *("telemetry", "launch"),
 )
 #: But for these, which are imported late, by whoever needs what they need.
-HEAVY = ("base.checksum", "base.lifecycle", "launch.checkpoint_command", "telemetry.worker_figures")
+HEAVY = (
+    *("base.checksum", "base.lifecycle", "launch.checkpoint_command", "launch.replay_command"),
+    "telemetry.worker_figures",
+)
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
     *("time", "datetime", "random", "secrets", "uuid", "socket", "select", "selectors"),
@@ -156,6 +159,8 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "console",
         "launch/doctor.py": "console",
         "launch/env_report.py": "console",
+        "launch/replay_command.py": "console",
+        "launch/replay_options.py": "console",
         "launch/report_command.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",

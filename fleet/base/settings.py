@@ -306,6 +306,11 @@ class ProcessSettings:
         "when that is written to the disk itself: `always`, before anything is acknowledged; `interval`, once a "
         "second; `os`, when the system pleases",
     )
+    durable_keep: str = setting(
+        *("FLEET_DURABLE_KEEP", choice("needed", "all"), "needed", _SERVERS),
+        "how much of that is kept: `needed`, what a server goes on from, until the job's end; `all`, everything, from "
+        "the first step on and after the job's end, for [`fleet replay`](replay.md)",
+    )
     table_memory_bytes: int | None = setting(
         *("FLEET_TABLE_MEMORY_MB", MEBIBYTES, None, _SERVERS),
         "the memory that all rows of a server may take; the others lie in files "

@@ -53,6 +53,7 @@ class Strategy:
         *,
         durable_dir: str | None = None,
         durable_sync: str | None = None,
+        durable_keep: str | None = None,
         table_memory_mb: int | None = None,
         table_dir: str | None = None,
         evict_every: int | None = None,
@@ -75,6 +76,7 @@ class Strategy:
         given = {
             "durable_dir": durable_dir,
             "durable_sync": durable_sync,
+            "durable_keep": durable_keep,
             "table_memory_mb": table_memory_mb,
             "table_dir": table_dir,
             "evict_every": None if evict_every is None else str(checks.whole("evict_every", evict_every, 1)),

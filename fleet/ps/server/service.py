@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ from fleet.ps.server.standstill import Standstill
 from fleet.ps.server.state_requests import StateRequests
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.server.status import Status
-from fleet.ps.server.step_requests import StepRequests
+from fleet.ps.server.step_requests import BeforeUpdate, StepRequests
 from fleet.ps.table.shard import make_shard_in
 from fleet.ps.table.stores import MemoryStores, Stores
 from fleet.ps.wire import fleet_pb2 as pb
@@ -66,11 +66,13 @@ class Service:
         resumes: Place | None = None,
         name: str = "",
         stores: Stores | None = None,
+        before_update: BeforeUpdate | None = None,
     ) -> None:
         """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
         was told of, where it was told; ``restore`` the checkpoint to start from; ``directory`` where acknowledged
         requests are kept, and may be kept from before; ``resumes`` where the checkpoints are, if the job goes on from
-        one; ``stores`` where tables keep their rows."""
+        one; ``stores`` where tables keep their rows. With ``before_update``, which is told of each, this is no server
+        but what one was: whoever asked for it does the journal over by ``redo``, as far as they want."""
         where = str(endpoint)
         self._where = where
         self._clock = clock
@@ -90,7 +92,7 @@ class Service:
         if directory is not None:
             durability = Durability(directory, lock, end, members, clock, settings, where, self._cannot_sync)
         self.durability = durability
-        self._steps = steps = StepRequests(clock, end, statistics, durability)
+        self._steps = steps = StepRequests(clock, end, statistics, durability, before_update)
         self._disk_waits = DiskWaits(lock, end, stores, self._found_job, self._send)
         make_shard = partial(make_shard_in, stores)
         replacement = Replacement(lock, end, durability, self._disk_waits.make_beside)
@@ -139,8 +141,10 @@ class Service:
             "bye": departure.bye,
             "abort": departure.abort,
         }
+        #: does the journal over, a record at a time
+        self.redo: Iterator[None] = iter(())
         if durability is not None:
-            durability.recover(
+            self.redo = durability.redo(
                 self._found_job,
                 begin=self._begin,
                 make_shard=make_shard,
@@ -149,6 +153,9 @@ class Service:
                 hand_out=steps.hand_out_again,
                 lose=lambda job, worker: departure.lose(job, worker, []),
             )
+            if before_update is not None:
+                return
+            durability.recover(self.redo, self._found_job)
             if end.suspended_by is not None:
                 raise end.suspended_by
         initialization.go_on(self.job)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -47,12 +47,24 @@ _MOST_TEXT = 1000
 _NORMS_KEPT = 16
 
 
+#: Told of the job, and of what it is about to be updated with.
+BeforeUpdate = Callable[[Job, Due], None]
+
+
 class StepRequests:
-    def __init__(self, clock: Clock, end: JobEnd, statistics: Statistics, durability: Durability | None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        end: JobEnd,
+        statistics: Statistics,
+        durability: Durability | None,
+        before_update: BeforeUpdate | None = None,
+    ) -> None:
         self._clock = clock
         self._end = end
         self._statistics = statistics
         self._durability = durability
+        self._before_update = before_update
         self._tickets = itertools.count()
 
     # ---------------------------------------------------------------- requests
@@ -321,6 +333,8 @@ class StepRequests:
     def _close(self, job: Job, due: Due, scale: float) -> None:
         shard, rounds = job.shard, job.rounds
         assert shard is not None
+        if self._before_update is not None:
+            self._before_update(job, due)
         contributions = due.contributions
         if job.feed.is_awaited(due.version - 1) and not job.cuts:
             shard.apply_pending()
