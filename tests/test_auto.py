@@ -19,6 +19,7 @@ from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.ps.consistency.auto import LITTLE, MUCH, PAUSE_S, AutoGate, gain
 from fleet.ps.consistency.gate import Answer, ApplyBuffer, Changed, Effect, Rules
+from fleet.ps.server.step_requests import told_change
 from fleet.strategy.parameter_server import Strategy
 
 STEPS = 5
@@ -92,7 +93,8 @@ def test_it_goes_back_when_all_are_even_again_and_not_before_a_while() -> None:
 @pytest.mark.parametrize("own_s", [(1.0, 1.0), (1.0, 4.0)])
 def test_a_recorded_sequence_is_followed_and_nothing_else(own_s: tuple[float, float]) -> None:
     changes = Clockwork(*own_s, changes=(3, 40)).take(60)
-    assert [(change.version, change.together) for change in changes] == [(3, False), (40, True)]
+    assert changes == [Changed(3, False, None), Changed(40, True, None)]
+    assert told_change(changes[0]) == "GBA from update 3 on: as the strategy's changes say"
 
 
 def test_a_journal_that_is_done_over_makes_the_same_changes() -> None:

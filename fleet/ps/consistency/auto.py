@@ -118,7 +118,7 @@ class AutoGate(GbaGate):
         """Return what changes at this version, if anything does."""
         if self._wanted:
             is_due = self._applied in self._wanted
-            return Changed(self._applied, not self._waits, self._gain()) if is_due else None
+            return Changed(self._applied, not self._waits, None) if is_due else None
         if self._now - self._changed_at < PAUSE_S or len(self._clock) < 2:
             return None
         gained = self._gain()
