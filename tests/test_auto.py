@@ -14,13 +14,17 @@ from inside import refresh
 from test_clipping import Model
 from test_durable import same, state
 from test_gba import Turns
+from test_observing import status_of
 
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.ps.consistency.auto import LITTLE, MUCH, PAUSE_S, AutoGate, gain
 from fleet.ps.consistency.gate import Answer, ApplyBuffer, Changed, Effect, Rules
 from fleet.ps.server.step_requests import told_change
+from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.strategy.parameter_server import Strategy
+from fleet.telemetry.diagnosis import diagnose
+from fleet.telemetry.view import rows, seen
 
 STEPS = 5
 
@@ -97,6 +101,22 @@ def test_a_recorded_sequence_is_followed_and_nothing_else(own_s: tuple[float, fl
     assert told_change(changes[0]) == "GBA from update 3 on: as the strategy's changes say"
 
 
+def test_a_job_that_never_changed_is_followed_too() -> None:
+    strategy = StrategyFactory.create_auto_strategy(changes=[])
+    assert Clockwork(1.0, 4.0, changes=strategy.changes).take(60) == []
+
+
+def test_it_changes_four_times_an_hour_at_most() -> None:
+    """Whatever workers do: here they are uneven and even in turns, as soon as it has changed."""
+    clockwork, at = Clockwork(1.0, 4.0), []
+    while clockwork.now < 4 * 3600:
+        if clockwork.take(1):
+            at.append(clockwork.now)
+            clockwork.own_s = [1.0, 1.0] if len(at) % 2 else [1.0, 4.0]
+    assert len(at) > 8
+    assert all(sum(first <= each < first + 3600 for each in at) <= 4 for first in at)
+
+
 def test_a_journal_that_is_done_over_makes_the_same_changes() -> None:
     """Also from a snapshot in the midst, of which the last steps are done over."""
     clockwork = Clockwork(1.0, 1.0, 4.0)
@@ -132,6 +152,10 @@ def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
 
 
 # ---------------------------------------------------------------- what it computes
+
+
+def test_a_job_may_be_asked_never_to_change() -> None:
+    same(run_job(trains(StrategyFactory.create_auto_strategy(changes=[])), 2), run_job(trains(Strategy()), 2))
 
 
 def trains(strategy: Strategy) -> Callable[[Fleet, int], Any]:
@@ -186,6 +210,29 @@ def test_a_recorded_sequence_reproduces_a_run(servers: int) -> None:
     assert [(each["update"], each["to"]) for each in first[0][1]] == [(2, "GBA"), (4, "synchronous")]
 
 
+def test_a_change_is_told_in_the_log_in_top_by_the_doctor_and_in_a_summary(caplog: pytest.LogCaptureFixture) -> None:
+    network = LoopbackNetwork()
+
+    def body(made: Fleet, index: int) -> None:
+        model = Model(sparse=True)
+        strategy = StrategyFactory.create_auto_strategy(changes=[2])
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        made.init_worker()
+        for step in range(3):
+            wrapped.minimize(model.loss(step, index))
+        made.barrier_worker()
+        if index == 0:
+            before, now = (seen(at, {"server 0": status_of(network, "server0:1")}, {}) for at in (0.0, 1.0))
+            told = "GBA from update 2 on: as the strategy's changes say"
+            assert any(told in row.note for row in rows(before, now))
+            assert f"They are {told}." in " ".join(diagnose(before, now))
+            assert told in caplog.text
+            assert made.summary()["changes"] == [{"update": 2, "to": "GBA", "gain": None}]
+        made.barrier_worker()
+
+    run_job(body, 2, 1, network=network)
+
+
 @pytest.mark.parametrize("journal_bytes", [1, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, journal_bytes: int) -> None:
     body = trains(StrategyFactory.create_auto_strategy())
@@ -197,7 +244,6 @@ def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, journal_byte
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"changes": []}, ConfigurationError, "changes are not updates in order"),
         ({"changes": [3, 3]}, ConfigurationError, "changes are not updates in order"),
         ({"changes": [0]}, ConfigurationError, "changes is out of range"),
         ({"changes": "3"}, ArgumentTypeError, "changes must be a list"),
