@@ -93,7 +93,7 @@ class Length:
 SHORT, LONG = Length(128, 1600), Length(32, 12800)
 
 #: Batches of the last table, which all its numbers of workers divide; the examples of each are seen once to four times.
-SHARED = {"flights": Length(160, 800), "adult": Length(160, 600), "ids": Length(320, 800)}
+SHARED = {"flights": Length(160, 800), "adult": Length(160, 600), "ids": Length(160, 800)}
 SHARED_WORKERS = (2, 4, 8, 20)
 GLOBAL_BATCH = ("gba", "auto")
 
@@ -228,7 +228,7 @@ class SharedModel(ClickModel):
 class SharedStudy:
     """GBA and auto on one problem, at the learning rate of one process, on simulated courses."""
 
-    def __init__(self, key: str, *, quick: bool) -> None:
+    def __init__(self, key: str, rates: Sequence[float], *, quick: bool) -> None:
         self._problem: Problem = PROBLEMS[key]()
         length = SHARED[key]
         self._length = Length(length.batch, length.updates // 20) if quick else length
@@ -239,7 +239,7 @@ class SharedStudy:
         stops = len(task.train), len(task.train) + len(task.validation)
         parts = zip((task.train, task.validation, task.test), ids.tensor_split(stops), strict=True)
         self._task = Task(*(Examples(part_ids, part.labels) for part, part_ids in parts))
-        self._rate = RATES[2] if quick else max(RATES, key=self._validated)
+        self._rate = max(rates, key=self._validated) if rates[1:] else rates[0]
         self._expected = [self._tested(self._alone(self._rate, seed)) for seed in self._seeds]
 
     def one_process(self) -> Row:
@@ -319,10 +319,10 @@ def shared_line(row: Row) -> str:
     )
 
 
-def shared(problems: Iterable[str], workers: Sequence[int], *, quick: bool) -> Iterator[Row]:
+def shared(problems: Iterable[str], workers: Sequence[int], rates: Sequence[float], *, quick: bool) -> Iterator[Row]:
     """``speed`` is of synchronous training, by the simulated clock."""
     for key in problems:
-        study = SharedStudy(key, quick=quick)
+        study = SharedStudy(key, rates, quick=quick)
         yield study.one_process()
         for number in workers:
             for one_slow in (False, True):
@@ -421,6 +421,7 @@ def main() -> None:
         "--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS), help="of the last table"
     )
     parser.add_argument("--workers", nargs="+", default=SHARED_WORKERS, type=int, help="of the last table")
+    parser.add_argument("--rates", nargs="+", type=float, help="of the last table: one of them is that of one process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tables: dict[str, list[Row]] = {}
@@ -434,7 +435,8 @@ def main() -> None:
         long = Study(flights(), LONG, LONG_RATES, LONG_SEEDS)
         tables["long"] = show(f"{LONG.updates} updates on batches of {LONG.batch}", long_runs(long))
     if "buffers" in options.tables:
-        rows = shared(options.problems, options.workers, quick=options.quick)
+        rates = options.rates or (RATES[2:3] if options.quick else RATES)
+        rows = shared(options.problems, options.workers, rates, quick=options.quick)
         title = "GBA and auto at the learning rate of one process, by a simulated clock"
         tables["buffers"] = show(title, rows, SHARED_HEADING, shared_line)
         print("\n".join(missed(tables["buffers"])))
