@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dying import DyingJob, every
-from harness import run_job
+from harness import Job, run_job
 from inside import refresh
 from test_clipping import Model
 from test_durable import same, state
@@ -129,6 +129,14 @@ def test_a_journal_that_is_done_over_makes_the_same_changes() -> None:
     assert again.gate.memory(clocks) == clockwork.gate.memory(clocks)
 
 
+@pytest.mark.parametrize(("version", "waits"), [(2, True), (3, False), (7, False), (8, True)])
+def test_from_a_checkpoint_it_goes_on_at_the_pace_that_its_strategy_says(version: int, waits: bool) -> None:
+    gate = AutoGate(range(2), 0, Rules(99, 0, (3, 8)))
+    gate.resume(dict.fromkeys(range(2), version), {}, version)
+    gate.push(0, version + 1, version)
+    assert (gate.holds(0, version + 1) > 0) == waits
+
+
 def test_in_a_round_everybody_waits_for_everybody() -> None:
     gate = AutoGate(range(3))
     assert gate.push(0, 1, 0) == gate.push(2, 1, 0) == []
@@ -156,6 +164,22 @@ def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
 
 def test_a_job_may_be_asked_never_to_change() -> None:
     same(run_job(trains(StrategyFactory.create_auto_strategy(changes=[])), 2), run_job(trains(Strategy()), 2))
+
+
+def test_a_job_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        wrapped = made.distributed_optimizer(inner, StrategyFactory.create_auto_strategy())
+        made.init_worker()
+        begin = weight.item()
+        for _ in range(5):
+            wrapped.minimize(weight.sum())
+        made.save_persistables(f"{tmp_path}/made")
+        return begin
+
+    assert run_job(body, 2, 2) == [0.0, 0.0]
+    assert Job(body, 2, 1, model_dir=f"{tmp_path}/made").run() == [-5.0, -5.0]
 
 
 def trains(strategy: Strategy) -> Callable[[Fleet, int], Any]:
