@@ -476,15 +476,15 @@ def clipped(squares: float, most: float) -> float:
 
 def told_change(change: Changed) -> str:
     """Return in words what has changed about who waits for whom, when and why."""
+    what = f"{'synchronous' if change.together else 'GBA'} from update {change.version} on"
+    if change.gain is None:
+        return f"{what}: as the strategy's changes say"
     if change.together:
         return (
-            f"synchronous from update {change.version} on: without waiting for each other the workers were "
-            f"{change.gain:.2f} times as fast, which is too little"
+            f"{what}: without waiting for each other the workers were {change.gain:.2f} times as fast, which is too "
+            "little"
         )
-    return (
-        f"GBA from update {change.version} on: without waiting for each other the workers are "
-        f"{change.gain:.2f} times as fast"
-    )
+    return f"{what}: without waiting for each other the workers are {change.gain:.2f} times as fast"
 
 
 def push_of(step: int) -> str:
