@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from fleet.base import checks
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
-from fleet.errors import ArgumentTypeError, ConfigurationError, UnsupportedError
+from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.role_maker.arguments import endpoints
 from fleet.serving.checkpoint_source import CheckpointSource
 from fleet.serving.export import check_model
@@ -81,15 +79,7 @@ def source_of(source: object, poll_s: float, at: int | None, settings: ProcessSe
 
 def _servers(named: Sequence[Endpoint], poll_s: float, settings: ProcessSettings) -> Source:
     """Return the source that running servers are; the network is imported for those who need it."""
-    try:
-        module: Any = import_module("fleet.serving.server_source")
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            "running servers cannot be followed yet", todo="Name the directory of fleet.Checkpoints."
-        ) from None
     from fleet.ps.backend import real_network
+    from fleet.serving.server_source import ServerSource
 
-    found: Source = module.ServerSource(
-        named, real_network(settings), startup_s=settings.startup_deadline_s, poll_s=poll_s
-    )
-    return found
+    return ServerSource(named, real_network(settings), startup_s=settings.startup_deadline_s, poll_s=poll_s)
