@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("numeric", "plan", "bootstrap", "telemetry"),
     ("kernels", "strategy", "role_maker", "checkpoint", "optimizer", "metrics", "data", "ps.wire", "ps.consistency"),
     ("nn", "optim", "ps.table"),
-    ("serving", "averaging"),
+    ("serving", "averaging", "checkpoint.dcp"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
     ("launch", "api"),
@@ -120,6 +120,7 @@ ONLY: dict[str, dict[str, str]] = {
     },
     "secrets uuid": {
         "checkpoint/plain_files.py": "names",
+        "checkpoint/dcp.py": "names",
         "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
@@ -158,7 +159,9 @@ ONLY: dict[str, dict[str, str]] = {
     "rich": {"launch/top.py": "live table", "launch/live_view.py": "live view", "telemetry/live_table.py": "table"},
     "prometheus_client": {"telemetry/prometheus.py": "page"},
     "tensorboard torch.utils.tensorboard": {"telemetry/tensorboard.py": "scalars"},
-    "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
+    "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {
+        "checkpoint/dcp.py": "others' metadata, by names on a list",
+    },
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
     # The network is chosen where a backend is put together; nobody else names a concrete one.

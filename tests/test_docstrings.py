@@ -21,6 +21,7 @@ from harness import PATIENCE_S
 
 import fleet
 import fleet.errors
+from fleet.checkpoint.dcp import FleetStorageReader
 from fleet.launch import cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
@@ -40,6 +41,7 @@ def public() -> dict[str, Any]:
     found: dict[str, Any] = {
         "fleet.optimizer.DistributedOptimizer": DistributedOptimizer,
         "fleet.strategy.Strategy.with_settings": Strategy.with_settings,
+        "fleet.checkpoint.dcp.FleetStorageReader": FleetStorageReader,
     }
     for module in MODULES:
         loaded = importlib.import_module(module)

@@ -192,7 +192,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "doctor": ("say what holds a job back", _doctor),
     "report": ("draw a run as one HTML page", _report),
     "top": ("show a running job, one line a process", _top),
-    "checkpoint": ("look at checkpoints: ls, verify, diff, export", checkpoint_options.inspect),
+    "checkpoint": ("look at checkpoints: ls, verify, diff, export, import", checkpoint_options.inspect),
     "env": ("print what a bug report needs", _environment),
 }
 
