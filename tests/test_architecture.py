@@ -32,12 +32,12 @@ LAYERS: list[tuple[str, ...]] = [
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
     ("launch", "api"),
-    ("transpiler", "checkpoints", "lightning"),
+    ("transpiler", "checkpoints", "lightning", "ray"),
     ("__init__", "__main__"),
 ]
 
 #: What lies directly in the package: modules that users import, or whose one class they call by its name.
-FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "serving"}
+FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "ray", "serving"}
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {
@@ -71,6 +71,7 @@ ONLY: dict[str, dict[str, str]] = {
     "ssl": {"ps/wire/tls.py": "monopoly"},
     "google": {"ps/wire/frame.py": "headers"},
     "mpi4py": {"bootstrap/mpi_world.py": "adapter"},
+    "ray": {"ray.py": "adapter"},
     "numba llvmlite": {"numeric/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
         "base/turns.py": "turns",
@@ -121,6 +122,7 @@ ONLY: dict[str, dict[str, str]] = {
     "secrets uuid": {
         "checkpoint/plain_files.py": "names",
         "checkpoint/dcp.py": "names",
+        "ray.py": "names, keys",
         "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",

@@ -128,6 +128,7 @@ loss = lambda model, batch: model(batch)
 """,
         'device = "cpu"',
     ],
+    "docs/deploying/ray.md": [""],
     "docs/metrics.md": [
         f"{JOB}\ntensor, predictions, labels = torch.rand(3), torch.rand(9), torch.arange(9) % 2",
         "batches = [(x, torch.arange(16).reshape(-1, 1) % 2)] * 2",
