@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,16 @@ from fleet.api import default
 from fleet.base.cluster import Endpoint
 
 STEPS = 8
+MAKING = threading.Lock()
 
 
 def body(job: Fleet, worker: int, folder: Path | None = None) -> list[torch.Tensor]:
     """What a worker trains, and all that it sees at the end. What is to happen stands in ``folder``."""
-    model, optimizer = small_job.join(job)
+    with MAKING:  # workers that are threads of one process would draw from each other's numbers
+        torch.manual_seed(3)
+        model = small_job.Net()
+    optimizer = job.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), model=model)
+    job.init_worker()
     for step in range(job.resume_step(), STEPS):
         if folder is not None:
             happen(folder, f"worker-{worker}-step-{step}")

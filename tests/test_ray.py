@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray_job
 import small_job
-from harness import PATIENT, run_job, until
+from harness import run_job, until
 from patience import PROCESSES_S
 from test_processes import ROOT
 
@@ -25,6 +25,9 @@ import fleet.ray
 from fleet.base.cluster import Endpoint
 from fleet.base.ports import is_taken
 from fleet.errors import FleetError, JobAbortedError
+
+#: Long enough for a busy machine to start eight processes.
+PATIENT = {"FLAGS_rpc_deadline": f"{PROCESSES_S * 1000:g}", "FLEET_STARTUP_DEADLINE_S": f"{PROCESSES_S:g}"}
 
 needs_ray = [
     pytest.mark.ray,
