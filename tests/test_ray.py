@@ -134,12 +134,12 @@ def expected() -> Any:
     return run_job(ray_job.body, 2, 2)
 
 
-def named(process: psutil.Process) -> str:
-    """What Ray calls a process: an actor by its class."""
+def is_member(process: psutil.Process) -> bool:
+    """Whether Ray calls this process after our actors' class."""
     try:
-        return " ".join(process.cmdline())
+        return " ".join(process.cmdline()).startswith("ray::Member")
     except psutil.Error:
-        return ""
+        return False
 
 
 def assert_nothing_is_left() -> None:
@@ -147,7 +147,7 @@ def assert_nothing_is_left() -> None:
     from ray.util import list_named_actors, placement_group_table
 
     until(lambda: not [each for each in list_named_actors(all_namespaces=True) if each["name"].startswith("fleet-")])
-    until(lambda: not [each for each in psutil.process_iter() if named(each).startswith("ray::Member")])
+    until(lambda: not [each for each in psutil.Process().children(recursive=True) if is_member(each)])
     until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
     until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"))
 
