@@ -30,16 +30,16 @@ LAYERS: list[tuple[str, ...]] = [
     ("numeric", "plan", "bootstrap", "telemetry"),
     ("kernels", "strategy", "role_maker", "checkpoint", "optimizer", "metrics", "data", "ps.wire", "ps.consistency"),
     ("nn", "optim", "ps.table"),
-    ("serving", "averaging"),
+    ("serving", "averaging", "checkpoint.dcp"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
     ("launch", "api", "serving.following"),
-    ("transpiler", "checkpoints", "lightning", "serving.__init__"),
+    ("transpiler", "checkpoints", "lightning", "ray", "serving.__init__"),
     ("__init__", "__main__"),
 ]
 
 #: What lies directly in the package: modules that users import, or whose one class they call by its name.
-FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer"}
+FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "ray"}
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {
@@ -76,6 +76,7 @@ ONLY: dict[str, dict[str, str]] = {
     "ssl": {"ps/wire/tls.py": "certificates", "ps/wire/tls_line.py": "sockets"},
     "google": {"ps/wire/frame.py": "headers"},
     "mpi4py": {"bootstrap/mpi_world.py": "adapter"},
+    "ray": {"ray.py": "adapter"},
     "numba llvmlite": {"numeric/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
         "base/turns.py": "turns",
@@ -128,6 +129,8 @@ ONLY: dict[str, dict[str, str]] = {
     },
     "secrets uuid": {
         "checkpoint/plain_files.py": "names",
+        "checkpoint/dcp.py": "names",
+        "ray.py": "names, keys",
         "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
@@ -170,7 +173,9 @@ ONLY: dict[str, dict[str, str]] = {
     "rich": {"launch/top.py": "live table", "launch/live_view.py": "live view", "telemetry/live_table.py": "table"},
     "prometheus_client": {"telemetry/prometheus.py": "page"},
     "tensorboard torch.utils.tensorboard": {"telemetry/tensorboard.py": "scalars"},
-    "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
+    "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {
+        "checkpoint/dcp.py": "others' metadata, by names on a list",
+    },
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
     # The network is chosen where a backend is put together; nobody else names a concrete one.

@@ -21,6 +21,8 @@ from harness import PATIENCE_S
 
 import fleet
 import fleet.errors
+import fleet.ray
+from fleet.checkpoint.dcp import FleetStorageReader
 from fleet.launch import cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
@@ -43,6 +45,8 @@ def public() -> dict[str, Any]:
     found: dict[str, Any] = {
         "fleet.optimizer.DistributedOptimizer": DistributedOptimizer,
         "fleet.strategy.Strategy.with_settings": Strategy.with_settings,
+        "fleet.checkpoint.dcp.FleetStorageReader": FleetStorageReader,
+        "fleet.ray.run": fleet.ray.run,
     }
     for module in MODULES:
         loaded = importlib.import_module(module)

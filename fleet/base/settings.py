@@ -36,6 +36,14 @@ from fleet.errors import ConfigurationError
 
 PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
 
+
+def change_process_environment(environ: Mapping[str, str]) -> None:
+    """Give this process other variables, for who starts a part of a job in a process that is there already."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+
+
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
 _LONGEST_TOKEN = 1024
 

@@ -6,7 +6,7 @@ place of each among them (some 60 bytes a row while they are sorted); the rest p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,10 @@ class Parameter:
     state: Mapping[str, Any]
 
 
-def parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
+def parameters(checkpoint: Checkpoint, names: Container[str] | None = None) -> Iterator[Parameter]:
+    """Yield the parameters of these names, or all; the files of others are not read."""
     files = checkpoint.files(DENSE)
-    for some in _batches(checkpoint.manifest.spec.params):
+    for some in _batches([each for each in checkpoint.manifest.spec.params if names is None or each.name in names]):
         wanted = {spec.name: spec.numel for spec in some}
         assembly = Assembly(wanted, checkpoint.where)
         for place, piece in files:

@@ -193,7 +193,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "report": ("draw a run as one HTML page", _report),
     "top": ("show a running job, one line a process", _top),
     "replay": ("show a durable job's servers as they were at any step", replay_options.replay),
-    "checkpoint": ("look at checkpoints: ls, verify, diff, export", checkpoint_options.inspect),
+    "checkpoint": ("look at checkpoints: ls, verify, diff, export, import", checkpoint_options.inspect),
     "env": ("print what a bug report needs", _environment),
 }
 
