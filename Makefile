@@ -22,13 +22,14 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-mpi libraries test-libraries docs lint format types protos clean
+.PHONY: help venv quickstart test test-mpi libraries test-libraries ray test-ray docs lint format types protos clean
 
 help:
 	@echo "make quickstart   train the example model on this machine"
 	@echo "make test         run the tests"
 	@echo "make test-mpi     run those that need MPI, under MPICH and Open MPI"
 	@echo "make test-libraries  run other people's trainers"
+	@echo "make test-ray     run jobs on a Ray cluster"
 	@echo "make docs         build the site into build/site"
 	@echo "make lint types   what else CI checks; make format repairs the layout"
 	@echo "make protos       regenerate the protobuf stubs"
@@ -88,6 +89,19 @@ libraries: $(LIBRARIES)
 # Lightning asks mpi4py, which is in the environment for other tests, whether MPI has started it; without any MPI that fails.
 test-libraries: $(STAMP) $(LIBRARIES) $(VENV)/mpi/mpich
 	LD_LIBRARY_PATH=$(abspath $(VENV))/mpi/mpich/lib $(PYTEST) --numprocesses 2 -m libraries tests/test_lightning.py tests/test_libraries.py $(ARGS)
+
+# A Ray cluster on this machine, which nothing else needs.
+RAY := $(VENV)/.installed-for-ray
+
+$(RAY): $(STAMP)
+	@$(PIP) 'torch-fleet[ray]' $(SHOWN)
+	@touch $@
+
+ray: $(RAY)
+
+# One after the other: each test has the cluster to itself.
+test-ray: $(STAMP) $(RAY)
+	$(PYTEST) --numprocesses 0 -m ray tests/test_ray.py $(ARGS)
 
 # What builds the site, which nothing else needs.
 SITE := $(VENV)/.installed-for-docs

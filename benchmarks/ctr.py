@@ -112,7 +112,18 @@ LOCAL = System("local torch", "local_torch", "local", None, lambda kind: kind.wo
 OURS = (
     *(
         System(f"fleet {mode}", "ours", mode)
-        for mode in ("sync", "sync+prefetch", "sync+bf16", "sync+int8", "async", "async+prefetch", "half-async", "geo")
+        for mode in (
+            "sync",
+            "sync+prefetch",
+            "sync+bf16",
+            "sync+int8",
+            "async",
+            "async+prefetch",
+            "half-async",
+            "gba",
+            "auto",
+            "geo",
+        )
     ),
     *(
         System(f"fleet {mode}", "ours", mode, None, tables_of_their_own)

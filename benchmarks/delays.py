@@ -1,6 +1,6 @@
-"""What stale gradients cost, and how much of it delay compensation (DC-ASGD) brings back.
+"""What stale gradients cost, and how much of it delay compensation (DC-ASGD) or a global batch (GBA) brings back.
 
-    python benchmarks/delays.py [--quick] [--json FILE] [--figures FOLDER]
+    python benchmarks/delays.py [--quick] [--json FILE] [--figures FOLDER] [--ways "one process" plain GBA …]
 
 The order of pushes comes from a simulated clock, so the staleness is exact and every run is the same: a step takes
 each worker a time drawn anew, and the workers push in the order in which they would be ready. The pushes are real ones
@@ -10,6 +10,10 @@ fixed number of updates, whatever the number of workers.
 
 Every way is given eight trials to find its settings in, on seeds that are not reported: plain SGD eight learning rates,
 compensation four of these with two strengths each. What counts there is the loss on the training set at the end.
+
+GBA and auto have the learning rate of one process and no trials, and their workers share its batches: as many updates
+on as many examples. Their courses come from simulated_clock.py, which computes them in plain PyTorch; with "one slow"
+the last worker is four times slower.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ import json
 import math
 import random
 import statistics
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +32,15 @@ from typing import Any
 
 import torch
 from figures import draw_lines
-from in_process import run_job
+from simulated_clock import Course, follow, simulate, train
 
 from fleet import Fleet, StrategyFactory
+from fleet.optimizer import DistributedOptimizer
 from fleet.strategy.parameter_server import Strategy
 
 WORKERS = (4, 8, 20)
 UPDATES, BATCH, HIDDEN, TRAINED_ON = 1000, 32, 32, 1400
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (100, 101, 102)
-
-#: No push waits longer for its turn; only a job that failed makes it.
-PATIENCE_S = 60.0
 
 #: A loss that is not finite counts as this one: what guessing gives.
 GUESSING = math.log(10)
@@ -67,6 +68,13 @@ WAYS: Mapping[str, Sequence[Trial]] = {
     "DC-ASGD, adaptive": [Trial(rate, strength, True) for strength in (1.0, 3.0) for rate in EVERY_OTHER_RATE],
 }
 ONE_PROCESS = [Trial(4 * rate) for rate in RATES]
+#: way -> the mode, and whether one worker is slow
+SHARED: Mapping[str, tuple[str, bool]] = {
+    "GBA": ("gba", False),
+    "GBA, one slow": ("gba", True),
+    "auto": ("auto", False),
+    "auto, one slow": ("auto", True),
+}
 
 
 def arrivals(workers: int, pushes: int, seed: int) -> list[int]:
@@ -100,26 +108,15 @@ def train_in_order(
 ) -> torch.nn.Module:
     """The model after a job whose pushes came in this order. ``loss_of(model, place)`` is what push ``place`` is the
     gradient of; it is computed as soon as its worker has the values, which is long before its turn."""
-    turns = [threading.Event() for _ in range(len(order) + 1)]
-    ready = threading.Barrier(max(order) + 1)
 
-    def work(fleet: Fleet, worker: int) -> torch.nn.Module:
+    def begin(fleet: Fleet) -> tuple[torch.nn.Module, DistributedOptimizer]:
         model = copy.deepcopy(untrained)
         optimizer = torch.optim.SGD(model.parameters(), lr=trial.rate)
         distributed = fleet.distributed_optimizer(optimizer, trial.strategy, model=model)
         fleet.init_worker()
-        ready.wait(PATIENCE_S)  # everybody has the initial values before the first push changes them
-        turns[0].set()
-        for place in (place for place, who in enumerate(order) if who == worker):
-            distributed.zero_grad()
-            loss_of(model, place).backward()
-            if not turns[place].wait(PATIENCE_S):
-                raise TimeoutError(f"push {place} never had its turn")
-            distributed.step()
-            turns[place + 1].set()
-        return model
+        return model, distributed
 
-    return run_job(work, max(order) + 1)[order[-1]]  # whoever pushed last was answered with what the servers hold
+    return follow(Course(order), begin, loss_of, lambda _, model: model)
 
 
 class Digits:
@@ -135,12 +132,33 @@ class Digits:
 
     def train(self, workers: int, trial: Trial, seed: int, updates: int = UPDATES) -> tuple[float, float]:
         """The loss on the training set after the last update, and the accuracy on the test set."""
+        network, batches = self._begin(seed, updates)
+        order = arrivals(workers, updates, seed)
+        return self._result(
+            train_in_order(network, lambda model, place: self.loss(model, batches[place]), order, trial)
+        )
+
+    def train_shared(self, mode: str, workers: int, rate: float, seed: int, *, one_slow: bool) -> tuple[float, float]:
+        """The same where workers share every batch."""
+        network, batches = self._begin(seed, UPDATES)
+        shares = [share for batch in batches for share in batch.tensor_split(workers)]
+        course = simulate(mode, workers, len(shares), seed, one_slow=one_slow)
+
+        def loss_of(places: Sequence[int]) -> torch.Tensor:
+            return torch.stack([self.loss(network, shares[place]) for place in places]).mean()
+
+        train(course, network, torch.optim.SGD(network.parameters(), lr=rate), loss_of)
+        return self._result(network)
+
+    @staticmethod
+    def _begin(seed: int, updates: int) -> tuple[torch.nn.Module, torch.Tensor]:
+        """The network, and which examples are in which batch."""
         draw = torch.Generator().manual_seed(seed)
         batches = torch.randint(0, TRAINED_ON, (updates, BATCH), generator=draw)
         torch.manual_seed(seed)
-        network = torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10))
-        order = arrivals(workers, updates, seed)
-        trained = train_in_order(network, lambda model, place: self.loss(model, batches[place]), order, trial)
+        return torch.nn.Sequential(torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10)), batches
+
+    def _result(self, trained: torch.nn.Module) -> tuple[float, float]:
         with torch.no_grad():
             loss = self.loss(trained, torch.arange(TRAINED_ON)).item()
             right = trained(self.pixels[TRAINED_ON:]).argmax(1) == self.digits[TRAINED_ON:]
@@ -154,15 +172,17 @@ def best(task: Digits, workers: int, trials: Sequence[Trial], seeds: Sequence[in
     return min(trials, key=lambda trial: statistics.mean(task.train(workers, trial, seed)[0] for seed in seeds))
 
 
-def study(task: Digits, quick: bool) -> list[dict[str, Any]]:
+def study(task: Digits, quick: bool, ways: Sequence[str]) -> list[dict[str, Any]]:
     seeds, tuning_seeds = (SEEDS[:2], TUNING_SEEDS[:1]) if quick else (SEEDS, TUNING_SEEDS)
-    cells = [(1, "one process", ONE_PROCESS)]
+    alone = best(task, 1, ONE_PROCESS[1::2] if quick else ONE_PROCESS, tuning_seeds)
+    cells = [(1, "one process", [alone])]
     cells += [(workers, way, trials) for workers in WORKERS for way, trials in WAYS.items()]
     rows = []
-    for workers, way, trials in cells:
-        trial = best(task, workers, trials[1::2] if quick else trials, tuning_seeds)
-        losses, accuracies = zip(*(task.train(workers, trial, seed) for seed in seeds), strict=True)
-        behind = staleness(arrivals(workers, UPDATES, seeds[0]))
+
+    def enter(
+        workers: int, way: str, trial: Trial, behind: Sequence[float], found: Sequence[tuple[float, float]]
+    ) -> None:
+        losses, accuracies = zip(*found, strict=True)
         rows.append(
             {
                 "workers": workers,
@@ -176,6 +196,20 @@ def study(task: Digits, quick: bool) -> list[dict[str, Any]]:
             }
         )
         print(line(rows[-1]), flush=True)
+
+    for workers, way, trials in cells:
+        if way in ways:
+            trial = (
+                trials[0] if trials == [alone] else best(task, workers, trials[1::2] if quick else trials, tuning_seeds)
+            )
+            behind = staleness(arrivals(workers, UPDATES, seeds[0]))
+            enter(workers, way, trial, behind, [task.train(workers, trial, seed) for seed in seeds])
+    for workers in WORKERS:
+        for way, (mode, one_slow) in SHARED.items():
+            if way in ways:
+                behind = simulate(mode, workers, UPDATES * workers, seeds[0], one_slow=one_slow).behind
+                found = [task.train_shared(mode, workers, alone.rate, seed, one_slow=one_slow) for seed in seeds]
+                enter(workers, way, alone, behind, found)
     return rows
 
 
@@ -195,7 +229,7 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
             for row in rows
             if row["way"] == way
         ]
-        for way in WAYS
+        for way in (*WAYS, *SHARED)
     }
     draw_lines(
         folder / "delays.svg",
@@ -213,13 +247,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two seeds, and half of the trials")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--figures", type=Path, help="also draw delays.svg in this folder")
+    all_ways = ("one process", *WAYS, *SHARED)
+    parser.add_argument("--ways", nargs="+", default=all_ways, choices=all_ways, help="which of them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'workers':>7}  {'way':<18}{'staleness':>10}{'max':>5}{'rate':>8}{'lambda':>8}{'loss':>18}{'accuracy':>20}")
-    rows = study(Digits(), options.quick)
+    rows = study(Digits(), options.quick, options.ways)
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
-    if options.figures:
+    if options.figures and [*options.ways] == [*all_ways]:
         draw(rows, options.figures)
 
 

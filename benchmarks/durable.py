@@ -34,7 +34,8 @@ from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
-POLICIES = (None, "os", "interval", "always")
+#: When the journal is synced, and how much of it is kept.
+POLICIES = ((None, None), ("os", "needed"), ("interval", "needed"), ("interval", "all"), ("always", "needed"))
 MODES = ("sync", "async")
 DIM, BATCH = 16, 50_000
 ENDPOINT = "server:1"
@@ -55,22 +56,25 @@ print(json.dumps([imported - began, time.perf_counter() - imported]))
 
 def throughput(rounds: int, quick: bool, folder: Path) -> list[dict[str, Any]]:
     (kind,) = (each for each in KINDS if each.name == "3x32")
-    rates: dict[tuple[str, str | None], list[float | None]] = {}
+    rates: dict[tuple[str, str | None, str | None], list[float | None]] = {}
     modes = MODES[:1] if quick else MODES
-    turns = [(mode, policy) for _ in range(rounds) for mode in modes for policy in POLICIES]
-    for mode, policy in progress(turns):
+    turns = [(mode, *policy) for _ in range(rounds) for mode in modes for policy in POLICIES]
+    for mode, sync, keep in progress(turns):
         with tempfile.TemporaryDirectory(dir=folder) as kept:
-            told = {} if policy is None else {"FLEET_DURABLE_DIR": kept, "FLEET_DURABLE_SYNC": policy}
+            told = {}
+            if sync is not None and keep is not None:
+                told = {"FLEET_DURABLE_DIR": kept, "FLEET_DURABLE_SYNC": sync, "FLEET_DURABLE_KEEP": keep}
             cost = run_job("ours", kind.work(mode, quick), servers=1, workers=1, environment=told)
-        rates.setdefault((mode, policy), []).append(cost.rate)
+        rates.setdefault((mode, sync, keep), []).append(cost.rate)
     return [
         {
             "mode": mode,
-            "FLEET_DURABLE_SYNC": policy or "(not durable)",
+            "FLEET_DURABLE_SYNC": sync or "(not durable)",
+            "FLEET_DURABLE_KEEP": keep or "",
             "examples/s": sorted(found)[len(found) // 2],
-            "ratio": median_ratio(found, rates[mode, None]),
+            "ratio": median_ratio(found, rates[mode, None, None]),
         }
-        for (mode, policy), found in rates.items()
+        for (mode, sync, keep), found in rates.items()
     ]
 
 

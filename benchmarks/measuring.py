@@ -60,6 +60,14 @@ class Cost:
         return self.last_loss < LEARNED * self.first_loss
 
 
+@dataclass(frozen=True)
+class Place:
+    """A machine's address, and the command that starts a process there."""
+
+    host: str
+    command: Sequence[str]
+
+
 def run_job(
     program: str,
     work: Mapping[str, Any],
@@ -69,16 +77,21 @@ def run_job(
     python: str = sys.executable,
     deadline_s: float = DEADLINE_S,
     environment: Mapping[str, str] | None = None,
+    places: Mapping[str, Place] | None = None,
 ) -> Cost:
-    """One job of ``peers/{program}.py``, to its end, its processes with more variables if there are some. All workers
-    start their measured steps together."""
+    """One job of ``peers/{program}.py``, to its end, its processes with more variables if there are some, and those of
+    a role ("server" or "worker") in their place. All workers start their measured steps together."""
+    places = places or {}
     endpoints = free_endpoints(servers + workers + 1)
+    if "server" in places:
+        endpoints = [f"{places['server'].host}:{endpoint.rpartition(':')[2]}" for endpoint in endpoints]
     common = {**work, "servers": endpoints[:servers], "meeting": endpoints[servers:], "workers": workers}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
 
         def start(role: str, index: int) -> Process:
             argument = json.dumps({**common, "role": role, "index": index})
-            command = [python, str(PROGRAMS / f"{program}.py"), argument]
+            inside = places[role].command if role in places else ()
+            command = [*inside, python, str(PROGRAMS / f"{program}.py"), argument]
             return running.enter_context(Process(f"{role}{index}", command, Path(folder), environment or {}))
 
         serving = [start("server", index) for index in range(servers)]

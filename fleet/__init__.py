@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fleet import data as data
     from fleet import nn as nn
     from fleet import optim as optim
+    from fleet import ray as ray
+    from fleet import serving as serving
 
 __version__ = "0.1.0"
 
@@ -95,6 +97,7 @@ __all__ = [
     "server_endpoints",
     "server_index",
     "server_num",
+    "serving",
     "shrink",
     "split_files",
     "state_dict",
@@ -107,8 +110,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # These are made of torch; they are imported when they are first asked for, as ``import fleet`` must stay light.
-    if name in ("data", "nn", "optim"):
+    # These are imported when they are first asked for, as ``import fleet`` must stay light.
+    if name in ("data", "nn", "optim", "ray", "serving"):
         return import_module(f"fleet.{name}")
     from fleet.base.pointers import missing
 

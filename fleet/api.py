@@ -581,9 +581,9 @@ class Fleet:
             ['0.ids', '0.weight', '1.bias', '1.weight']
         """
         backend = self._backend("save_inference_model")
-        from fleet import serving
+        from fleet.serving import export
 
-        backend.save_inference_model(serving.check_dirname(dirname), serving.check_model(model), example_inputs)
+        backend.save_inference_model(export.check_dirname(dirname), export.check_model(model), example_inputs)
 
     @directory_first("load_inference_model(dirname, model)", needs_init=False)
     def load_inference_model(self, dirname: str, model: torch.nn.Module | None = None) -> Any:
@@ -599,9 +599,9 @@ class Fleet:
             >>> torch.equal(served(ids), model.eval()(ids))
             True
         """
-        from fleet import serving
+        from fleet.serving import export
 
-        return serving.load(serving.check_dirname(dirname), None if model is None else serving.check_model(model))
+        return export.load(export.check_dirname(dirname), None if model is None else export.check_model(model))
 
     def state_dict(self, model: torch.nn.Module, *, tables: bool = True) -> dict[str, Any]:
         """Return the job's whole ``model`` as plain tensors on the CPU, by the keys of ``model.state_dict()``.
@@ -616,10 +616,10 @@ class Fleet:
             (tensor([1, 3, 4, 5, 9]), torch.Size([5, 4]))
         """
         backend = self._backend("state_dict")
-        from fleet import serving
+        from fleet.serving import export
 
         checks.switch("tables", tables)
-        return backend.state_dict(serving.check_model(model), tables=tables)
+        return backend.state_dict(export.check_model(model), tables=tables)
 
     def load_state_dict(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Give the whole job the values of plain tensors, as ``state_dict`` returns them or as a model in one process

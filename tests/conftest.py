@@ -125,10 +125,13 @@ def _is_ours(thread: threading.Thread) -> bool:
 
 
 def _counts(process: psutil.Process) -> bool:
-    """Dead ones that nobody collected do not, nor does multiprocessing's helper, which is there once and for all."""
+    """Dead ones that nobody collected do not, nor does multiprocessing's helper, which is there once and for all, nor
+    Ray's, which come and go as Ray likes: test_ray.py looks for its actors itself."""
     try:
-        is_helper = any("multiprocessing" in word and "tracker" in word for word in process.cmdline())
-        return process.status() != psutil.STATUS_ZOMBIE and not is_helper
+        words = process.cmdline()
+        is_helper = any("multiprocessing" in word and "tracker" in word for word in words)
+        is_rays = any(word.startswith("ray::") or "/site-packages/ray/" in word for word in words)
+        return process.status() != psutil.STATUS_ZOMBIE and not is_helper and not is_rays
     except psutil.NoSuchProcess:
         return False
 

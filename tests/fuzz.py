@@ -45,10 +45,11 @@ from fleet.ps.server.service import Service
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import Frame, read_frame, receive
+from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.health import HealthNetwork
+from fleet.ps.wire.line import Line
 from fleet.ps.wire.low_precision import Narrow
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import Respond
@@ -148,6 +149,14 @@ def requests(job: str, step: int) -> dict[str, tuple[dict[str, object], list[Wir
         ),
         "beat": ({"beat": pb.Beat(figures={"steps": step, "loss": 0.5})}, []),
         "status": ({"status": pb.Status()}, []),
+        "follow": ({"follow": pb.Follow(server=0, servers=1)}, []),
+        "changes": ({"changes": pb.Changes(fingerprint=make_plan(SPECS[job]).fingerprint)}, []),
+        "later changes": (
+            {"changes": pb.Changes(since=1, version=step + 1, wait_s=1, fingerprint=make_plan(SPECS[job]).fingerprint)},
+            [],
+        ),
+        "fetch": ({"fetch": pb.Fetch(number=1, cursor="rows:1:0")}, []),
+        "unfollow": ({"unfollow": pb.Unfollow()}, []),
         "look": ({"look": pb.Look(root=NOWHERE, job_id="")}, []),
         "choose": ({"choose": pb.Choose(step=3, id="a", strict=True, root=NOWHERE)}, []),
         "export": ({"export": pb.Export(cursor="table:0:0", version=step - 1)}, []),
@@ -303,7 +312,7 @@ class Doors:
             peer.settimeout(self.PATIENCE_S)
             peer.sendall(data)
             peer.shutdown(socket.SHUT_WR)
-            raise_if_error(receive(pb.Reply, peer))
+            raise_if_error(Line(peer).receive(pb.Reply))
 
     def _without_key(self, data: bytes) -> None:
         with self._connected() as peer:

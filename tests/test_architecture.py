@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from fleet.ps.consistency import MODES
+
 ROOT = Path(__file__).parent.parent
 GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
 
@@ -28,16 +30,16 @@ LAYERS: list[tuple[str, ...]] = [
     ("numeric", "plan", "bootstrap", "telemetry"),
     ("kernels", "strategy", "role_maker", "checkpoint", "optimizer", "metrics", "data", "ps.wire", "ps.consistency"),
     ("nn", "optim", "ps.table"),
-    ("serving", "averaging"),
+    ("serving", "averaging", "checkpoint.dcp"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
-    ("launch", "api"),
-    ("transpiler", "checkpoints", "lightning"),
+    ("launch", "api", "serving.following"),
+    ("transpiler", "checkpoints", "lightning", "ray", "serving.__init__"),
     ("__init__", "__main__"),
 ]
 
 #: What lies directly in the package: modules that users import, or whose one class they call by its name.
-FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "serving"}
+FOR_USERS = {"api", "checkpoints", "errors", "lightning", "metrics", "optim", "optimizer", "ray"}
 
 #: Two files of one name do the same for the two sides of a job, server and worker, or for its two kinds.
 MIRRORED = {
@@ -57,7 +59,10 @@ STANDARD_LIBRARY = (
     *("telemetry", "launch"),
 )
 #: But for these, which are imported late, by whoever needs what they need.
-HEAVY = ("base.checksum", "base.lifecycle", "launch.checkpoint_command", "telemetry.worker_figures")
+HEAVY = (
+    *("base.checksum", "base.lifecycle", "launch.checkpoint_command", "launch.replay_command"),
+    "telemetry.worker_figures",
+)
 EFFECTS = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "logging", "atexit", "signal", "subprocess"),
     *("time", "datetime", "random", "secrets", "uuid", "socket", "select", "selectors"),
@@ -68,9 +73,10 @@ EFFECTS = {
 ONLY: dict[str, dict[str, str]] = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv": {"base/settings.py": "monopoly"},
     "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter", "ps/wire/health.py": "adapter"},
-    "ssl": {"ps/wire/tls.py": "monopoly"},
+    "ssl": {"ps/wire/tls.py": "certificates", "ps/wire/tls_line.py": "sockets"},
     "google": {"ps/wire/frame.py": "headers"},
     "mpi4py": {"bootstrap/mpi_world.py": "adapter"},
+    "ray": {"ray.py": "adapter"},
     "numba llvmlite": {"numeric/jit.py": "compiler"},
     "threading asyncio concurrent _thread": {
         "base/turns.py": "turns",
@@ -106,6 +112,9 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/worker/connection.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
+        "serving/checkpoint_source.py": "event",
+        "serving/follower.py": "follower",
+        "serving/readers.py": "lock",
     },
     "time datetime": {
         "base/clock.py": "clock",
@@ -120,12 +129,15 @@ ONLY: dict[str, dict[str, str]] = {
     },
     "secrets uuid": {
         "checkpoint/plain_files.py": "names",
+        "checkpoint/dcp.py": "names",
+        "ray.py": "names, keys",
         "checkpoint/inference.py": "names",
         "checkpoint/places.py": "proofs",
         "checkpoint/writer.py": "names",
         "launch/cli.py": "names",
         "ps/wire/direct_server.py": "keys",
         "ps/worker/runtime.py": "incarnation",
+        "serving/server_source.py": "incarnation",
         "bootstrap/rendezvous.py": "token",
     },
     "random numpy.random torch.manual_seed torch.random torch.rand torch.randn": {},
@@ -139,7 +151,8 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/direct_connections.py": "connections",
         "ps/wire/direct_server.py": "doors",
         "base/exposure.py": "addresses",
-        "ps/wire/frame.py": "frames",
+        "ps/wire/line.py": "frames",
+        "ps/wire/tls_line.py": "frames",
         "ps/wire/tls.py": "why a handshake fails",
         "ps/worker/handshake.py": "hostname",
         "ps/worker/dense_group.py": "store",
@@ -151,6 +164,8 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "console",
         "launch/doctor.py": "console",
         "launch/env_report.py": "console",
+        "launch/replay_command.py": "console",
+        "launch/replay_options.py": "console",
         "launch/report_command.py": "console",
         "launch/top.py": "console",
         "ps/worker/runtime.py": "plan",
@@ -158,7 +173,9 @@ ONLY: dict[str, dict[str, str]] = {
     "rich": {"launch/top.py": "live table", "launch/live_view.py": "live view", "telemetry/live_table.py": "table"},
     "prometheus_client": {"telemetry/prometheus.py": "page"},
     "tensorboard torch.utils.tensorboard": {"telemetry/tensorboard.py": "scalars"},
-    "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {},
+    "pickle cPickle marshal shelve dill cloudpickle joblib multiprocessing eval exec torch.load torch.save": {
+        "checkpoint/dcp.py": "others' metadata, by names on a list",
+    },
     "numpy.load numpy.save": {},
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
     # The network is chosen where a backend is put together; nobody else names a concrete one.
@@ -172,6 +189,7 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/table/changes.py": "rows held",
         "ps/table/compensation.py": "rows handed out",
         "ps/worker/look_ahead.py": "rows on a device",
+        "serving/kept_rows.py": "default",
     },
 }
 
@@ -359,7 +377,7 @@ def of_modes(module: str) -> tuple[set[str], set[str]]:
 
 
 def test_modes_are_told_apart_in_their_own_files_only() -> None:
-    assert mode_names() == {"sync", "async", "half_async", "geo", "ssp", "gba", "auto"}
+    assert mode_names() == {*MODES}, "what is read from the files is what there is"
     found = {
         FILES[module].relative_to(ROOT / "fleet").as_posix(): of_modes(module)
         for module in FILES

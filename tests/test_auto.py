@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 from dying import DyingJob, every
-from harness import run_job
+from harness import Job, run_job
 from inside import refresh
 from test_clipping import Model
 from test_durable import same, state
 from test_gba import Turns
+from test_observing import status_of
 
 from fleet import Fleet, StrategyFactory
 from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.ps.consistency.auto import LITTLE, MUCH, PAUSE_S, AutoGate, gain
 from fleet.ps.consistency.gate import Answer, ApplyBuffer, Changed, Effect, Rules
+from fleet.ps.server.step_requests import told_change
+from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.strategy.parameter_server import Strategy
+from fleet.telemetry.diagnosis import diagnose
+from fleet.telemetry.view import rows, seen
 
 STEPS = 5
 
@@ -92,7 +97,24 @@ def test_it_goes_back_when_all_are_even_again_and_not_before_a_while() -> None:
 @pytest.mark.parametrize("own_s", [(1.0, 1.0), (1.0, 4.0)])
 def test_a_recorded_sequence_is_followed_and_nothing_else(own_s: tuple[float, float]) -> None:
     changes = Clockwork(*own_s, changes=(3, 40)).take(60)
-    assert [(change.version, change.together) for change in changes] == [(3, False), (40, True)]
+    assert changes == [Changed(3, False, None), Changed(40, True, None)]
+    assert told_change(changes[0]) == "GBA from update 3 on: as the strategy's changes say"
+
+
+def test_a_job_that_never_changed_is_followed_too() -> None:
+    strategy = StrategyFactory.create_auto_strategy(changes=[])
+    assert Clockwork(1.0, 4.0, changes=strategy.changes).take(60) == []
+
+
+def test_it_changes_four_times_an_hour_at_most() -> None:
+    """Whatever workers do: here they are uneven and even in turns, as soon as it has changed."""
+    clockwork, at = Clockwork(1.0, 4.0), []
+    while clockwork.now < 4 * 3600:
+        if clockwork.take(1):
+            at.append(clockwork.now)
+            clockwork.own_s = [1.0, 1.0] if len(at) % 2 else [1.0, 4.0]
+    assert len(at) > 8
+    assert all(sum(first <= each < first + 3600 for each in at) <= 4 for first in at)
 
 
 def test_a_journal_that_is_done_over_makes_the_same_changes() -> None:
@@ -105,6 +127,14 @@ def test_a_journal_that_is_done_over_makes_the_same_changes() -> None:
     again.steps, again.now = [15] * 3, clockwork.now
     assert again.take(10) == clockwork.take(10)
     assert again.gate.memory(clocks) == clockwork.gate.memory(clocks)
+
+
+@pytest.mark.parametrize(("version", "waits"), [(2, True), (3, False), (7, False), (8, True)])
+def test_from_a_checkpoint_it_goes_on_at_the_pace_that_its_strategy_says(version: int, waits: bool) -> None:
+    gate = AutoGate(range(2), 0, Rules(99, 0, (3, 8)))
+    gate.resume(dict.fromkeys(range(2), version), {}, version)
+    gate.push(0, version + 1, version)
+    assert (gate.holds(0, version + 1) > 0) == waits
 
 
 def test_in_a_round_everybody_waits_for_everybody() -> None:
@@ -130,6 +160,26 @@ def test_who_pushed_before_workers_waited_is_in_no_hurry() -> None:
 
 
 # ---------------------------------------------------------------- what it computes
+
+
+def test_a_job_may_be_asked_never_to_change() -> None:
+    same(run_job(trains(StrategyFactory.create_auto_strategy(changes=[])), 2), run_job(trains(Strategy()), 2))
+
+
+def test_a_job_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    def body(made: Fleet, index: int) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        wrapped = made.distributed_optimizer(inner, StrategyFactory.create_auto_strategy())
+        made.init_worker()
+        begin = weight.item()
+        for _ in range(5):
+            wrapped.minimize(weight.sum())
+        made.save_persistables(f"{tmp_path}/made")
+        return begin
+
+    assert run_job(body, 2, 2) == [0.0, 0.0]
+    assert Job(body, 2, 1, model_dir=f"{tmp_path}/made").run() == [-5.0, -5.0]
 
 
 def trains(strategy: Strategy) -> Callable[[Fleet, int], Any]:
@@ -184,6 +234,29 @@ def test_a_recorded_sequence_reproduces_a_run(servers: int) -> None:
     assert [(each["update"], each["to"]) for each in first[0][1]] == [(2, "GBA"), (4, "synchronous")]
 
 
+def test_a_change_is_told_in_the_log_in_top_by_the_doctor_and_in_a_summary(caplog: pytest.LogCaptureFixture) -> None:
+    network = LoopbackNetwork()
+
+    def body(made: Fleet, index: int) -> None:
+        model = Model(sparse=True)
+        strategy = StrategyFactory.create_auto_strategy(changes=[2])
+        wrapped = made.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy, model=model)
+        made.init_worker()
+        for step in range(3):
+            wrapped.minimize(model.loss(step, index))
+        made.barrier_worker()
+        if index == 0:
+            before, now = (seen(at, {"server 0": status_of(network, "server0:1")}, {}) for at in (0.0, 1.0))
+            told = "GBA from update 2 on: as the strategy's changes say"
+            assert any(told in row.note for row in rows(before, now))
+            assert f"They are {told}." in " ".join(diagnose(before, now))
+            assert told in caplog.text
+            assert made.summary()["changes"] == [{"update": 2, "to": "GBA", "gain": None}]
+        made.barrier_worker()
+
+    run_job(body, 2, 1, network=network)
+
+
 @pytest.mark.parametrize("journal_bytes", [1, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, journal_bytes: int) -> None:
     body = trains(StrategyFactory.create_auto_strategy())
@@ -195,7 +268,6 @@ def test_servers_that_are_killed_give_the_same_bits(tmp_path: Path, journal_byte
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"changes": []}, ConfigurationError, "changes are not updates in order"),
         ({"changes": [3, 3]}, ConfigurationError, "changes are not updates in order"),
         ({"changes": [0]}, ConfigurationError, "changes is out of range"),
         ({"changes": "3"}, ArgumentTypeError, "changes must be a list"),

@@ -146,6 +146,10 @@ def test_ls_of_a_directory_of_checkpoints(run: Run, saved: Path, tmp_path: Path)
     assert code == 2
     assert out.splitlines()[1].startswith("whole")
     assert f"{tmp_path / 'delta'}: there is no checkpoint here; at {tmp_path / 'full'}" in err
+    next((tmp_path / "whole").rglob("*.safetensors")).unlink()
+    code, out, err = run("ls", tmp_path)
+    assert (code, out) == (2, ""), "what lacks a file cannot be gone back to"
+    assert f"a piece of the checkpoint is missing; at {tmp_path / 'whole'}" in err
 
 
 def test_a_checkpoint_of_a_store_is_read_where_it_lies(run: Run, saved: Path) -> None:

@@ -1,4 +1,5 @@
-"""Direct connections: what goes over them and what does not, who is let in, and what happens when they fail.
+"""Direct connections: what goes over them and what does not, who is let in, and what happens when they fail; in the
+clear, and under TLS with certificates on both sides.
 
 That they keep the promises of every network is tested in test_transport.py.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import trustme
 from harness import until
 from patience import PATIENCE_S
 
@@ -30,10 +32,13 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct import DirectNetwork
 from fleet.ps.wire.direct_client import PATIENCE, WELCOME, DirectChannel
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import Frame, Outgoing, receive
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.leader_pool import SPARE
+from fleet.ps.wire.line import Line, Outgoing
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.security import Security
+from fleet.ps.wire.tls_line import TlsLine
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 
@@ -86,8 +91,45 @@ def control() -> Counting:
     return Counting(LoopbackNetwork())
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Security:
+    """What a process has of which the other side is a copy."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    chain = b"".join(pem.bytes() for pem in made.cert_chain_pems)
+    variables = {"CA": authority.cert_pem.bytes(), "CERT": chain, "KEY": made.private_key_pem.bytes()}
+    for name, data in variables.items():
+        (folder / name).write_bytes(data)
+    environ = {f"FLEET_TLS_{name}": str(folder / name) for name in variables}
+    return Security.of(ProcessSettings.read(environ).security)
+
+
+@pytest.fixture(autouse=True, params=["clear", "tls"])
+def security(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Security:
+    """What servers and clients of a test have. Under TLS they are on machines of their own, as it were."""
+    made = request.getfixturevalue("certificates") if request.param == "tls" else Security()
+    if made.tls is not None:
+        monkeypatch.setattr(direct_client, "_reach", over_tcp)
+    monkeypatch.setitem(THERE, "security", made)
+    return made
+
+
+#: What ``line`` and ``connected`` are to use.
+THERE: dict[str, Security] = {"security": Security()}
+
+
+def over_tcp(endpoint: Endpoint, address: Any, timeout_s: float) -> socket.socket:
+    return socket.create_connection((endpoint.host, address.port), timeout_s)
+
+
+def opened(handler: Handler) -> DirectListener:
+    return DirectListener(ENDPOINT, _free_port(), handler, THERE["security"])
+
+
 def line(control: Network, stack: contextlib.ExitStack, handler: Handler = echo, *, port: int = 0) -> DirectChannel:
-    network = DirectNetwork(control, port)
+    security = THERE["security"]
+    network = DirectNetwork(control, port or (_free_port() if security.tls else 0), security)
     stack.callback(network.listen(ENDPOINT, handler).close)
     channel = network.connect(ENDPOINT)
     stack.callback(channel.close)
@@ -96,28 +138,35 @@ def line(control: Network, stack: contextlib.ExitStack, handler: Handler = echo,
 
 @pytest.fixture
 def listener(stack: contextlib.ExitStack) -> DirectListener:
-    made = DirectListener(ENDPOINT, _free_port(), echo)
+    made = opened(echo)
     stack.callback(made.close)
     return made
 
 
-def connected(listener: DirectListener, stack: contextlib.ExitStack, key: bytes | None = None) -> socket.socket:
+def connected(listener: DirectListener, stack: contextlib.ExitStack, key: bytes | None = None) -> Line:
     sock = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), PATIENCE_S))
-    sock.sendall(listener.address.key if key is None else key)
-    return sock
+    tls = THERE["security"].tls
+    made = Line(sock) if tls is None else TlsLine(sock, tls.context(), "127.0.0.1")
+    with contextlib.suppress(ConnectionError):  # it is hung up on
+        made.shake_hands()
+        made.say(listener.address.key if key is None else key)
+    return made
 
 
-def hung_up(sock: socket.socket) -> bool:
+def hung_up(line: Line) -> bool:
     try:
-        return sock.recv(1) == b""
-    except ConnectionError:  # it left without having read all
+        line.fill(memoryview(bytearray(1)))
+    except TimeoutError:
+        return False
+    except OSError:
         return True
+    return False
 
 
-def welcomed(listener: DirectListener, stack: contextlib.ExitStack) -> socket.socket:
-    sock = connected(listener, stack)
-    assert sock.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME
-    return sock
+def welcomed(listener: DirectListener, stack: contextlib.ExitStack) -> Line:
+    made = connected(listener, stack)
+    assert made.take(len(WELCOME)) == WELCOME
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- what goes where
@@ -136,11 +185,7 @@ def test_large_frames_both_ways(
     near: bool, control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not near:
-
-        def far(endpoint: Endpoint, address: Any, timeout_s: float) -> socket.socket:
-            return socket.create_connection((endpoint.host, address.port), timeout_s)
-
-        monkeypatch.setattr(direct_client, "_reach", far)
+        monkeypatch.setattr(direct_client, "_reach", over_tcp)
     channel = line(control, stack, port=0 if near else _free_port())
     many = [torch.full((size,), float(size)) for size in range(3000)]
     for sent in ([LARGE, LARGE * 2], many):
@@ -156,10 +201,10 @@ def test_large_frames_both_ways(
 def test_connections_are_used_again(
     control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[socket.socket] = []
+    made: list[Line] = []
     connect = direct_client._connect
 
-    def counted(*how: Any) -> socket.socket:
+    def counted(*how: Any) -> Line:
         made.append(connect(*how))
         return made[-1]
 
@@ -206,7 +251,8 @@ def test_a_server_that_takes_none(control: Counting, stack: contextlib.ExitStack
 
 
 def test_the_successor_of_a_server_is_found(control: Counting, stack: contextlib.ExitStack) -> None:
-    network = DirectNetwork(control)
+    security = THERE["security"]
+    network = DirectNetwork(control, _free_port() if security.tls else 0, security)
     channel = network.connect(ENDPOINT)
     stack.callback(channel.close)
     for step in range(3):
@@ -239,7 +285,7 @@ def test_a_machine_that_does_not_answer(
 
     channel = line(control, stack)
     call = channel.start(ask(1))
-    monkeypatch.setattr(direct_client, "receive", silent)
+    monkeypatch.setattr(Line, "receive", silent)
     with pytest.raises(TransportError, match="Connection timed out"):
         call.result()
 
@@ -279,6 +325,20 @@ def test_who_has_no_key_is_shown_the_door(listener: DirectListener, stack: conte
     welcomed(listener, stack)
 
 
+@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x16\x03\x01\x40\x00" + bytes(64), bytes(1000)])
+def test_who_does_not_speak_as_we_do_is_shown_the_door(
+    first: bytes, listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_connections, "HANDSHAKE_S", 1)
+    sock = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), PATIENCE_S))
+    sock.sendall(first)
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1000):  # TLS says why
+            continue
+    until(lambda: not listener.connections)
+    welcomed(listener, stack)
+
+
 def test_who_says_nothing_is_not_waited_for(
     listener: DirectListener, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,24 +352,24 @@ def test_who_stops_in_the_middle_of_a_request_is_not_waited_for(
     monkeypatch.setattr(direct_connections, "STALL_S", 1)
     slow = welcomed(listener, stack)
     time.sleep(1.2)  # before it begins it may take its time
-    slow.sendall(b"FLT1")
+    slow.say(b"FLT1")
     assert hung_up(slow)
 
 
 def test_garbage_is_answered_and_disturbs_nobody(listener: DirectListener, stack: contextlib.ExitStack) -> None:
     bad, good = welcomed(listener, stack), welcomed(listener, stack)
-    bad.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    told = receive(pb.Reply, bad).message.error
+    bad.say(b"GET / HTTP/1.1\r\n\r\n")
+    told = bad.receive(pb.Reply).message.error
     assert (told.kind, told.what) == ("ProtocolError", "a message is not a frame of this protocol")
     assert hung_up(bad)
     Outgoing(ask(3)).send(good, wait=True)
-    assert receive(pb.Reply, good).message.version == 3
+    assert good.receive(pb.Reply).message.version == 3
 
 
 def test_a_lying_size_takes_no_memory(listener: DirectListener, stack: contextlib.ExitStack) -> None:
     sock = welcomed(listener, stack)
-    sock.sendall(struct.pack("<4sIQ", b"FLT1", 0, 2**64 - 1))
-    assert receive(pb.Reply, sock).message.error.what == "a frame is too large"
+    sock.say(struct.pack("<4sIQ", b"FLT1", 0, 2**64 - 1))
+    assert sock.receive(pb.Reply).message.error.what == "a frame is too large"
 
 
 def test_no_more_connections_than_there_is_room_for(
@@ -336,9 +396,9 @@ def test_a_peer_that_does_not_read_blocks_nobody(listener: DirectListener, stack
         sender.join(PATIENCE_S)
     other = welcomed(listener, stack)
     Outgoing(ask(5)).send(other, wait=True)
-    assert receive(pb.Reply, other).message.version == 5
+    assert other.receive(pb.Reply).message.version == 5
     for sock in unread:
-        assert torch.equal(receive(pb.Reply, sock).tensors[0].torch(), LARGE)
+        assert torch.equal(sock.receive(pb.Reply).tensors[0].torch(), LARGE)
 
 
 def test_a_peer_that_reads_nothing_is_not_waited_for_forever(
@@ -349,7 +409,7 @@ def test_a_peer_that_reads_nothing_is_not_waited_for_forever(
     Outgoing(ask(0, LARGE)).send(stalled, wait=True)
     until(lambda: not listener.connections)
     with pytest.raises(OSError):
-        receive(pb.Reply, stalled)
+        stalled.receive(pb.Reply)
 
 
 def test_who_reads_too_late_asks_again(
@@ -372,7 +432,7 @@ def test_closing_does_not_wait_for_a_peer_that_does_not_read(
     Outgoing(ask(0, LARGE)).send(stalled, wait=True)
     listener.close(0.1)
     with pytest.raises(OSError):
-        receive(pb.Reply, stalled)
+        stalled.receive(pb.Reply)
 
 
 # ---------------------------------------------------------------------------------------------- who has to wait
@@ -402,25 +462,25 @@ def keeping() -> Keeping:
 
 @pytest.fixture
 def keeper(keeping: Keeping, stack: contextlib.ExitStack) -> DirectListener:
-    made = DirectListener(ENDPOINT, _free_port(), keeping)
+    made = opened(keeping)
     stack.callback(made.close)
     return made
 
 
-def answered(sock: socket.socket, step: int) -> bool:
+def answered(sock: Line, step: int) -> bool:
     Outgoing(ask(step)).send(sock, wait=True)
-    return receive(pb.Reply, sock).message.version == step
+    return sock.receive(pb.Reply).message.version == step
 
 
 def test_who_stops_in_the_middle_holds_up_nobody(listener: DirectListener, stack: contextlib.ExitStack) -> None:
     request = b"".join(ask(7, LARGE).pieces())
     slow = [welcomed(listener, stack) for _ in range(5)]
     for each, length in zip(slow, (1, 15, 16, 40, 100_000), strict=True):
-        each.sendall(request[:length])
+        each.say(request[:length])
     assert answered(welcomed(listener, stack), 1)
     for each, length in zip(slow, (1, 15, 16, 40, 100_000), strict=True):
-        each.sendall(request[length:])
-        assert torch.equal(receive(pb.Reply, each).tensors[0].torch(), LARGE)
+        each.say(request[length:])
+        assert torch.equal(each.receive(pb.Reply).tensors[0].torch(), LARGE)
 
 
 def test_a_long_request_holds_up_nobody(stack: contextlib.ExitStack) -> None:
@@ -431,7 +491,7 @@ def test_a_long_request_holds_up_nobody(stack: contextlib.ExitStack) -> None:
             over.wait(PATIENCE_S)
         echo(frame, respond)
 
-    listener = DirectListener(ENDPOINT, _free_port(), handler)
+    listener = opened(handler)
     stack.callback(listener.close)
     long = [welcomed(listener, stack) for _ in range(12)]
     for each in long:
@@ -440,7 +500,7 @@ def test_a_long_request_holds_up_nobody(stack: contextlib.ExitStack) -> None:
     assert not over.is_set()
     over.set()
     for each in long:
-        assert receive(pb.Reply, each).message.version == 0
+        assert each.receive(pb.Reply).message.version == 0
         assert answered(each, 3)
 
 
@@ -455,7 +515,7 @@ def test_a_parked_request_holds_no_thread(
     until(lambda: threading.active_count() <= before + SPARE + 1)
     for respond in keeping.kept:
         respond(Frame(pb.Reply(version=9)))
-    assert {receive(pb.Reply, each).message.version for each in parked} == {9}
+    assert {each.receive(pb.Reply).message.version for each in parked} == {9}
 
 
 def test_who_answers_does_not_wait_for_the_reader(
@@ -468,7 +528,7 @@ def test_who_answers_does_not_wait_for_the_reader(
     for respond in keeping.kept:
         respond(Frame(pb.Reply(version=2), [WireTensor.of(LARGE)]))
     for each in readers:
-        assert torch.equal(receive(pb.Reply, each).tensors[0].torch(), LARGE)
+        assert torch.equal(each.receive(pb.Reply).tensors[0].torch(), LARGE)
         assert answered(each, 3)
 
 
@@ -505,7 +565,7 @@ def test_an_answer_that_cannot_be_made_is_the_misfortune_of_who_asked(
     replies[0](Frame("no message"))
     replies[1](Frame(pb.Reply(version=2)))
     assert hung_up(first)
-    assert receive(pb.Reply, second).message.version == 2
+    assert second.receive(pb.Reply).message.version == 2
 
 
 def test_a_request_for_which_there_is_no_memory_ends_its_connection(
@@ -516,7 +576,7 @@ def test_a_request_for_which_there_is_no_memory_ends_its_connection(
 
     sock = welcomed(listener, stack)
     with monkeypatch.context() as patch:
-        patch.setattr(direct_connections, "receive", failing)
+        patch.setattr(Line, "receive", failing)
         Outgoing(ask(1)).send(sock, wait=True)
         assert hung_up(sock)
     assert answered(welcomed(listener, stack), 1)
@@ -531,7 +591,7 @@ def test_a_request_that_came_too_early_waits_for_its_turn(
     respond = keeping.one()
     assert answered(other, 1)
     respond(Frame(pb.Reply(version=2)))
-    assert [receive(pb.Reply, sock).message.version for _ in range(2)] == [2, 1]
+    assert [sock.receive(pb.Reply).message.version for _ in range(2)] == [2, 1]
 
 
 def test_a_second_answer_goes_nowhere(keeping: Keeping, keeper: DirectListener, stack: contextlib.ExitStack) -> None:
@@ -540,12 +600,12 @@ def test_a_second_answer_goes_nowhere(keeping: Keeping, keeper: DirectListener, 
     respond = keeping.one()
     for version in (2, 4):
         respond(Frame(pb.Reply(version=version)))
-    assert receive(pb.Reply, sock).message.version == 2
+    assert sock.receive(pb.Reply).message.version == 2
     Outgoing(ask(6)).send(sock, wait=True)
     later = keeping.one()
     respond(Frame(pb.Reply(version=8)))
     later(Frame(pb.Reply(version=6)))
-    assert receive(pb.Reply, sock).message.version == 6
+    assert sock.receive(pb.Reply).message.version == 6
 
 
 def test_what_is_done_after_an_answer_comes_after_it(stack: contextlib.ExitStack) -> None:
@@ -556,11 +616,11 @@ def test_what_is_done_after_an_answer_comes_after_it(stack: contextlib.ExitStack
         respond(Frame(pb.Reply(), [WireTensor.of(LARGE)] * 4))
         return lambda: (read.wait(PATIENCE_S), done.set())[1]
 
-    listener = DirectListener(ENDPOINT, _free_port(), handler)
+    listener = opened(handler)
     stack.callback(listener.close)
     sock = welcomed(listener, stack)
     Outgoing(ask(0)).send(sock, wait=True)
-    assert len(receive(pb.Reply, sock).tensors) == 4
+    assert len(sock.receive(pb.Reply).tensors) == 4
     assert not done.is_set()
     read.set()
     assert done.wait(PATIENCE_S)

@@ -21,6 +21,8 @@ from harness import PATIENCE_S
 
 import fleet
 import fleet.errors
+import fleet.ray
+from fleet.checkpoint.dcp import FleetStorageReader
 from fleet.launch import cli
 from fleet.metrics import Metrics
 from fleet.optimizer import DistributedOptimizer
@@ -29,7 +31,10 @@ from fleet.strategy.parameter_server import Strategy
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
 #: Modules whose ``__all__`` is public, and objects whose methods are.
-MODULES = ("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective", "fleet.data")
+MODULES = (
+    *("fleet", "fleet.nn", "fleet.optim", "fleet.role_maker", "fleet.transpiler", "fleet.collective", "fleet.data"),
+    "fleet.serving",
+)
 NAMESPACES = {"fleet.StrategyFactory": fleet.StrategyFactory, "fleet.metrics": Metrics}
 
 RUNNER_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -40,6 +45,8 @@ def public() -> dict[str, Any]:
     found: dict[str, Any] = {
         "fleet.optimizer.DistributedOptimizer": DistributedOptimizer,
         "fleet.strategy.Strategy.with_settings": Strategy.with_settings,
+        "fleet.checkpoint.dcp.FleetStorageReader": FleetStorageReader,
+        "fleet.ray.run": fleet.ray.run,
     }
     for module in MODULES:
         loaded = importlib.import_module(module)

@@ -49,9 +49,10 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
 from fleet.ps.wire.direct_connections import Connection
 from fleet.ps.wire.direct_server import DirectListener
-from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame, receive
+from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.line import Line
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import TransportError
 from fleet.ps.wire.wire_errors import error_reply, raise_if_error
@@ -527,7 +528,7 @@ class Attack:
             data = chance.choice((fuzz.damaged, fuzz.twisted))(good, chance)
             peer.sendall(data[: chance.choice((8, len(data)))])
             peer.settimeout(0.05)
-            receive(pb.Reply, peer)
+            Line(peer).receive(pb.Reply)
 
 
 @pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="the doors are looked for under their names")
@@ -641,7 +642,7 @@ def test_any_preamble(data: bytes) -> None:
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        connection = Connection(ours, "peer")
+        connection = Connection(Line(ours), "peer")
         with pytest.raises(OSError):
             connection.greet(bytes(16) if data[:16] != bytes(16) else b"\1" * 16)
         assert not connection.known

@@ -20,7 +20,9 @@ import fleet
 from fleet.base.pointers import NAMES, OF_A_PROGRAM, OF_A_TRAINER
 from fleet.errors import ArgumentTypeError, NotInitializedError, UnknownNameError
 
-NEEDS_NO_INIT = {"Checkpoints", "Fleet", "Program", "StrategyFactory", "data", "init", "metrics", "nn", "optim"}
+NEEDS_NO_INIT = {
+    *("Checkpoints", "Fleet", "Program", "StrategyFactory", "data", "init", "metrics", "nn", "optim", "serving"),
+}
 CALLS = sorted(set(fleet.__all__) - NEEDS_NO_INIT)
 
 
@@ -39,6 +41,7 @@ def states():
 
 before = shared()
 import fleet, fleet.collective
+fleet.serving
 told = {"fleet": sorted(sys.modules), "shared": [before, shared()]}
 fleet.optim.Ftrl
 told["optim"] = sorted(sys.modules)

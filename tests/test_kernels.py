@@ -269,7 +269,7 @@ def test_rules_know_what_changes_rows_without_a_gradient(rule: str) -> None:
         differs = not np.allclose(ours.weights, weight.detach().numpy(), rtol=1e-5, atol=1e-6)
         assert bool(kernel.idle_changes(options)) == differs, options
         changed.append(differs)
-    assert any(changed)
+    assert any(changed) or not {*IDLE} & {*kernel.options}
 
 
 def test_what_changes_rows_without_a_gradient_is_named_as_the_user_wrote_it() -> None:

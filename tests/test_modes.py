@@ -30,6 +30,7 @@ FREE = {
     "half_async": StrategyFactory.create_half_async_strategy(),
     "ssp-0": StrategyFactory.create_ssp_strategy(0),
     "ssp-4": StrategyFactory.create_ssp_strategy(4),
+    "gba": StrategyFactory.create_gba_strategy(1, 99),
 }
 #: All of them.
 RELAXED = {

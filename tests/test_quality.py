@@ -13,6 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from delays import Digits, Trial, arrivals, staleness, train_in_order
 from quality import RELAXED, SYNC, Examples, Length, Study, Task
+from simulated_clock import follow, simulate, train
+from tasks import as_large_as_adult
+
+from fleet import Fleet, StrategyFactory
+from fleet.optimizer import DistributedOptimizer
 
 
 def test_staleness_is_how_many_others_pushed_since_a_worker_did() -> None:
@@ -60,6 +65,78 @@ def test_compensation_pays_where_gradients_are_stale() -> None:
 def test_with_one_worker_there_is_nothing_to_compensate() -> None:
     task = Digits()
     assert task.train(1, Trial(0.1), 0, updates=50) == task.train(1, Trial(0.1, 30.0), 0, updates=50)
+
+
+# ---------------------------------------------------------------- whole courses on a simulated clock
+
+
+def test_a_slow_worker_is_waited_for_in_synchronous_training_alone() -> None:
+    rates = {mode: simulate(mode, 4, 800, 0, one_slow=True).rate for mode in ("sync", "gba", "auto", "async")}
+    assert rates["gba"] == pytest.approx(rates["async"], rel=0.01)
+    assert rates["auto"] > 2 * rates["sync"]
+    assert rates["gba"] == pytest.approx(3.25, rel=0.1), "three whole workers, and a quarter"
+
+
+def test_every_push_becomes_part_of_an_update_or_is_dropped() -> None:
+    course = simulate("gba", 4, 800, 0, one_slow=True)
+    places = [place for update in course.updates for each in update.values() for place in each]
+    assert len(course.updates) == 200
+    assert len(places) == len({*places}) == 800 - course.late < 800
+    assert max(course.behind) == 4, "what is later is dropped"
+
+
+def test_even_workers_lose_next_to_nothing() -> None:
+    course = simulate("gba", 20, 20000, 0, one_slow=False)
+    assert course.late < 0.01 * len(course.order)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(40, 3, sparse=True)
+        self.top = torch.nn.Linear(6, 1)
+
+    def loss(self, place: int) -> torch.Tensor:
+        ids = torch.randint(0, 40, (5, 2), generator=torch.Generator().manual_seed(place))
+        return (self.top(self.rows(ids).flatten(1)) - 1).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["gba", "auto"])
+def test_a_job_on_a_simulated_course_computes_what_plain_torch_does(mode: str) -> None:
+    """Rows, dense parameters, what is late, and where auto changes."""
+    course = simulate(mode, 3, 150, 1, one_slow=True, staleness=2)
+    assert course.late
+    torch.manual_seed(0)
+    plain = Net()
+    untrained = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.05)
+    train(course, plain, optimizer, lambda places: torch.stack([*map(plain.loss, places)]).mean())
+    make = StrategyFactory.create_gba_strategy if mode == "gba" else StrategyFactory.create_auto_strategy
+    strategy = make(staleness=2, **({"changes": [course.rounds]} if mode == "auto" else {}))
+
+    def begin(fleet: Fleet) -> tuple[Net, DistributedOptimizer]:
+        model = Net()
+        model.load_state_dict(untrained)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+        distributed = fleet.distributed_optimizer(optimizer, strategy, model=model)
+        fleet.init_worker()
+        return model, distributed
+
+    def end(fleet: Fleet, model: Net) -> tuple[dict[str, torch.Tensor], int]:
+        return fleet.state_dict(model), sum(fleet.summary()["late_gradients"].values())
+
+    values, late = follow(course, begin, Net.loss, end)
+    assert late == course.late
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(values[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_set_as_large_as_adult_is_that_large() -> None:
+    problem = as_large_as_adult()
+    assert sum(map(len, (problem.task.train, problem.task.validation, problem.task.test))) == 48842
+    assert problem.task.fields == 14
+    assert problem.best is not None
+    assert 0.8 < problem.best < 0.9
 
 
 def clicks() -> Task:

@@ -28,13 +28,16 @@ from test_processes import ended
 from fleet import Fleet
 from fleet.base.cluster import Endpoint
 from fleet.base.exposure import is_private, public_addresses
-from fleet.base.settings import ProcessSettings
+from fleet.base.settings import ProcessSettings, SecuritySettings
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError, UnsupportedError
 from fleet.ps.backend import real_network
+from fleet.ps.wire import direct_client
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire import security as security_module
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, TOKEN, UPLOAD, URGENT
+from fleet.ps.wire.security import Security
+from fleet.ps.wire.tls_line import TlsLine
 from fleet.ps.wire.transport import Respond, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.role_maker import Role, UserDefinedCollectiveRoleMaker, UserDefinedRoleMaker
@@ -170,6 +173,32 @@ def test_a_job_ends_where_it_ends_unprotected(
     got = Secured(train, *_kinds(files)[kind], free_endpoints(2)).run()
     for ours, theirs in zip(got, unprotected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["tls", "mutual"])
+def test_steps_between_machines_go_over_direct_connections_under_tls(
+    kind: str,
+    files: Files,
+    unprotected: list[list[torch.Tensor]],
+    free_endpoints: Callable[[int], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint, port = free_endpoints(2)
+    servers, workers = _kinds(files)[kind]
+    sealed: list[int] = []
+
+    class Counted(TlsLine):
+        def sealed(self, plain: Any) -> Any:
+            sealed.append(sum(map(len, plain)))
+            return super().sealed(plain)
+
+    monkeypatch.setattr(direct_client, "TlsLine", Counted)
+    monkeypatch.setattr(direct_client, "_reach", lambda _, at, s: socket.create_connection(("127.0.0.1", at.port), s))
+    servers = {**servers, "FLEET_DIRECT_PORT": port.rpartition(":")[2]}
+    got = Secured(train, servers, workers, [endpoint]).run()
+    for ours, theirs in zip(got, unprotected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert len(sealed) > 2 * 4  # more than each worker's steps
 
 
 def test_a_strategy_protects_as_the_environment_does(
@@ -382,17 +411,35 @@ def test_fleetrun_hands_the_token_on_and_shows_it_nowhere(prepared: Prepared, tm
 # ---------------------------------------------------------------------------------------------- certificates
 
 
-def test_direct_connections_are_not_taken_over_tcp_beside_tls(
-    files: Files, endpoint: Endpoint, listen: Callable[[Environ], None]
+@pytest.mark.parametrize("case", ["trusted", "mutual", "another authority", "another name", "no certificate", "no tls"])
+def test_who_is_let_in_over_tcp_with_tls(
+    case: str, files: Files, endpoint: Endpoint, free_endpoints: Callable[[int], list[str]], listen: Callable[..., None]
 ) -> None:
-    listen(files.issued("127.0.0.1"))
-    network = real_network(ProcessSettings.read({**files.trusting(), "FLEET_DIRECT_PORT": "off"}))
-    channel = network.connect(endpoint)
-    told = channel.start(Frame(pb.Request(direct=pb.Direct())), 10.0).result().message.direct
+    """Whoever has the key, and not what TLS asks for, gets nothing over a direct connection."""
+    ours, mutual = files.issued("127.0.0.1"), {**files.issued("127.0.0.1"), **files.trusting()}
+    port = free_endpoints(1)[0].rpartition(":")[2]
+    listen({**(mutual if case in ("mutual", "no certificate") else ours), "FLEET_DIRECT_PORT": port})
+    environ: Environ = {
+        "trusted": files.trusting(),
+        "mutual": {**files.issued("worker"), **files.trusting()},
+        "another authority": files.trusting("theirs"),
+        "another name": {**files.trusting(), "FLEET_TLS_SERVER_NAME": "servers.example"},
+        "no certificate": files.trusting(),
+        "no tls": {},
+    }[case]
+    permitted = {**files.issued("worker"), **files.trusting(), "FLEET_DIRECT_PORT": "off"}
+    channel = real_network(ProcessSettings.read(permitted)).connect(endpoint)
+    address = channel.start(Frame(pb.Request(direct=pb.Direct())), 10.0).result().message.direct
     channel.close()
-    assert told.port == 0
-    with pytest.raises(ConfigurationError, match=r"FLEET_DIRECT_PORT.*not be encrypted"):
-        ProcessSettings.read({**files.issued("127.0.0.1"), "FLEET_DIRECT_PORT": "6175"})
+    assert address.port == int(port)
+    address.local = ""  # as from another machine
+    try:
+        line = direct_client._connect(endpoint, address, Security.of(SecuritySettings.read(environ)), 10.0)
+    except OSError:
+        assert case not in ("trusted", "mutual")
+    else:
+        line.close()
+        assert case in ("trusted", "mutual")
 
 
 def test_a_server_under_another_name(files: Files, endpoint: Endpoint, listen: Callable[[Environ], None]) -> None:

@@ -22,7 +22,7 @@ from harness import PATIENT, Job, run_job
 
 import fleet
 import fleet.nn
-from fleet import Fleet, serving
+from fleet import Fleet
 from fleet.checkpoint import inference
 from fleet.checkpoint.inference import InferenceModel, TableFacts
 from fleet.errors import (
@@ -37,6 +37,7 @@ from fleet.nn.frozen import FrozenTable, freeze
 from fleet.plan.specs import Initializer, TableSpec
 from fleet.ps.worker.connection import Connection
 from fleet.ps.worker.model_export import SortedRows
+from fleet.serving import export
 
 DIM = 4
 INT64 = torch.iinfo(torch.int64)
@@ -416,7 +417,7 @@ def forwards() -> torch.nn.Module:
     model = Forwards()
     tables = {
         key: FrozenTable(torch.arange(0, 9, 2), values_of(5, 5, DIM), handle.num_embeddings, 0.25, True)
-        for key, handle in serving.remote_tables(serving.own_state(model)).items()
+        for key, handle in export.remote_tables(export.own_state(model)).items()
     }
     return freeze(model, {}, tables, {})
 

@@ -23,6 +23,8 @@ STRATEGIES = {
     "half-async": StrategyFactory.create_half_async_strategy,
     "ssp": StrategyFactory.create_ssp_strategy,
     "geo": StrategyFactory.create_geo_strategy,
+    "gba": StrategyFactory.create_gba_strategy,
+    "auto": StrategyFactory.create_auto_strategy,
 }
 
 

@@ -36,6 +36,14 @@ from fleet.errors import ConfigurationError
 
 PROCESS_ENVIRONMENT: Mapping[str, str] = os.environ
 
+
+def change_process_environment(environ: Mapping[str, str]) -> None:
+    """Give this process other variables, for who starts a part of a job in a process that is there already."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+
+
 #: A longer one is no token but a file given by mistake, and gRPC carries not much more beside a request.
 _LONGEST_TOKEN = 1024
 
@@ -306,6 +314,11 @@ class ProcessSettings:
         "when that is written to the disk itself: `always`, before anything is acknowledged; `interval`, once a "
         "second; `os`, when the system pleases",
     )
+    durable_keep: str = setting(
+        *("FLEET_DURABLE_KEEP", choice("needed", "all"), "needed", _SERVERS),
+        "how much of that is kept: `needed`, what a server goes on from, until the job's end; `all`, everything, from "
+        "the first step on and after the job's end, for [`fleet replay`](replay.md)",
+    )
     table_memory_bytes: int | None = setting(
         *("FLEET_TABLE_MEMORY_MB", MEBIBYTES, None, _SERVERS),
         "the memory that all rows of a server may take; the others lie in files "
@@ -378,13 +391,6 @@ class ProcessSettings:
                 todo="Raise FLAGS_rpc_deadline or lower FLEET_HEARTBEAT_S.",
             )
         security = SecuritySettings.read(environ)
-        if given.get("direct_port") and (security.cert or security.ca):
-            raise ConfigurationError(
-                "FLEET_DIRECT_PORT chooses a port of direct connections, which would not be encrypted, beside TLS",
-                expected="off or nothing where FLEET_TLS_* is set",
-                got=given["direct_port"],
-                todo="Unset FLEET_DIRECT_PORT: with TLS, direct connections stay on their own machine.",
-            )
         return cls(
             **given,
             communicator=CommunicatorSettings.read(environ),

@@ -6,7 +6,7 @@ place of each among them (some 60 bytes a row while they are sorted); the rest p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,15 @@ class Parameter:
     state: Mapping[str, Any]
 
 
-def parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
+def parameters(checkpoint: Checkpoint, names: Container[str] | None = None) -> Iterator[Parameter]:
+    """Yield the parameters of these names, or all; the files of others are not read."""
     files = checkpoint.files(DENSE)
-    for some in _batches(checkpoint.manifest.spec.params):
+    for some in _batches([each for each in checkpoint.manifest.spec.params if names is None or each.name in names]):
         wanted = {spec.name: spec.numel for spec in some}
         assembly = Assembly(wanted, checkpoint.where)
         for place, piece in files:
             if any(entry["param"] in wanted for entry in piece.about[DENSE]):
-                assembly.add(piece.about[DENSE], _checked(place, piece, checkpoint))
+                assembly.add(piece.about[DENSE], checked(place, piece, checkpoint))
         for spec in some:
             pieces, flat = assembly.whole(spec.name)
             shaped = {key: value.reshape(spec.shape) if key in flat else value for key, value in pieces.items()}
@@ -83,7 +84,7 @@ def buffers(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return what the model of a collective job has beside its parameters."""
     found: dict[str, torch.Tensor] = {}
     for place, piece in checkpoint.files(BUFFERS):
-        found |= zip(piece.about[BUFFERS], _checked(place, piece, checkpoint), strict=True)
+        found |= zip(piece.about[BUFFERS], checked(place, piece, checkpoint), strict=True)
     return found
 
 
@@ -108,7 +109,7 @@ def states(checkpoint: Checkpoint) -> list[OwnState]:
     found = [
         own(*share)
         for place, piece in checkpoint.files(STATES)
-        for share in shares_of(piece.about, _checked(place, piece, checkpoint))
+        for share in shares_of(piece.about, checked(place, piece, checkpoint))
     ]
     return sorted(found, key=lambda each: each.worker)
 
@@ -160,7 +161,7 @@ class Rows:
 
     def _pieces(self) -> Iterator[tuple[dict[str, Any], Array, dict[str, Array]]]:
         for place, piece in self._files:
-            ids, *columns = (tensor.numpy() for tensor in _checked(place, piece, self._checkpoint))
+            ids, *columns = (tensor.numpy() for tensor in checked(place, piece, self._checkpoint))
             named = zip(piece.about["columns"], columns, strict=True)
             yield piece.about, ids, {name: values for name, values in named if not name.startswith(PREFIX)}
 
@@ -233,7 +234,7 @@ def _missing(manifest: Manifest) -> Iterator[str]:
             yield f"{name!r} lacks elements of its {key}, or has them twice"
 
 
-def _checked(place: Place, piece: PieceFile, checkpoint: Checkpoint) -> list[torch.Tensor]:
+def checked(place: Place, piece: PieceFile, checkpoint: Checkpoint) -> list[torch.Tensor]:
     tensors = read(place, piece)
     fault = _fault(piece, tensors, checkpoint.manifest.spec)
     if fault:

@@ -48,7 +48,7 @@ NAMES = {
     torch.bool: "BOOL",
 }
 
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 Tensors = Mapping[str, "torch.Tensor | np.ndarray[Any, Any]"]
 
@@ -102,6 +102,19 @@ def encoded(tensors: Tensors) -> list[Buffer]:
     return [len(text).to_bytes(8, "little") + text, *bodies]
 
 
+def header(place: Place, piece: PieceFile) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the types and shapes of a file's tensors, in their order. Nothing else of it is read or verified."""
+    where = f"{place.url.rstrip('/')}/{piece.file}"
+    try:
+        end = 8 + int.from_bytes(place.read(piece.file, 8), "little")
+        told = json.loads(bytes(place.read(piece.file, min(end, piece.bytes))[8:]))
+        return [(DTYPES[told[name]["dtype"]], tuple(map(int, told[name]["shape"]))) for name in piece.tensors]
+    except CheckpointError:
+        raise
+    except Exception as error:  # every file system has errors of its own
+        raise CheckpointError("a piece of the checkpoint cannot be read", where=where, got=repr(error)) from None
+
+
 def decoded(piece: PieceFile, data: memoryview, where: str) -> list[torch.Tensor]:
     """Return the tensors of a file, in their order, once its checksum is right: views of its bytes."""
     found = (len(data), crc32(data))
@@ -122,7 +135,7 @@ def decoded(piece: PieceFile, data: memoryview, where: str) -> list[torch.Tensor
 
 def _tensor(told: Mapping[str, Any], body: memoryview) -> torch.Tensor:
     start, stop = told["data_offsets"]
-    dtype, shape = _DTYPES[told["dtype"]], [int(size) for size in told["shape"]]
+    dtype, shape = DTYPES[told["dtype"]], [int(size) for size in told["shape"]]
     if not 0 <= start <= stop <= len(body) or min(shape, default=0) < 0:
         raise ValueError(f"a tensor lies outside of its file: {told}")
     if stop - start != math.prod(shape) * dtype.itemsize:

@@ -62,7 +62,7 @@ def complete(root: Place) -> Iterator[Checkpoint]:
     for step in reversed(steps_in(root)):
         place = root.within(name_of(step))
         try:
-            found = _opened(place)
+            found = opened(place)
         except CheckpointError as error:
             _log.warning("passing by what is no complete checkpoint: %s", error)
             continue
@@ -73,7 +73,7 @@ def complete(root: Place) -> Iterator[Checkpoint]:
             yield found
 
 
-def _opened(place: Place) -> Checkpoint | None:
+def opened(place: Place) -> Checkpoint | None:
     """Open the checkpoint that is here; None if one is being written, or was never finished."""
     if place.has(MANIFEST):
         found = Checkpoint.open(place.url)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from fleet import serving
 from fleet.collective.batch_norm import StatisticsGroup
 from fleet.collective.lease import write_once
 from fleet.collective.worker import CollectiveWorker
+from fleet.serving import export
 
 
 def state_dict(model: torch.nn.Module, *, tables: bool) -> dict[str, torch.Tensor]:
     """Return a copy of ``model.state_dict()``. Remote tables have no rows in such a job: they are left out or
     refused."""
     if tables:
-        return _copied(serving.state_in_job(model, ()))
-    state = serving.own_state(model)
-    remote = serving.remote_tables(state)
+        return _copied(export.state_in_job(model, ()))
+    state = export.own_state(model)
+    remote = export.remote_tables(state)
     return _copied({key: value for key, value in state.items() if key not in remote})
 
 
@@ -25,11 +25,11 @@ def save_inference_model(
 ) -> None:
     """Write the model to serve, by the first worker that calls this after its step; the others wait until it is
     written."""
-    state = serving.state_to_save(model, (), example_inputs)
+    state = export.state_to_save(model, (), example_inputs)
     alone = {id(statistics): StatisticsGroup()}  # batch norms of a copy to serve meet nobody
 
     def write() -> None:
-        serving.save(dirname, model, lambda: _copied(state), {}, example_inputs, alone)
+        export.save(dirname, model, lambda: _copied(state), {}, example_inputs, alone)
 
     write_once(worker, f"model {dirname}", write)
 

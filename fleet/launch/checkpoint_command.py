@@ -1,4 +1,4 @@
-"""Carries out ``fleet checkpoint``: lists, verifies, compares and exports checkpoints."""
+"""Carries out ``fleet checkpoint``: lists, verifies, compares, exports and imports checkpoints."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fleet.checkpoint.inspection import WEIGHT, Problem, Rows, buffers, paramete
 from fleet.checkpoint.manifest import FORMAT, FORMAT_VERSION, MANIFEST, Checkpoint, is_checkpoint
 from fleet.checkpoint.places import Directory, Place, place_at
 from fleet.checkpoint.plain_files import export
-from fleet.errors import CheckpointError
+from fleet.errors import CheckpointError, ConfigurationError
 from fleet.plan.specs import INITIALIZERS
 
 
 def carry_out(command: str, options: argparse.Namespace) -> int:
     """Carry out a command that ``checkpoint_options`` has read, and return the exit code."""
-    return {"ls": _list, "verify": _verify, "diff": _diff, "export": _export}[command](options)
+    return {"ls": _list, "verify": _verify, "diff": _diff, "export": _export, "import": _import}[command](options)
 
 
 # ---------------------------------------------------------------------------------------------- ls
@@ -97,11 +97,13 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _list_several(places: Sequence[Place], as_json: bool) -> bool:
-    """List checkpoints, and say whether all of them could be opened."""
+    """List those that can be gone back to, and say whether these are all of them."""
     found, broken = [], []
     for place in places:
         try:
-            found.append(_summary(Checkpoint.open(place.url)))
+            checkpoint = Checkpoint.open(place.url)
+            checkpoint.check_present()
+            found.append(_summary(checkpoint))
         except CheckpointError as error:
             broken.append((place.url, str(error)))
     if as_json:
@@ -281,11 +283,31 @@ def _told(finding: Difference | RowDifference | Told) -> str:
 
 
 def _export(options: argparse.Namespace) -> int:
-    written = export(
-        Checkpoint.open(options.dir), options.out, tables=options.table, state=options.state, force=options.force
-    )
+    checkpoint = Checkpoint.open(options.dir)
+    if options.format == "dcp":
+        if options.table:
+            raise ConfigurationError(
+                "an export for DCP has everything", got=f"--table {options.table[0]}", todo="Leave --table out."
+            )
+        from fleet.checkpoint.dcp import export_to_dcp  # loads torch.distributed, which no other command needs
+
+        written = export_to_dcp(checkpoint, options.out, state=options.state, force=options.force)
+        print(f"{options.out}  {len(written)} files, {_size(sum(path.stat().st_size for path in written))}")
+        return 0
+    written = export(checkpoint, options.out, tables=options.table, state=options.state, force=options.force)
     for path in written:
         print(f"{path}  {_size(path.stat().st_size)}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from fleet.checkpoint.dcp import Meaning, import_from_dcp
+
+    meaning = Meaning(options.optimizer, options.prefix, tuple(options.table), tuple(options.skip))
+    left = import_from_dcp(options.source, options.out, meaning)
+    _list_one(Checkpoint.open(options.out), as_json=False)
+    if left:
+        print(f"\nleft out: {', '.join(left)}")
     return 0
 
 

@@ -13,13 +13,16 @@ _MEMORY = (
     "their state"
 )
 _EPILOG = """\
-DIR is a directory, or a URL such as s3://bucket/run/step-00000120. Nothing is changed there, and no job is needed.
+DIR is a directory, or a URL such as s3://bucket/run/step-00000120. Only import writes
+checkpoints, and no job is needed.
 
 examples:
   {prog} ls ckpt/                                the checkpoints in a directory, or what is in one
   {prog} verify ckpt/step-*                      every byte of each, and of what deltas go on from
   {prog} diff ckpt/step-00000100 ckpt/step-00000120
   {prog} export ckpt/step-00000120 model.safetensors
+  {prog} export ckpt/step-00000120 dcp/ --format dcp --state
+  {prog} import dcp/ ckpt/imported --format dcp
 """
 
 
@@ -38,7 +41,7 @@ def inspect(argv: list[str], prog: str) -> int:
 def _parser(prog: str) -> Parser:
     parser = Parser(
         prog,
-        description="Look at checkpoints.",
+        description="Look at checkpoints, and bring them to other programs and back.",
         epilog=_EPILOG.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -87,4 +90,33 @@ def _parser(prog: str) -> Parser:
     )
     exported.add_argument("--state", action="store_true", help="the state of the optimizer as well")
     exported.add_argument("--force", action="store_true", help="replace files that are there")
+    exported.add_argument(
+        "--format",
+        choices=("plain", "dcp"),
+        default="plain",
+        help="dcp: a directory OUT that torch.distributed.checkpoint loads (default: as OUT's name says)",
+    )
+    imported = command(
+        "import",
+        "a checkpoint made of one of torch.distributed.checkpoint's",
+        "Write a checkpoint to OUT with what a directory of torch.distributed.checkpoint (DCP) has. One that `export "
+        "--format dcp --state` wrote becomes what it was. Of others', tensors become parameters, and matrices tables "
+        "where --table says so, or where ids stand beside them (user.ids beside user.weight); the optimizer's state "
+        "begins anew. Takes memory for one parameter, or one chunk of a table.",
+    )
+    imported.add_argument("source", metavar="DIR")
+    imported.add_argument("out", metavar="OUT")
+    imported.add_argument("--format", choices=("dcp",), required=True, help="what DIR is")
+    imported.add_argument(
+        "--optimizer", default="", metavar="CLASS", help="the optimizer's class in the job that goes on from it"
+    )
+    imported.add_argument(
+        "--prefix", default="", metavar="TEXT", help="what the names begin with that are taken, as model. (and lose)"
+    )
+    imported.add_argument(
+        "--table", action="append", default=[], metavar="NAME", help="this is a table; may be repeated"
+    )
+    imported.add_argument(
+        "--skip", action="append", default=[], metavar="PATTERN", help="leave such names out, as *running_*"
+    )
     return parser

@@ -19,7 +19,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError
-from fleet.launch import checkpoint_options, env_report, host_network, supervisor
+from fleet.launch import checkpoint_options, env_report, host_network, replay_options, supervisor
 from fleet.launch.job_folder import alone_in
 from fleet.launch.parser import Parser
 from fleet.launch.process_plan import (
@@ -192,7 +192,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "doctor": ("say what holds a job back", _doctor),
     "report": ("draw a run as one HTML page", _report),
     "top": ("show a running job, one line a process", _top),
-    "checkpoint": ("look at checkpoints: ls, verify, diff, export", checkpoint_options.inspect),
+    "replay": ("show a durable job's servers as they were at any step", replay_options.replay),
+    "checkpoint": ("look at checkpoints: ls, verify, diff, export, import", checkpoint_options.inspect),
     "env": ("print what a bug report needs", _environment),
 }
 

@@ -27,6 +27,13 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def hold_port(host: str) -> socket.socket:
+    """Return a socket that keeps a free port of this machine from others until it is closed."""
+    held = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+    held.bind((host.strip("[]"), 0))
+    return held
+
+
 def consecutive_ports(start: int, count: int) -> list[int]:
     """Return ``start`` and the ports after it; refuse them if one is busy."""
     ports = list(range(start, start + count))

@@ -10,6 +10,9 @@ from fleet.errors import ArgumentTypeError, ConfigurationError
 from fleet.plan.config import DistributeTranspilerConfig
 from fleet.plan.specs import ALL_REDUCE, DENSE, MOST_PROCESSES, SERVERS, WIRE_DTYPES
 
+#: An update that no job comes to.
+_NEVER = (1 << 63) - 1
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -53,6 +56,7 @@ class Strategy:
         *,
         durable_dir: str | None = None,
         durable_sync: str | None = None,
+        durable_keep: str | None = None,
         table_memory_mb: int | None = None,
         table_dir: str | None = None,
         evict_every: int | None = None,
@@ -75,6 +79,7 @@ class Strategy:
         given = {
             "durable_dir": durable_dir,
             "durable_sync": durable_sync,
+            "durable_keep": durable_keep,
             "table_memory_mb": table_memory_mb,
             "table_dir": table_dir,
             "evict_every": None if evict_every is None else str(checks.whole("evict_every", evict_every, 1)),
@@ -300,7 +305,8 @@ class StrategyFactory:
         """Return a strategy that is synchronous while that costs little, and GBA while workers would wait much for each
         other. The job measures that, says in its log when it changes and why, and does so four times an hour at most.
         Both make an update of as many gradients, so the learning rate holds. ``changes`` are the updates before which
-        an earlier job has changed (``fleet.summary()["changes"]``): this one does so too, and at no others.
+        an earlier job has changed (``fleet.summary()["changes"]``): this one does so too, and at no others; with an
+        empty list it never does.
 
         Examples:
             >>> fleet.StrategyFactory.create_auto_strategy().mode
@@ -445,14 +451,11 @@ def _changes(value: object) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ArgumentTypeError("changes must be a list of updates", got=repr(value))
     given = tuple(checks.whole("changes", each, 1) for each in value)
-    if not given or [*given] != sorted({*given}):
+    if [*given] != sorted({*given}):
         raise ConfigurationError(
-            "changes are not updates in order",
-            expected="one or more numbers, each above the one before",
-            got=value,
-            todo="For a job that never changes use create_sync_strategy().",
+            "changes are not updates in order", expected="numbers, each above the one before", got=value
         )
-    return given
+    return given or (_NEVER,)
 
 
 def _max_grad_norm(value: object) -> float:

@@ -52,6 +52,8 @@ SERVER = {
     "requests": Figure("requests taken, heartbeats not among them"),
     "busy_seconds": Figure("time in carrying out requests, one after the other"),
     "parked": Figure("requests that wait for something", counts=False),
+    "followers": Figure("those who follow the model from outside the job", counts=False),
+    "followers_behind": Figure("updates that the one furthest behind does not have", counts=False),
     **_OF_EVERY_PROCESS,
 }
 

@@ -92,11 +92,11 @@ class Answer:
 @dataclass(frozen=True)
 class Changed:
     """Tells that from ``version`` on workers wait for each other, or wait no more. With ``gain`` times the speed they
-    would go, or go, without waiting."""
+    would go, or go, without waiting; it is None where that is not the reason, but what the strategy says."""
 
     version: int
     together: bool
-    gain: float
+    gain: float | None
 
 
 Effect = Apply | ApplyBuffer | Discard | Changed | Answer

@@ -47,6 +47,11 @@ class Policy:
         """Say whether a job goes on where a server has lost steps, since what it has is right without them."""
         return not (self.shares_steps or self.remembers_reads or self.fills_buffers)
 
+    @property
+    def versions_agree(self) -> bool:
+        """Say whether a version means the same on all servers."""
+        return self.shares_steps or self.fills_buffers
+
     # ---------------------------------------------------------------- a worker asks
 
     def version_needed(self, step: int) -> int:

@@ -142,7 +142,8 @@ class Handshake:
         one that does not fit."""
         hello, most_bytes = request.hello, self._settings.security.max_message_bytes
         spec = JobSpec.from_json(hello.spec)
-        check_cluster(self._endpoint, self._expected, spec, request.worker, hello)
+        replaying = self._is_replaying
+        check_cluster(self._endpoint, self._expected, spec, request.worker, hello, replaying=replaying)
         if job is None:
             begins_with = spec.settings.worker_num if self._expected is None else self._expected[0]
             deadline_s = self._settings.rpc_deadline_s

@@ -21,6 +21,7 @@ from fleet.ps.server.background import Background
 from fleet.ps.server.checkpoint_reader import NOTHING, Origin, Restore
 from fleet.ps.server.claims import Claims
 from fleet.ps.server.early_gradients import EarlyGradients
+from fleet.ps.server.feed import Feed
 from fleet.ps.server.meetings import Meetings
 from fleet.ps.server.object_states import ObjectStates
 from fleet.ps.server.pending import Outbox, Waiting
@@ -172,6 +173,7 @@ class Job:
     reductions: Reductions
     claims: Claims
     states: ObjectStates
+    feed: Feed
     meetings: Meetings = field(default_factory=Meetings)
     progress: Progress = field(default_factory=Progress)
     background: Background = field(default_factory=Background)
@@ -318,5 +320,6 @@ def new_job(spec: JobSpec, job_id: str, where: str, most_bytes: int, deadline_s:
         Reductions(workers),
         Claims(where, deadline_s, grant, only_first=policy.saves_on_first_worker),
         ObjectStates(lockstep=policy.shares_steps),
+        Feed(where),
     )
     return job

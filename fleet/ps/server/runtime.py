@@ -59,7 +59,8 @@ class ServerRuntime:
         directory = None
         try:
             if settings.durable_dir:
-                directory = StateDirectory(settings.durable_dir, endpoint, settings.durable_sync)
+                keeps_all = settings.durable_keep == "all"
+                directory = StateDirectory(settings.durable_dir, endpoint, settings.durable_sync, keeps_all=keeps_all)
             self._service = Service(
                 endpoint,
                 settings,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from fleet.ps.server.departure import Departure
 from fleet.ps.server.disk_waits import DiskWaits
 from fleet.ps.server.durability.durability import NOTED, Durability
 from fleet.ps.server.durability.state_directory import StateDirectory
+from fleet.ps.server.feed_requests import FeedRequests
 from fleet.ps.server.handshake import Handshake
 from fleet.ps.server.initialization import Initialization
 from fleet.ps.server.job import Job
@@ -44,7 +45,7 @@ from fleet.ps.server.standstill import Standstill
 from fleet.ps.server.state_requests import StateRequests
 from fleet.ps.server.statistics import Statistics
 from fleet.ps.server.status import Status
-from fleet.ps.server.step_requests import StepRequests
+from fleet.ps.server.step_requests import BeforeUpdate, StepRequests
 from fleet.ps.table.shard import make_shard_in
 from fleet.ps.table.stores import MemoryStores, Stores
 from fleet.ps.wire import fleet_pb2 as pb
@@ -66,11 +67,13 @@ class Service:
         resumes: Place | None = None,
         name: str = "",
         stores: Stores | None = None,
+        before_update: BeforeUpdate | None = None,
     ) -> None:
         """``name`` is what this process is called; ``expected`` is the number of workers and the servers this process
         was told of, where it was told; ``restore`` the checkpoint to start from; ``directory`` where acknowledged
         requests are kept, and may be kept from before; ``resumes`` where the checkpoints are, if the job goes on from
-        one; ``stores`` where tables keep their rows."""
+        one; ``stores`` where tables keep their rows. With ``before_update``, which is told of each, this is no server
+        but what one was: whoever asked for it does the journal over by ``redo``, as far as they want."""
         where = str(endpoint)
         self._where = where
         self._clock = clock
@@ -90,7 +93,7 @@ class Service:
         if directory is not None:
             durability = Durability(directory, lock, end, members, clock, settings, where, self._cannot_sync)
         self.durability = durability
-        self._steps = steps = StepRequests(clock, end, statistics, durability)
+        self._steps = steps = StepRequests(clock, end, statistics, durability, before_update)
         self._disk_waits = DiskWaits(lock, end, stores, self._found_job, self._send)
         make_shard = partial(make_shard_in, stores)
         replacement = Replacement(lock, end, durability, self._disk_waits.make_beside)
@@ -115,6 +118,7 @@ class Service:
         barrier = Barrier(clock, steps)
         self._standstill = Standstill(end, members)
         self._meetings = meetings = MeetingRequests(clock, members, steps)
+        self._following = FeedRequests(clock, end, self._late.extend)
         self._states = states = StateRequests(clock, members, settings.rpc_deadline_s)
         self._departure = departure = Departure(where, settings, clock, end, members, durability, steps)
         worker_num = None if expected is None else expected[0]
@@ -150,8 +154,10 @@ class Service:
             "bye": departure.bye,
             "abort": departure.abort,
         }
+        #: does the journal over, a record at a time
+        self.redo: Iterator[None] = iter(())
         if durability is not None:
-            durability.recover(
+            self.redo = durability.redo(
                 self._found_job,
                 begin=self._begin,
                 make_shard=make_shard,
@@ -160,6 +166,9 @@ class Service:
                 hand_out=steps.hand_out_again,
                 lose=lambda job, worker: departure.lose(job, worker, []),
             )
+            if before_update is not None:
+                return
+            durability.recover(self.redo, self._found_job)
             if end.suspended_by is not None:
                 raise end.suspended_by
         initialization.go_on(self.job)
@@ -184,6 +193,13 @@ class Service:
             respond(Frame(answer(request)))
             return None
         outbox: Outbox = []
+        if kind in self._following.handlers:
+            with self._lock:
+                if self.end.suspended:
+                    return None
+                self._following.handlers[kind](self.job, Arrival(frame, respond, outbox))
+            self._send(outbox, secure=self._reads_are_secure)
+            return self._apply_pending
         durability = self.durability
         try:
             self._disk_waits.before(frame)
@@ -226,8 +242,7 @@ class Service:
                 raise
         finally:
             # A refusal of this request travels as the exception; what became possible before it still leaves.
-            job = self.job
-            self._send(outbox, secure=kind in NOTED or (job is not None and job.policy.remembers_reads))
+            self._send(outbox, secure=kind in NOTED or self._reads_are_secure)
             self._handle_released()
         return self._apply_pending
 
@@ -257,7 +272,7 @@ class Service:
 
     def _apply_pending(self) -> None:
         """Do, as answers are on their way, what they did not wait for."""
-        if self._has_pending:
+        if self._has_pending or self._is_followed_up:
             with self._lock:
                 pass
         if self._late:
@@ -271,11 +286,23 @@ class Service:
             possible: Outbox = []
             self._steps.apply_pending(self.job, possible)
             self._late += possible
+        if self.job is not None and self._is_followed_up:
+            self._following.attend(self.job)
 
     @property
     def _has_pending(self) -> bool:
         job = self.job
         return job is not None and job.shard is not None and (job.shard.has_pending or bool(job.rounds.awaiting_rows))
+
+    @property
+    def _is_followed_up(self) -> bool:
+        """Say whether somebody who follows has waited for what is there."""
+        return self.job is not None and self._following.is_due(self.job)
+
+    @property
+    def _reads_are_secure(self) -> bool:
+        """Say whether replies to questions wait until what was asked for before is safe."""
+        return self.job is not None and self.job.policy.remembers_reads
 
     def _send(self, outbox: Outbox, *, secure: bool = True) -> None:
         """Let replies leave. ``secure`` ones wait until what they acknowledge is as safe as it has to be. Replies to
@@ -287,7 +314,14 @@ class Service:
         failure = durability.secure() if durability is not None and secure and outbox else None
         for respond, frame in outbox:
             respond(frame if failure is None else error_reply(failure))
-        self.end.end_if_all_informed()
+        if not (self.end.over and self._is_followed_to_the_end):
+            self.end.end_if_all_informed()
+
+    @property
+    def _is_followed_to_the_end(self) -> bool:
+        """Say whether somebody who follows is to have the last version before this process ends."""
+        job = self.job
+        return job is not None and self.end.failure is None and job.feed.holds_up_the_end(self._clock.now())
 
     def _cannot_sync(self, error: OSError) -> FleetError:
         outbox: Outbox = []
@@ -316,6 +350,7 @@ class Service:
                 self._states.answer_ready(self.job, outbox)
                 self._meetings.answer_ready(self.job, outbox)
                 self.job.claims.tick(now, outbox)
+                self._following.tick(self.job, now)
         self._send(outbox)
         self._handle_released()
         if self.durability is not None:

@@ -55,6 +55,8 @@ class Status:
                 "figures": {
                     "version": 0 if job is None else job.rounds.gate.version,
                     "parked": len(waiting),
+                    "followers": 0 if job is None else len(job.feed.followers),
+                    "followers_behind": 0 if job is None else job.feed.lag(job.version),
                     **self._statistics.figures(),
                 },
             }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -47,12 +47,24 @@ _MOST_TEXT = 1000
 _NORMS_KEPT = 16
 
 
+#: Told of the job, and of what it is about to be updated with.
+BeforeUpdate = Callable[[Job, Due], None]
+
+
 class StepRequests:
-    def __init__(self, clock: Clock, end: JobEnd, statistics: Statistics, durability: Durability | None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        end: JobEnd,
+        statistics: Statistics,
+        durability: Durability | None,
+        before_update: BeforeUpdate | None = None,
+    ) -> None:
         self._clock = clock
         self._end = end
         self._statistics = statistics
         self._durability = durability
+        self._before_update = before_update
         self._tickets = itertools.count()
 
     # ---------------------------------------------------------------- requests
@@ -321,7 +333,12 @@ class StepRequests:
     def _close(self, job: Job, due: Due, scale: float) -> None:
         shard, rounds = job.shard, job.rounds
         assert shard is not None
+        if self._before_update is not None:
+            self._before_update(job, due)
         contributions = due.contributions
+        if job.feed.is_awaited(due.version - 1) and not job.cuts:
+            shard.apply_pending()
+            job.feed.give(shard, due.version - 1, job.progress.loads, self._clock.now)
         # All of a worker's push is here or nothing, where there is no second server; without rounds no step has values.
         keep = job.policy.shares_steps and shard.plan.spec.settings.server_num > 1
         rounds.previous = None
@@ -459,15 +476,15 @@ def clipped(squares: float, most: float) -> float:
 
 def told_change(change: Changed) -> str:
     """Return in words what has changed about who waits for whom, when and why."""
+    what = f"{'synchronous' if change.together else 'GBA'} from update {change.version} on"
+    if change.gain is None:
+        return f"{what}: as the strategy's changes say"
     if change.together:
         return (
-            f"synchronous from update {change.version} on: without waiting for each other the workers were "
-            f"{change.gain:.2f} times as fast, which is too little"
+            f"{what}: without waiting for each other the workers were {change.gain:.2f} times as fast, which is too "
+            "little"
         )
-    return (
-        f"GBA from update {change.version} on: without waiting for each other the workers are "
-        f"{change.gain:.2f} times as fast"
-    )
+    return f"{what}: without waiting for each other the workers are {change.gain:.2f} times as fast"
 
 
 def push_of(step: int) -> str:

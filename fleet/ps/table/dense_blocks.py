@@ -30,6 +30,7 @@ Gradient = tuple[bytes, Mapping[str, torch.Tensor]]
 class DenseBlocks:
     def __init__(self, plan: Plan, server: int, options: Sequence[Mapping[str, Any]]) -> None:
         self.clock = 0  #: how many updates there have been
+        self.revision = 0  #: how often values have changed, in whatever way
         self._server = server
         self._flat: dict[str, torch.Tensor] = {}
         self._runs: dict[int, Run] = {}  # of every block, by its position
@@ -41,6 +42,7 @@ class DenseBlocks:
     def adopt(self, plan: Plan, options: Sequence[Mapping[str, Any]]) -> None:
         """Take over a plan: the first, or one that continues the present one with further parameters."""
         self._plan = plan
+        self.revision += 1
         self.layout = dense_layout(plan, self._server)
         self._layouts: dict[bytes, DenseLayout] = {}
         self._last_receivers: tuple[bytes, dict[str, list[Run]]] = (b"", {})
@@ -258,6 +260,7 @@ class DenseBlocks:
 
     def _prepare_change(self) -> None:
         """Leave the memory of values to those who still hold them, and go on in a copy."""
+        self.revision += 1
         if any(watch() is not None for watch in self._shown):
             # All of them or, where there is no memory, none.
             self._flat |= {

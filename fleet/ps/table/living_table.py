@@ -308,14 +308,16 @@ class LivingTable(Table):
         (ids, columns), following = self._store.scan(place, most, self.cut.columns)
         return ids[self.cut.takes(ids, columns)], following
 
+    def due(self) -> Iterator[Ids]:
+        """Yield the ids of rows that are gone and still there."""
+        place: int | None = self._swept
+        while self.cut is not None and place is not None:
+            ids, place = self._due_from(place, _AT_ONCE)
+            yield ids
+
     def _due_left(self) -> int:
         """Return how many rows are due."""
-        count, place = 0, 0 if self.cut is None else self._swept
-        following: int | None = place
-        while self.cut is not None and following is not None:
-            ids, following = self._due_from(following, _AT_ONCE)
-            count += ids.size
-        return count
+        return sum(ids.size for ids in self.due())
 
     def _take_out(self, ids: Ids) -> None:
         for part in self._parts(ids) if ids.size else ():

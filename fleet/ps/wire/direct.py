@@ -5,8 +5,8 @@ options; over a socket it costs a tenth of that (docs/decisions/0005-direct-conn
 over the network where it takes direct connections, and is given a key; if it cannot reach them, everything goes over
 the network.
 
-Nothing is encrypted here. With TLS a server takes direct connections only under a name on its own machine, and at no
-port.
+With TLS they are encrypted as gRPC's connections are, with the same certificates. What stays on one machine, under the
+name that a server has there, is not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DirectNetwork:
             raise
 
     def connect(self, endpoint: Endpoint) -> DirectChannel:
-        return DirectChannel(endpoint, self._control.connect(endpoint), self._security.max_message_bytes)
+        return DirectChannel(endpoint, self._control.connect(endpoint), self._security)
 
 
 class _Listener:

@@ -6,7 +6,6 @@ each, so none waits for another, and one that is given up takes its connection w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -14,7 +13,10 @@ import threading
 from fleet.base.cluster import Endpoint
 from fleet.errors import AuthenticationError, FleetError
 from fleet.ps.wire import fleet_pb2 as pb
-from fleet.ps.wire.frame import MAX_PAYLOAD_BYTES, Frame, Outgoing, fill, receive, tune
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.line import Line, Outgoing
+from fleet.ps.wire.security import Security
+from fleet.ps.wire.tls_line import TlsLine
 from fleet.ps.wire.transport import BrokenCall, Call, Channel, TransportError
 from fleet.ps.wire.wire_errors import raise_if_error
 
@@ -38,12 +40,13 @@ class DirectChannel:
     An urgent request needs no way of its own there: at the server nothing waits for work that takes long.
     """
 
-    def __init__(self, endpoint: Endpoint, control: Channel, limit: int = MAX_PAYLOAD_BYTES) -> None:
+    def __init__(self, endpoint: Endpoint, control: Channel, security: Security) -> None:
         self._endpoint = endpoint
         self._control = control
-        self.limit = limit  #: the bytes of a reply
+        self._security = security
+        self.limit = security.max_message_bytes  #: the bytes of a reply
         self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
+        self._idle: list[Line] = []
         self._busy: set[DirectCall] = set()
         self._address: pb.DirectAddress | None = None
         self._failures = 0
@@ -68,7 +71,7 @@ class DirectChannel:
         return self._control.start(request, timeout_s, urgent=urgent, ahead=ahead)
 
     def forked(self) -> DirectChannel:
-        made = DirectChannel(self._endpoint, self._control.forked(), self.limit)
+        made = DirectChannel(self._endpoint, self._control.forked(), self._security)
         made._address = self._address
         return made
 
@@ -84,7 +87,7 @@ class DirectChannel:
 
     # ---------------------------------------------------------------- for calls
 
-    def release(self, call: DirectCall, connection: socket.socket, *, whole: bool) -> None:
+    def release(self, call: DirectCall, connection: Line, *, whole: bool) -> None:
         """Take a connection back, as its call has ended; after a ``whole`` reply it can carry the next."""
         with self._lock:
             if call not in self._busy:
@@ -102,7 +105,7 @@ class DirectChannel:
 
     # ---------------------------------------------------------------- connections
 
-    def _take(self, timeout_s: float) -> socket.socket | None:
+    def _take(self, timeout_s: float) -> Line | None:
         """Return a connection that carries nothing; None if there is none to be had."""
         while True:
             with self._lock:
@@ -120,7 +123,7 @@ class DirectChannel:
         if address is None:
             return None
         try:
-            connection = _connect(self._endpoint, address, timeout_s)
+            connection = _connect(self._endpoint, address, self._security, timeout_s)
         except OSError as error:
             self._address = None
             if known is not None:
@@ -152,7 +155,7 @@ class DirectChannel:
 
 
 class DirectCall:
-    def __init__(self, channel: DirectChannel, connection: socket.socket, request: Frame, timeout_s: float | None):
+    def __init__(self, channel: DirectChannel, connection: Line, request: Frame, timeout_s: float | None):
         self._channel = channel
         self._connection = connection
         self._timeout_s = timeout_s
@@ -177,13 +180,13 @@ class DirectCall:
             if self._broken is not None:
                 raise self._broken
             if self._timeout_s is not None:
-                connection.settimeout(self._timeout_s)
+                connection.sock.settimeout(self._timeout_s)
             self.send()
             if self._broken is not None:
                 raise self._broken
-            reply = receive(pb.Reply, connection, self._channel.limit)
+            reply = connection.receive(pb.Reply, self._channel.limit)
             if self._timeout_s is not None:
-                connection.settimeout(None)
+                connection.sock.settimeout(None)
             whole = True
             return reply
         except OSError as error:
@@ -200,39 +203,36 @@ class DirectCall:
 
     def wake(self) -> None:
         """Let the thread that waits on the connection go on."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.shut()
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _hang_up(connection: Line) -> None:
     # To close is not enough where a forked child has a copy of the connection.
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    connection.shut()
     connection.close()
 
 
-def _is_quiet(connection: socket.socket) -> bool:
+def _is_quiet(connection: Line) -> bool:
     """Say whether nothing has come, not even the end: a server that went away is noticed before it is sent anything."""
     try:
-        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
+        return connection.peek() is None
     except OSError:
-        pass
-    return False
+        return False
 
 
-def _connect(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:
-    connection = _reach(endpoint, address, timeout_s)
+def _connect(endpoint: Endpoint, address: pb.DirectAddress, security: Security, timeout_s: float) -> Line:
+    sock = _reach(endpoint, address, timeout_s)
+    connection = Line(sock)
     try:
-        connection.settimeout(timeout_s)
-        tune(connection)
-        connection.sendall(address.key)
-        welcome = bytearray(len(WELCOME))
-        fill(memoryview(welcome), connection)
-        if welcome != WELCOME:
+        if security.tls is not None and sock.family != getattr(socket, "AF_UNIX", None):
+            connection = TlsLine(sock, security.tls.context(), security.tls.name_of(endpoint))
+        sock.settimeout(timeout_s)
+        connection.tune()
+        connection.shake_hands()
+        connection.say(address.key)
+        if connection.take(len(WELCOME)) != WELCOME:
             raise ConnectionRefusedError("somebody else listens there")
-        connection.settimeout(None)
+        sock.settimeout(None)
     except BaseException:
         _hang_up(connection)
         raise

@@ -13,7 +13,6 @@ import hmac
 import logging
 import selectors
 import socket
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -22,8 +21,9 @@ from functools import partial
 from fleet.errors import FleetError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_client import WELCOME
-from fleet.ps.wire.frame import PREFIX_BYTES, Frame, Outgoing, announced_bytes, receive, tune
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.leader_pool import LeaderPool, Work
+from fleet.ps.wire.line import Line, Outgoing
 from fleet.ps.wire.transport import Handler
 from fleet.ps.wire.wire_errors import error_reply, failure_reply
 
@@ -54,10 +54,10 @@ class State(enum.Enum):
 
 class Connection:
     """Holds a connection with a peer that may not be known yet. A thread that has moved it to a state in which a thread
-    has something to do may use its socket; in the other states this takes the lock."""
+    has something to do may use its line; in the other states this takes the lock."""
 
-    def __init__(self, sock: socket.socket, peer: Hashable) -> None:
-        self.sock = sock
+    def __init__(self, line: Line, peer: Hashable) -> None:
+        self.line = line
         self.peer = peer
         self.known = False
         self.state = State.NEW
@@ -66,35 +66,16 @@ class Connection:
         self.rest: Outgoing | None = None
 
     def greet(self, key: bytes) -> None:
-        tune(self.sock)
-        self._limit(socket.SO_RCVTIMEO, HANDSHAKE_S)
-        self._limit(socket.SO_SNDTIMEO, STALL_S)
-        # In one go, or not at all: with time for every byte, strangers would take up places for long.
-        if not hmac.compare_digest(self.sock.recv(len(key), socket.MSG_WAITALL), key):
+        line = self.line
+        line.tune()
+        line.limit(socket.SO_RCVTIMEO, HANDSHAKE_S)
+        line.limit(socket.SO_SNDTIMEO, STALL_S)
+        line.shake_hands()
+        if not hmac.compare_digest(line.take(len(key)), key):
             raise ConnectionRefusedError("a peer does not have the key")
         self.known = True
-        self.sock.sendall(WELCOME)
-        self._limit(socket.SO_RCVTIMEO, STALL_S)
-
-    def _limit(self, kind: int, seconds: int) -> None:
-        """Set for how long the socket may wait for the peer; unlike a socket's timeout in Python this costs nothing."""
-        self.sock.setsockopt(socket.SOL_SOCKET, kind, struct.pack("@ll", seconds, 0))
-
-    def peek(self) -> bytes | None:
-        """Return the beginning of the next frame, as far as it is there, or None; raise ``OSError`` if nothing will
-        come."""
-        try:
-            begun = self.sock.recv(PREFIX_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-        if not begun:
-            raise ConnectionResetError("the peer hung up")
-        return begun
-
-    def shut(self) -> None:
-        """Let a thread that waits for the peer go on."""
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
+        line.say(WELCOME)
+        line.limit(socket.SO_RCVTIMEO, STALL_S)
 
 
 class Exchange:
@@ -128,12 +109,12 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
-    def take(self, sock: socket.socket, peer: Hashable) -> None:
+    def take(self, line: Line, peer: Hashable) -> None:
         """Let somebody in, who has still to show the key; hang up if there is no room."""
-        connection = Connection(sock, peer)
+        connection = Connection(line, peer)
         with self._lock:
             if self._closing or not self._has_room_for(peer):
-                sock.close()
+                line.close()
                 return
             self._all.add(connection)
         self._call_for(connection)
@@ -154,7 +135,7 @@ class Connections:
                 if connection.state is State.IDLE:
                     self._drop(connection)
                 elif not connection.known:
-                    connection.shut()
+                    connection.line.shut()
 
     def close(self, grace_s: float) -> None:
         """Give replies under way some time to leave."""
@@ -167,7 +148,7 @@ class Connections:
                 if connection.state is State.WAITING:
                     self._drop(connection)
                 else:
-                    connection.shut()
+                    connection.line.shut()
             self._left.wait_for(lambda: not self._all, JOIN_S)
             for connection in self._all:
                 self._unwatch(connection)
@@ -219,13 +200,13 @@ class Connections:
 
     def _watch(self, connection: Connection) -> None:
         if not connection.watched:
-            self._selector.register(connection.sock, selectors.EVENT_READ, connection)
+            self._selector.register(connection.line.sock, selectors.EVENT_READ, connection)
             connection.watched = True
             self._ring()  # not every selector notices by itself
 
     def _unwatch(self, connection: Connection) -> None:
         if connection.watched:
-            self._selector.unregister(connection.sock)
+            self._selector.unregister(connection.line.sock)
             connection.watched = False
 
     # ---------------------------------------------------------------- for one connection
@@ -257,7 +238,7 @@ class Connections:
             return self._send_rest
         if connection.state is State.WAITING:
             try:
-                if connection.peek() is not None:
+                if connection.line.peek() is not None:
                     self._unwatch(connection)  # the next request has its time when this one is answered
             except OSError:
                 self._drop(connection)
@@ -269,18 +250,19 @@ class Connections:
         self._await_next(connection)
 
     def _read(self, connection: Connection) -> tuple[Exchange, Frame] | None:
-        begun = connection.peek()
-        if begun is None:
+        line = connection.line
+        size = line.peek()
+        if size is None:
             self._await_next(connection)
             return None
-        if announced_bytes(begun) > _LARGE_BYTES and self._others_wait():
+        if size > _LARGE_BYTES and self._others_wait():
             self._leaders.relieve()
         try:
-            request = receive(pb.Request, connection.sock, self._limit)
+            request = line.receive(pb.Request, self._limit)
         except FleetError as error:
             # What follows cannot be made out any more.
             _log.warning("a request over a direct connection cannot be read: %s", error)
-            Outgoing(error_reply(error)).send(connection.sock, wait=True)
+            Outgoing(error_reply(error)).send(connection.line, wait=True)
             raise ConnectionAbortedError(str(error)) from None
         exchange = Exchange(connection)
         with self._lock:
@@ -320,7 +302,7 @@ class Connections:
             connection.state = State.SENDING
         try:
             outgoing = Outgoing(reply)
-            outgoing.send(connection.sock, wait=False)
+            outgoing.send(connection.line, wait=False)
             if outgoing.is_sent:
                 self._await_next(connection)
                 return
@@ -339,7 +321,7 @@ class Connections:
             self._leaders.relieve()
         rest, connection.rest = connection.rest, None
         assert rest is not None, "what is unsent has a rest"
-        rest.send(connection.sock, wait=True)
+        rest.send(connection.line, wait=True)
         self._await_next(connection)
 
     def _await_next(self, connection: Connection) -> None:
@@ -347,9 +329,12 @@ class Connections:
         with self._lock:
             if self._closing:
                 self._drop(connection)
-            else:
-                self._watch(connection)
-                connection.state = State.IDLE
+                return
+            self._watch(connection)
+            more = connection.line.holds_more
+            connection.state = State.IDLE
+        if more:  # which the selector does not see
+            self._call_for(connection)
 
     def _end(self, connection: Connection, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -364,7 +349,7 @@ class Connections:
             self._all.remove(connection)
             self._unwatch(connection)
             connection.exchange = connection.rest = None
-            connection.sock.close()
+            connection.line.close()
             self._left.notify_all()
 
 

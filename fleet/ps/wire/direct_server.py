@@ -18,7 +18,9 @@ from fleet.base.ports import holder_of, is_taken
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct_connections import Connections
+from fleet.ps.wire.line import Line
 from fleet.ps.wire.security import Security
+from fleet.ps.wire.tls_line import TlsLine
 from fleet.ps.wire.transport import Handler
 
 _log = logging.getLogger("fleet.wire")
@@ -44,9 +46,10 @@ class DirectListener:
             with contextlib.suppress(OSError):  # not everywhere: then it is TCP for everybody
                 self._doors.append(_local_door(name))
                 self.address.local = name
-        if security.tls is None and (port or not (self._doors and _is_loopback(endpoint))):
+        if port or not (self._doors and _is_loopback(endpoint)):
             self._doors.append(_tcp_door(endpoint, port))
             self.address.port = self._doors[-1].getsockname()[1]
+        self._tls = None if security.tls is None else security.tls.server_context()
         self.connections = Connections(handler, self.address.key, security.max_message_bytes)
         self._closing = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -63,10 +66,16 @@ class DirectListener:
                         return
                     try:
                         sock, address = ready.fileobj.accept()  # type: ignore[union-attr]
-                        self.connections.take(sock, _peer(sock, address))
+                        self.connections.take(self._line(sock), _peer(sock, address))
                     except OSError as error:
                         _log.warning("a direct connection could not be taken: %s", error)
                         self._closing.wait(SCARCITY_PAUSE_S)
+
+    def _line(self, sock: socket.socket) -> Line:
+        # What comes under the name is of this machine.
+        if self._tls is None or sock.family == getattr(socket, "AF_UNIX", None):
+            return Line(sock)
+        return TlsLine(sock, self._tls)
 
     def refuse(self) -> None:
         """Take no further connection and no further request."""

@@ -46,6 +46,20 @@ class Bye(_message.Message):
     __slots__ = []
     def __init__(self) -> None: ...
 
+class Changes(_message.Message):
+    __slots__ = ["fingerprint", "probe", "since", "version", "wait_s"]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    probe: bool
+    since: int
+    version: int
+    wait_s: float
+    def __init__(self, since: _Optional[int] = ..., version: _Optional[int] = ..., probe: bool = ..., wait_s: _Optional[float] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
 class Choose(_message.Message):
     __slots__ = ["id", "root", "step", "strict"]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +150,14 @@ class Extend(_message.Message):
     spec: str
     def __init__(self, spec: _Optional[str] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Fetch(_message.Message):
+    __slots__ = ["cursor", "number"]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    number: int
+    def __init__(self, number: _Optional[int] = ..., cursor: _Optional[str] = ...) -> None: ...
+
 class Fill(_message.Message):
     __slots__ = ["about", "attempt", "number"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +167,14 @@ class Fill(_message.Message):
     attempt: str
     number: int
     def __init__(self, attempt: _Optional[str] = ..., number: _Optional[int] = ..., about: _Optional[str] = ...) -> None: ...
+
+class Follow(_message.Message):
+    __slots__ = ["server", "servers"]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    servers: int
+    def __init__(self, server: _Optional[int] = ..., servers: _Optional[int] = ...) -> None: ...
 
 class Gather(_message.Message):
     __slots__ = ["beside", "dtype", "number", "op"]
@@ -243,6 +273,24 @@ class Meet(_message.Message):
     rounds: int
     steps: int
     def __init__(self, group: _Optional[int] = ..., broken: bool = ..., address: _Optional[str] = ..., rounds: _Optional[int] = ..., has_values: bool = ..., steps: _Optional[int] = ..., leaving: bool = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ["exact", "lapsed", "newer", "number", "over", "rest_s", "start"]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    LAPSED_FIELD_NUMBER: _ClassVar[int]
+    NEWER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    REST_S_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    exact: bool
+    lapsed: bool
+    newer: bool
+    number: int
+    over: bool
+    rest_s: float
+    start: int
+    def __init__(self, number: _Optional[int] = ..., exact: bool = ..., lapsed: bool = ..., newer: bool = ..., over: bool = ..., rest_s: _Optional[float] = ..., start: _Optional[int] = ...) -> None: ...
 
 class Norm(_message.Message):
     __slots__ = ["squares", "told", "total", "version"]
@@ -357,7 +405,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +421,7 @@ class Reply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     MEETING_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
     NORMS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_GIVE_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +445,7 @@ class Reply(_message.Message):
     initialized: bool
     loads: int
     meeting: int
+    news: News
     norms: _containers.RepeatedCompositeFieldContainer[Norm]
     others_give: bool
     row_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -404,13 +454,14 @@ class Reply(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
     wanted: str
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fill", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "upload", "where", "worker"]
+    __slots__ = ["abort", "beat", "bye", "changes", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fetch", "fill", "follow", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "unfollow", "upload", "where", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     CHOOSE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     CLIP_FIELD_NUMBER: _ClassVar[int]
@@ -418,7 +469,9 @@ class Request(_message.Message):
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     EXTEND_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
     GATHER_FIELD_NUMBER: _ClassVar[int]
     GIVE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -446,12 +499,14 @@ class Request(_message.Message):
     SWITCH_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TOGETHER_FIELD_NUMBER: _ClassVar[int]
+    UNFOLLOW_FIELD_NUMBER: _ClassVar[int]
     UPLOAD_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     abort: Abort
     beat: Beat
     bye: Bye
+    changes: Changes
     choose: Choose
     claim: Claim
     clip: Clip
@@ -459,7 +514,9 @@ class Request(_message.Message):
     direct: Direct
     export: Export
     extend: Extend
+    fetch: Fetch
     fill: Fill
+    follow: Follow
     gather: Gather
     give: Give
     group: int
@@ -487,10 +544,11 @@ class Request(_message.Message):
     switch: Switch
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     together: int
+    unfollow: Unfollow
     upload: Upload
     where: Where
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., fill: _Optional[_Union[Fill, _Mapping]] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ..., where: _Optional[_Union[Where, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., changes: _Optional[_Union[Changes, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., unfollow: _Optional[_Union[Unfollow, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., fill: _Optional[_Union[Fill, _Mapping]] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ..., where: _Optional[_Union[Where, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ["after", "begin", "folder", "id", "proof", "version"]
@@ -565,6 +623,10 @@ class Tensor(_message.Message):
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Unfollow(_message.Message):
+    __slots__ = []
+    def __init__(self) -> None: ...
 
 class Upload(_message.Message):
     __slots__ = ["anew", "blocks", "edit", "rows", "table"]

@@ -70,10 +70,24 @@ class Tls:
         """Return the context with what a worker demands and shows."""
         assert self.authority is not None
         context = _trusting(self.authority, "FLEET_TLS_CA", self.settings.ca)
-        context.set_alpn_protocols(["h2"])
         if self.certificate is not None:
             context.load_cert_chain(self.settings.cert, self.settings.key, password="")
         return context
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context with what a server demands and shows where its peers are of its own kind."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0  # after the handshake a server says nothing by itself
+        context.load_cert_chain(self.settings.cert, self.settings.key, password="")
+        if self.authority is not None:
+            context.load_verify_locations(cadata=self.authority.decode("ascii", "replace"))
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def name_of(self, endpoint: Endpoint) -> str:
+        """Return the name that the certificate of a server has to have."""
+        return self.settings.server_name or endpoint.host.strip("[]")
 
 
 def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError | None:
@@ -82,8 +96,9 @@ def why_no_handshake(endpoint: Endpoint, tls: Tls | None) -> AuthenticationError
     Only what the other side makes known counts: a connection that just ends may be a server on its way up.
     """
     host = endpoint.host.strip("[]")
-    name = host if tls is None else tls.settings.server_name or host
+    name = host if tls is None else tls.name_of(endpoint)
     context = _curious() if tls is None else tls.context()
+    context.set_alpn_protocols(["h2"])
     try:
         with create_connection((host, endpoint.port), PROBE_S) as plain:
             try:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fleet import serving
 from fleet.checkpoint.assembly import Assembly
 from fleet.checkpoint.entries import VALUE, joined, split
 from fleet.checkpoint.inference import TableFacts, ids_key
@@ -24,6 +23,7 @@ from fleet.ps.table.table import WEIGHT
 from fleet.ps.worker.lease import once
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.ps.worker.state_reader import exported
+from fleet.serving import export
 
 #: Initial values of rows are made for so many ids at a time.
 _IDS_AT_ONCE = 1 << 16
@@ -52,20 +52,20 @@ def state_dict(worker: WorkerRuntime, model: torch.nn.Module, *, tables: bool) -
     with worker.turns:
         worker.finish_interrupted("state_dict()")
         worker.flush()
-        state = serving.state_in_job(model, worker.trained.parts()[1])
+        state = export.state_in_job(model, worker.trained.parts()[1])
         return _collect(worker, state, collector if tables else None)
 
 
 def save_inference_model(worker: WorkerRuntime, dirname: str, model: torch.nn.Module, example_inputs: object) -> None:
     """Save the model by the first worker that calls; the others wait until it is there."""
-    state = serving.state_to_save(model, worker.trained.parts()[1], example_inputs)
+    state = export.state_to_save(model, worker.trained.parts()[1], example_inputs)
 
     def write(_: dict[str, Any]) -> None:
         def learn() -> dict[str, torch.Tensor]:
             return _collect(worker, state, lambda _handle, spec, _seed, count: SortedRows(spec, count))
 
-        facts = {key: _facts(handle) for key, handle in serving.remote_tables(state).items()}
-        serving.save(dirname, model, learn, facts, example_inputs, {})
+        facts = {key: _facts(handle) for key, handle in export.remote_tables(state).items()}
+        export.save(dirname, model, learn, facts, example_inputs, {})
 
     with worker.turns:
         worker.finish_interrupted("save_inference_model()")
@@ -86,7 +86,7 @@ def _collect(
     if worker.trained.plan.spec.settings.has_dense_on_workers:
         params = {}  # the servers have none of them, and this worker has them all
     dense = {key: params[id(value)] for key, value in state.items() if id(value) in params}
-    remote = {key: (handle, tables[id(handle)]) for key, handle in serving.remote_tables(state).items()}
+    remote = {key: (handle, tables[id(handle)]) for key, handle in export.remote_tables(state).items()}
     wanted = {} if make is None else {spec.name: (handle, spec) for handle, spec in remote.values()}
     values = Assembly({spec.name: spec.numel for spec in dense.values()}, "what the servers hold")
     sizes = worker.summary()["tables"] if wanted else {}

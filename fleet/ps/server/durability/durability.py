@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from pathlib import Path
@@ -292,7 +292,7 @@ class Durability:
 
     # ---------------------------------------------------------------- recovery
 
-    def recover(
+    def redo(
         self,
         running: Callable[[], Job | None],
         *,
@@ -302,9 +302,10 @@ class Durability:
         ask: Callable[[Frame], object],
         hand_out: Callable[[Job, Frame], None],
         lose: Callable[[Job, int], None],
-    ) -> None:
-        """Become the server whose directory this is: ``begin`` its job, or ``begin_with`` the checkpoint that it began
-        with, ``ask`` what was asked, ``hand_out`` what workers were given, ``lose`` whom it gave up on."""
+    ) -> Iterator[None]:
+        """Become the server whose directory this is, record by record: ``begin`` its job, or ``begin_with`` the
+        checkpoint that it began with, ``ask`` what was asked, ``hand_out`` what workers were given, ``lose`` whom it
+        gave up on."""
         self._begin_from_snapshot(begin, make_shard)
         self.replaying = True
         try:
@@ -312,27 +313,32 @@ class Durability:
                 self.goes_on = True
                 if kind is Kind.ORIGIN:
                     begin_with(Origin(*json.loads(bytes(data))))
-                    continue
-                if kind is Kind.REQUEST:
+                elif kind is Kind.REQUEST:
                     frame = read_frame(pb.Request, [data])
                     if running() is None and frame.message.WhichOneof("kind") != "hello":
                         raise _of_another_version(self.directory)
                     with contextlib.suppress(FleetError):  # it was refused then as well
                         ask(frame)
-                    continue
-                job = running()
-                if job is None:
-                    # There was a job: its first hello is refused now, and the rest would be dropped without a word.
-                    raise _of_another_version(self.directory)
-                if kind is Kind.LOST:
-                    lose(job, int.from_bytes(data, "little"))
-                elif kind is Kind.HANDED:
-                    with contextlib.suppress(FleetError):
-                        hand_out(job, read_frame(pb.Request, [data]))
                 else:
-                    recall(job, kind, read_frame(pb.Reply, [data], limit=len(data)))
+                    job = running()
+                    if job is None:
+                        # There was a job: its first hello is refused now, and the rest would be dropped without a word.
+                        raise _of_another_version(self.directory)
+                    if kind is Kind.LOST:
+                        lose(job, int.from_bytes(data, "little"))
+                    elif kind is Kind.HANDED:
+                        with contextlib.suppress(FleetError):
+                            hand_out(job, read_frame(pb.Request, [data]))
+                    else:
+                        recall(job, kind, read_frame(pb.Reply, [data], limit=len(data)))
+                yield
         finally:
             self.replaying = False
+
+    def recover(self, redo: Iterator[None], running: Callable[[], Job | None]) -> None:
+        """Do everything over, and go on from there."""
+        for _ in redo:
+            pass
         self.goes_on = self.goes_on or self._directory.snapshot is not None
         if (job := running()) is not None:
             self._go_on(job)

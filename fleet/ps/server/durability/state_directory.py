@@ -46,7 +46,8 @@ _PART_BYTES = 1 << 20
 _PAGE_BYTES = 4096
 
 _STATE = "state.json"
-_SNAPSHOT, _JOURNAL = "snapshot-", "journal-"
+SNAPSHOT, JOURNAL = "snapshot-", "journal-"
+_ENDED = ".ended-"
 
 
 class Kind(bytes, enum.Enum):
@@ -78,10 +79,12 @@ class Journal:
     also a byte that has turned in the last record: going on without it would silently lose what was acknowledged.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a journal to append to it; ``read`` what is in it first, which also cuts off a torn end."""
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Open a journal to append to it; ``read`` what is in it first, which also cuts off a torn end. Of one that is
+        ``read_only`` nothing is changed."""
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._read_only = read_only
+        self._file = os.open(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.bytes = os.fstat(self._file).st_size
         self._synced = self.bytes
         self._syncing = threading.Lock()
@@ -131,7 +134,8 @@ class Journal:
             if record is None:
                 if not is_last:
                     raise self._damaged(at)
-                os.ftruncate(self._file, at)
+                if not self._read_only:
+                    os.ftruncate(self._file, at)
                 self.bytes = at
                 break
             yield record
@@ -205,8 +209,19 @@ class Draft:
 
 
 class StateDirectory:
-    def __init__(self, root: str, endpoint: Endpoint, sync: str, journal_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        endpoint: Endpoint,
+        sync: str,
+        journal_bytes: int | None = None,
+        *,
+        keeps_all: bool = False,
+    ) -> None:
+        """Open, or make, the folder of an endpoint. With ``keeps_all`` nothing is removed for a newer snapshot, nor at
+        the job's end."""
         self.directory = Path(root).resolve() / endpoint.folder_name
+        self._keeps_all = keeps_all
         self._sync = sync
         self._most = self._due_at = JOURNAL_BYTES if journal_bytes is None else journal_bytes
         self._synced_at = 0.0
@@ -228,11 +243,11 @@ class StateDirectory:
                 todo="Stop it, or give this one another endpoint or another FLEET_DURABLE_DIR.",
             )
         self._number = self._newest_snapshot()
-        self.snapshot: Snapshot | None = self._read_state(self._number) if self._number else None
+        self.snapshot: Snapshot | None = self._snapshot_of(self._number) if self._number else None
         self._journals = [self._journal(number) for number in self._journal_numbers()]
-        for number in self._numbers(_SNAPSHOT):
+        for number in self._numbers(SNAPSHOT):
             if number > self._number:  # its writer was killed
-                shutil.rmtree(self._path(_SNAPSHOT, number), ignore_errors=True)
+                shutil.rmtree(self._path(SNAPSHOT, number), ignore_errors=True)
 
     # ---------------------------------------------------------------- what is there
 
@@ -240,31 +255,21 @@ class StateDirectory:
         return self.directory / f"{kind}{number:08d}"
 
     def _journal(self, number: int) -> Journal:
-        journal = Journal(self._path(_JOURNAL, number))
+        journal = Journal(self._path(JOURNAL, number))
         sync_directory(self.directory)
         return journal
 
     def _numbers(self, kind: str) -> list[int]:
-        names = (name.removeprefix(kind) for name in os.listdir(self.directory) if name.startswith(kind))
-        return sorted(int(name) for name in names if name.isdigit())
+        return numbers_in(self.directory, kind)
 
     def _newest_snapshot(self) -> int:
-        complete = [n for n in self._numbers(_SNAPSHOT) if (self._path(_SNAPSHOT, n) / _STATE).is_file()]
-        return max(complete, default=0)
+        return max(snapshots_in(self.directory), default=0)
 
     def _journal_numbers(self) -> list[int]:
-        return [number for number in self._numbers(_JOURNAL) if number >= self._number] or [self._number]
+        return [number for number in self._numbers(JOURNAL) if number >= self._number] or [self._number]
 
-    def _read_state(self, number: int) -> Snapshot:
-        path = self._path(_SNAPSHOT, number) / _STATE
-        try:
-            crc, _, content = path.read_bytes().partition(b"\n")
-            if crc != _crc32(content):
-                raise ValueError("its checksum is wrong")
-            raw = json.loads(content)
-            return Snapshot(raw["state"], tuple(PieceFile.from_json(each) for each in raw["files"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
+    def _snapshot_of(self, number: int) -> Snapshot:
+        return snapshot_in(self.directory, number)
 
     def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yield the shard's pieces in the snapshot, in the order in which they are to be taken."""
@@ -320,7 +325,7 @@ class StateDirectory:
         for kind, buffers in carried:
             self.record(kind, buffers)
         self._due_at += self._journals[-1].bytes
-        folder = self._path(_SNAPSHOT, number)
+        folder = self._path(SNAPSHOT, number)
         folder.mkdir()
         before = tuple(file for file in self._files() if on_top and TABLE in file.about)
         pieces = PieceWriter(Directory(folder), folder.name, "piece", behind=behind)
@@ -333,7 +338,7 @@ class StateDirectory:
         content = json.dumps({"state": snapshot.state, "files": [asdict(file) for file in snapshot.files]}).encode()
         draft.journal.sync()
         sync_directory(self.directory)
-        Directory(self._path(_SNAPSHOT, draft.number)).publish(_STATE, _crc32(content) + b"\n" + content)
+        Directory(self._path(SNAPSHOT, draft.number)).publish(_STATE, _crc32(content) + b"\n" + content)
         return snapshot
 
     def adopt(self, draft: Draft, snapshot: Snapshot) -> None:
@@ -348,7 +353,7 @@ class StateDirectory:
 
     def discard(self, draft: Draft) -> None:
         """Drop a draft that has come to nothing; the journals go on."""
-        folder = self._path(_SNAPSHOT, draft.number)
+        folder = self._path(SNAPSHOT, draft.number)
         (folder / _STATE).unlink(missing_ok=True)  # first, lest half of it be taken for a whole one
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -362,12 +367,14 @@ class StateDirectory:
 
     def clean(self) -> None:
         """Remove what the last snapshot has made superfluous."""
+        if self._keeps_all:
+            return
         last, used = self._number, {Path(file.file).parts[0] for file in self._files()}
-        for number in self._numbers(_JOURNAL):
+        for number in self._numbers(JOURNAL):
             if number < last:
-                self._path(_JOURNAL, number).unlink(missing_ok=True)
-        for number in self._numbers(_SNAPSHOT):
-            path = self._path(_SNAPSHOT, number)
+                self._path(JOURNAL, number).unlink(missing_ok=True)
+        for number in self._numbers(SNAPSHOT):
+            path = self._path(SNAPSHOT, number)
             if number < last and path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
             elif number < last:
@@ -384,16 +391,67 @@ class StateDirectory:
         os.close(self._lock)
 
     def forget(self) -> None:
-        """Remove the directory, as the job is over."""
+        """Remove the directory, as the job is over, or put it aside, so that the next job begins anew."""
         for journal in self._journals:
+            if self._keeps_all:
+                journal.sync()
             journal.close()
         self._journals.clear()
+        if self._keeps_all:
+            os.rename(self.directory, self._put_aside())
+            sync_directory(self.directory.parent)
+            os.close(self._lock)
+            return
         # From one moment to the next: half of what was there would be taken for another state.
         gone = self.directory.with_name(f"{self.directory.name}.over")
         shutil.rmtree(gone, ignore_errors=True)
         os.rename(self.directory, gone)
         shutil.rmtree(gone, ignore_errors=True)
         os.close(self._lock)
+
+    def _put_aside(self) -> Path:
+        """Return where the directory goes when its job is over."""
+        ended = ended_in(self.directory.parent, self.directory.name)
+        return ended_path(self.directory.parent, self.directory.name, max(ended, default=0) + 1)
+
+
+def numbers_in(directory: Path, kind: str) -> list[int]:
+    """Return the numbers of a directory's journals, or of its snapshots, complete or not."""
+    names = (name.removeprefix(kind) for name in os.listdir(directory) if name.startswith(kind))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def snapshots_in(directory: Path) -> list[int]:
+    """Return the numbers of the complete snapshots in a directory."""
+    return [n for n in numbers_in(directory, SNAPSHOT) if (directory / f"{SNAPSHOT}{n:08d}" / _STATE).is_file()]
+
+
+def snapshot_in(directory: Path, number: int) -> Snapshot:
+    path = directory / f"{SNAPSHOT}{number:08d}" / _STATE
+    try:
+        crc, _, content = path.read_bytes().partition(b"\n")
+        if crc != _crc32(content):
+            raise ValueError("its checksum is wrong")
+        raw = json.loads(content)
+        return Snapshot(raw["state"], tuple(PieceFile.from_json(each) for each in raw["files"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError("a server's snapshot cannot be read", where=str(path), got=repr(error)) from None
+
+
+def ended_path(root: Path, folder: str, number: int) -> Path:
+    """Return where the state of an endpoint's job is that has ended; jobs that end one after another are counted."""
+    return root / f"{folder}{_ENDED}{number:08d}"
+
+
+def ended_in(root: Path, folder: str) -> list[int]:
+    """Return the numbers of an endpoint's jobs that have ended and whose state was kept."""
+    return numbers_in(root, f"{folder}{_ENDED}")
+
+
+def ended_number(folder: str) -> int | None:
+    """Return the number that a folder has in its name if its job has ended."""
+    _, ended, number = folder.rpartition(_ENDED)
+    return int(number) if ended and number.isdigit() else None
 
 
 def _crc32(content: bytes) -> bytes:

@@ -112,10 +112,10 @@ def _frozen(model: torch.nn.Module, saved: InferenceModel, instead: Mapping[int,
 
 
 def _check_fits(dirname: str, saved: InferenceModel, model: torch.nn.Module) -> None:
-    there = {key: _kind(value) for key, value in saved.values.items()}
+    there = {key: kind_of(value) for key, value in saved.values.items()}
     for key, facts in saved.tables.items():
         del there[ids_key(key)]
-        there[key] = _table_kind(saved.values[key], facts.num_embeddings, facts.embedding_dim)
+        there[key] = table_kind_of(saved.values[key].dtype, facts.num_embeddings, facts.embedding_dim)
     wanted = _wanted(model, saved.tables)
     problems = [
         f"{key!r}: {there.get(key, 'absent')} in the directory, {wanted.get(key, 'absent')} in the model"
@@ -132,26 +132,28 @@ def _check_fits(dirname: str, saved: InferenceModel, model: torch.nn.Module) -> 
 
 
 def _wanted(model: torch.nn.Module, tables: Mapping[str, TableFacts]) -> dict[str, str]:
-    """Return what a model needs, in the words of ``_kind``; an embedding of torch's can take a table or all rows."""
+    """Return what a model needs, in the words of ``kind_of``; an embedding of torch's can take a table or all rows."""
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = {}
     for key, value in own_state(model).items():
         module: Any = modules.get(key.rpartition(".")[0])
         takes_rows = is_remote(module) or (key in tables and isinstance(module, EMBEDDINGS + BAGS))
         if key.rpartition(".")[2] == "weight" and takes_rows:
-            wanted[key] = _table_kind(value, module.num_embeddings, module.embedding_dim)
+            wanted[key] = table_kind_of(value.dtype, module.num_embeddings, module.embedding_dim)
         else:
-            wanted[key] = _kind(value)
+            wanted[key] = kind_of(value)
     return wanted
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return in words what has to be the same for one tensor to take another's values."""
     return f"{_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
-def _table_kind(weight: torch.Tensor, num_embeddings: object, dim: object) -> str:
+def table_kind_of(dtype: torch.dtype, num_embeddings: object, dim: object) -> str:
+    """Return the same of a table."""
     ids = "any id" if num_embeddings is None else f"{num_embeddings} ids"
-    return f"table of {_name(weight.dtype)} x {dim} for {ids}"
+    return f"table of {_name(dtype)} x {dim} for {ids}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,54 @@
+"""Keeps the rows of one table of a followed job, and finds them by their ids, as evaluation reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fleet.errors import UnsupportedError
+from fleet.numeric.ids import gather, packed, scatter
+from fleet.numeric.jit import Ids
+from fleet.ps.table.memory_store import MemoryStore
+from fleet.ps.table.store import Store
+from fleet.serving.source import RowChanges, TableDescription
+
+_WEIGHT = "weight"
+_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+class KeptRows:
+    """Holds the rows of one table. Many threads may look up at a time, while none changes it."""
+
+    def __init__(self, name: str, table: TableDescription, store: Store | None = None) -> None:
+        """``store`` is where the rows lie, if not in memory."""
+        if table.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"the rows of {name!r} cannot be kept", expected=", ".join(map(str, _DTYPES)), got=table.dtype
+            )
+        self.table = table
+        self._dtype = _DTYPES[table.dtype]
+        self._store: Store = MemoryStore() if store is None else store
+        self._store.ensure_column(_WEIGHT, table.embedding_dim, 0.0, self._dtype)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def change(self, changes: RowChanges) -> None:
+        """Take in rows that are new or others, once those that are gone are taken out."""
+        if changes.gone.size:
+            self._store.remove(np.unique(changes.gone))
+        if changes.ids.size:
+            slots = self._store.insert(changes.ids)
+            self._store.write(slots)
+            scatter(self._store.column(_WEIGHT), slots, packed(changes.values.numpy(), self._dtype))
+
+    def rows(self, ids: Ids) -> torch.Tensor:
+        """Return the row of every id; one without a row has the mean of the initializer."""
+        found = np.full((ids.size, self.table.embedding_dim), self.table.mean, self._dtype)
+        gather(self._store.column(_WEIGHT), self._store.find(ids), found)
+        return torch.from_numpy(found)
+
+    def all(self) -> torch.Tensor:
+        """Return a row for every id that there may be."""
+        assert self.table.num_embeddings is not None
+        return self.rows(np.arange(self.table.num_embeddings))

@@ -1,0 +1,417 @@
+"""Follows running servers: a source (source.py) of what they have, version by version.
+
+Whoever follows is no member of the job. It asks all servers for one and the same version, a few steps ahead of where
+they are, so that each can take it between two rounds; how far ahead goes by how fast the job is and how long an answer
+takes. Several followers ask for the same versions, as they round them alike, and servers take these once for all. Where
+versions mean nothing across servers, each gives what it has.
+
+The first time, and after an outage that was too long, all rows come as they are while the training goes on; what has
+changed meanwhile, at one version, follows and makes the whole consistent. An update is told of when that is there, so
+what came before it is kept until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fleet.base.clock import Clock, SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.errors import ConfigurationError, DeadlineError, FleetError, ProtocolError, ServerBusyError, ServerLostError
+from fleet.plan.layout import DenseLayout, dense_layout
+from fleet.plan.plan import Plan, make_plan
+from fleet.plan.specs import JobSpec
+from fleet.ps.consistency import policy_of
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.transport import Call, Channel, Network, TransportError
+from fleet.ps.wire.wire_errors import raise_if_error
+from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
+
+#: A question that has no answer after so long is asked again.
+_PATIENCE_S = 10.0
+#: How long servers wait for the version that was asked for; the training may pause before it.
+_WAIT_S = 0.5
+#: After a server was not there it is asked again so soon.
+_RETRY_PAUSE_S = 0.1
+#: For no longer the training is left alone after an update: a job that ends waits a little for whom it has heard.
+_MOST_REST_S = 1.0
+#: Steps of one job are counted over about so long to tell how fast it is.
+_PACE_S = 0.2
+
+
+class _Lapsed(Exception):
+    """Says that a server does not know any more what has changed, and all begins anew."""
+
+
+@dataclass
+class _Progress:
+    """Holds how far this follower is: the number of the load that it has of each server, 0 for none, and what has come
+    since the last update."""
+
+    numbers: list[int]
+    is_whole: bool = True
+    ahead: list[Piece] = field(default_factory=list)
+
+
+class ServerSource:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        network: Network,
+        clock: Clock | None = None,
+        *,
+        startup_s: float = 60.0,
+        poll_s: float = 0.1,
+    ) -> None:
+        """``startup_s`` is how long the servers may take to have a model; ``poll_s`` how soon after an update the next
+        one is asked for, at the soonest."""
+        if not endpoints or len(set(endpoints)) != len(endpoints):
+            raise ConfigurationError(
+                "a follower needs every server of the job once",
+                expected="host:port of each, in the order that the job has them",
+                got=", ".join(map(str, endpoints)) or "none",
+            )
+        self._endpoints = tuple(endpoints)
+        self._channels: list[Channel] = [network.connect(endpoint) for endpoint in endpoints]
+        self._clock = clock or SystemClock()
+        self._startup_s, self._poll_s = startup_s, poll_s
+        self._incarnation = secrets.randbits(64)
+        self._plan: Plan | None = None
+        self._layouts: list[DenseLayout] = []
+        self._flats: list[dict[str, torch.Tensor]] = []
+        self._progress = _Progress([0 for _ in endpoints])
+        self._version = 0
+        #: servers of which everything has come that will, with the version that they ended at
+        self._over: dict[int, int] = {}
+        self._closed = False
+        self._heard_at = self._rests_until = self._clock.now()
+        self._pace = _Pace()
+
+    # ---------------------------------------------------------------- the source
+
+    def describe(self) -> SourceDescription:
+        """Return what there is; waits until there is something, or raises what is wrong."""
+        until = self._clock.now() + self._startup_s
+        while self._plan is None:
+            try:
+                self._join()
+            except (TransportError, ServerBusyError, ServerLostError) as error:
+                self._wait_for_a_model(until, str(error))
+        spec = self._plan.spec
+        return SourceDescription(
+            {param.name: (param.shape, getattr(torch, param.dtype)) for param in spec.params},
+            {
+                table.name: TableDescription(
+                    table.dim, table.num_embeddings, table.initializer.mean, getattr(torch, table.dtype)
+                )
+                for table in spec.tables
+            },
+        )
+
+    def next(self, timeout_s: float) -> Update | None:
+        """Return what leads on from the last update whose pieces were read to their end, or None if there is nothing
+        new within that time."""
+        until = self._clock.now() + timeout_s
+        while not (self._closed or self.ended):
+            pause_s = min(self._poll_s, max(0.0, self._rests_until - self._clock.now()))
+            try:
+                if not pause_s and (update := self._next()) is not None:
+                    return update
+                pause_s = max(pause_s, self._poll_s / 4)
+            except _Lapsed:
+                self._begin_anew()
+            except (TransportError, ServerBusyError):
+                pause_s = _RETRY_PAUSE_S
+                if self._over:  # the others have ended with these
+                    self._over |= dict.fromkeys(range(len(self._endpoints)), self._version) | self._over
+            left_s = until - self._clock.now()
+            if left_s <= 0:
+                break
+            self._clock.sleep(min(pause_s, left_s))
+        return None
+
+    @property
+    def heard_at(self) -> float:
+        """Return when, on the monotonic clock, the servers were last heard to have nothing newer than the last
+        update."""
+        return self._heard_at
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the job is over, and its last version was given."""
+        return len(self._over) == len(self._endpoints)
+
+    def close(self) -> None:
+        """Follow no more; ``next`` returns soon."""
+        if self._closed:
+            return
+        self._closed = True
+        for channel in self._channels:
+            with contextlib.suppress(TransportError, FleetError):
+                channel.start(Frame(self._request(unfollow=pb.Unfollow())), 1.0).result()
+            channel.close()
+
+    # ---------------------------------------------------------------- beginning
+
+    def _wait_for_a_model(self, until: float, reason: str) -> None:
+        if self._clock.now() >= until or self._closed:
+            raise DeadlineError(
+                "there is no model to follow",
+                where=", ".join(map(str, self._endpoints)),
+                expected=f"all servers with their initial values within {self._startup_s:g} s",
+                got=reason,
+                todo="Start the job, and give the endpoints of all of its servers, in their order.",
+            )
+        self._clock.sleep(_RETRY_PAUSE_S)
+
+    def _join(self) -> None:
+        """Tell all servers that this process follows, and learn which model they have."""
+        count = len(self._endpoints)
+        replies = self._ask(
+            {server: self._request(follow=pb.Follow(server=server, servers=count)) for server in range(count)}
+        )
+        if not all(reply.message.initialized for reply in replies.values()):
+            raise ServerLostError("the job has not begun")
+        if len({reply.message.about for reply in replies.values()}) > 1:
+            raise ServerLostError("the servers do not have the same parameters yet")
+        plan = make_plan(JobSpec.from_json(replies[0].message.about))
+        self._layouts = [dense_layout(plan, server) for server in range(count)]
+        self._flats = [
+            {dtype: torch.zeros(size, dtype=getattr(torch, dtype)) for dtype, size in layout.sizes.items()}
+            for layout in self._layouts
+        ]
+        self._progress = _Progress([0 for _ in range(count)])
+        self._over = {}
+        self._plan = plan
+
+    def _begin_anew(self) -> None:
+        self._plan = None
+        with contextlib.suppress(TransportError, ServerBusyError, ServerLostError):  # tried again later
+            self._join()
+
+    # ---------------------------------------------------------------- going on
+
+    def _next(self) -> Update | None:
+        if self._plan is None:
+            self._begin_anew()
+        plan = self._plan
+        if plan is None:
+            raise TransportError("a server is not there")
+        for server, number in enumerate(self._progress.numbers):
+            if number == 0:
+                self._take_ahead(server, self._granted({server: pb.Changes()})[server])
+        agree = policy_of(plan.spec.settings).versions_agree
+        for _ in range(4):  # where very many rows have changed, most of them come first
+            asked_at = self._clock.now()
+            replies = self._asked_together() if agree else self._asked_each()
+            loads = {server: reply for server, reply in replies.items() if reply.message.granted}
+            if not loads:
+                return None
+            rest_s = max(reply.message.news.rest_s for reply in loads.values())
+            self._rests_until = self._clock.now() + min(max(self._poll_s, rest_s), _MOST_REST_S)
+            large = {server: reply for server, reply in loads.items() if not reply.message.news.exact}
+            if not large:
+                version = min([reply.message.version for reply in replies.values()] + [*self._over.values()])
+                return self._update(version, loads, asked_at)
+            for server, reply in large.items():
+                self._take_ahead(server, reply)
+        return None
+
+    def _asked_each(self) -> dict[int, Frame]:
+        """Ask each server for what it has."""
+        asked_at = self._clock.now()
+        replies = self._granted({server: pb.Changes() for server in self._living})
+        if not any(reply.message.granted for reply in replies.values()):
+            self._heard_at = asked_at
+        return replies
+
+    def _asked_together(self) -> dict[int, Frame]:
+        """Ask all servers for the same version, if they have anything new. If they do not give it, there is nothing."""
+        asked_at = self._clock.now()
+        probed = self._granted({server: pb.Changes(probe=True) for server in self._living})
+        answered_at = self._clock.now()
+        if not any(reply.message.news.newer for reply in probed.values()):
+            self._heard_at = asked_at
+            return {}
+        newest = max(reply.message.version for reply in probed.values())
+        version = self._pace.choose(newest, answered_at, answered_at - asked_at, self._poll_s)
+        wanted = pb.Changes(version=version, wait_s=_WAIT_S)
+        replies = self._granted(dict.fromkeys(self._living, wanted))
+        given = {(reply.message.version, reply.message.loads) for reply in replies.values() if reply.message.granted}
+        may_lack = all(reply.message.granted or not reply.message.news.newer for reply in replies.values())
+        if len(given) == 1 and may_lack and given.pop()[0] == version:
+            self._pace.succeeded()
+            return replies
+        self._pace.failed(max(reply.message.version for reply in replies.values()) > version)
+        return {}
+
+    @property
+    def _living(self) -> list[int]:
+        return [server for server in range(len(self._endpoints)) if server not in self._over]
+
+    def _granted(self, wanted: dict[int, pb.Changes]) -> dict[int, Frame]:
+        """Ask servers what has changed, and return what they say."""
+        assert self._plan is not None
+        requests = {}
+        for server, changes in wanted.items():
+            asks = pb.Changes()
+            asks.CopyFrom(changes)
+            asks.since, asks.fingerprint = self._progress.numbers[server], self._plan.fingerprint
+            requests[server] = self._request(changes=asks)
+        replies = self._ask(requests)
+        for server, reply in replies.items():
+            if reply.message.news.lapsed:
+                raise _Lapsed
+            if reply.message.news.over:
+                self._over[server] = reply.message.version
+        return replies
+
+    def _take_ahead(self, server: int, reply: Frame) -> None:
+        """Keep what is not of one version, until what follows makes it so."""
+        if not reply.message.granted:
+            raise TransportError("a server has no values yet")
+        number = reply.message.news.number
+        self._progress.ahead += self._pieces(plan=self._known_plan, loads={server: number}, flats=[])
+        self._progress.numbers[server] = number
+
+    @property
+    def _known_plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _update(self, version: int, loads: dict[int, Frame], asked_at: float) -> Update:
+        progress, plan = self._progress, self._known_plan
+        numbers = {server: reply.message.news.number for server, reply in loads.items()}
+
+        def pieces() -> Iterator[Piece]:
+            flats: list[tuple[int, str, int, torch.Tensor]] = []
+            try:
+                yield from progress.ahead
+                yield from self._pieces(plan, numbers, flats)
+            except (_Lapsed, TransportError) as error:
+                raise ServerLostError(
+                    "a server went away while it gave an update",
+                    where=", ".join(map(str, self._endpoints)),
+                    got=str(error) or "it does not know any more what has changed",
+                    todo="Ask for the next update.",
+                ) from None
+            for server, dtype, start, values in flats:
+                self._flats[server][dtype][start : start + len(values)] = values
+            if dense := self._dense(plan, {server for server, *_ in flats}):
+                yield Piece(dense=dense)
+            for server, number in numbers.items():
+                progress.numbers[server] = number
+            progress.ahead, progress.is_whole = [], False
+            self._version, self._heard_at = version, asked_at
+
+        return Update(version, progress.is_whole, pieces())
+
+    def _pieces(
+        self, plan: Plan, loads: dict[int, int], flats: list[tuple[int, str, int, torch.Tensor]]
+    ) -> Iterator[Piece]:
+        """Yield the rows that servers have under these numbers; dense values go to ``flats``."""
+        calls = {server: self._fetch(server, number, "") for server, number in loads.items()}
+        while calls:
+            for server, call in list(calls.items()):
+                reply = raise_if_error(call.result())
+                message, tensors = reply.message, reply.tensors
+                if message.news.lapsed or message.news.number != loads[server]:
+                    raise _Lapsed
+                if message.cursor:
+                    calls[server] = self._fetch(server, loads[server], message.cursor)
+                else:
+                    del calls[server]
+                if not message.changed and tensors:
+                    dtype, start = tensors[0].dtype, message.news.start
+                    if len(tensors) != 1 or start + tensors[0].array.size > self._layouts[server].sizes.get(dtype, 0):
+                        raise ProtocolError("dense values do not fit the plan", got=f"{dtype}, {start}")
+                    flats.append((server, dtype, start, tensors[0].torch().view(-1)))
+                rows = _rows(plan, message.changed, [each.torch() for each in tensors])
+                if rows:
+                    yield Piece(rows=rows)
+
+    def _fetch(self, server: int, number: int, cursor: str) -> Call:
+        request = self._request(fetch=pb.Fetch(number=number, cursor=cursor))
+        return self._channels[server].start(Frame(request), _PATIENCE_S)
+
+    def _dense(self, plan: Plan, servers: set[int]) -> dict[str, torch.Tensor]:
+        """Return the parameters of which these servers have a part."""
+        params = sorted({slot.block.param for server in servers for slot in self._layouts[server].slots})
+        made = {
+            index: torch.empty(plan.spec.params[index].numel, dtype=getattr(torch, plan.spec.params[index].dtype))
+            for index in params
+        }
+        for layout, flats in zip(self._layouts, self._flats, strict=True):
+            for slot in layout.slots:
+                if slot.block.param in made:
+                    begin = slot.block.offset
+                    made[slot.block.param][begin : begin + slot.block.numel] = flats[slot.dtype][slot.start : slot.stop]
+        return {plan.spec.params[i].name: flat.view(plan.spec.params[i].shape) for i, flat in made.items()}
+
+    # ---------------------------------------------------------------- asking
+
+    def _request(self, **kind: object) -> pb.Request:
+        return pb.Request(incarnation=self._incarnation, **kind)  # type: ignore[arg-type]
+
+    def _ask(self, requests: dict[int, pb.Request]) -> dict[int, Frame]:
+        """Ask servers, all at once, and return their replies."""
+        calls = {
+            server: self._channels[server].start(Frame(request), _PATIENCE_S) for server, request in requests.items()
+        }
+        return {server: raise_if_error(call.result()) for server, call in calls.items()}
+
+
+class _Pace:
+    """Chooses the version to ask for, by how fast a job is: the newest there is if it is slow, so that the training
+    need not go on; else one some steps ahead, and the same that others choose."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[float, int] | None = None
+        self._steps_s = 0.0
+        self._slack = 1.0
+
+    def choose(self, newest: int, now: float, took_s: float, every_s: float) -> int:
+        """Return the version to ask for, when servers have been heard to be at ``newest``, after ``took_s``."""
+        if self._seen is None or newest < self._seen[1]:
+            self._seen = (now, newest)
+        elif now - self._seen[0] >= _PACE_S:
+            self._steps_s = (newest - self._seen[1]) / (now - self._seen[0])
+            self._seen = (now, newest)
+        ahead = self._steps_s * took_s * 2 * self._slack + self._slack - 1
+        if ahead < 0.5:
+            return newest
+        stride = 1 << max(0, math.floor(math.log2(max(1.0, self._steps_s * every_s))))
+        return -(-(newest + math.ceil(ahead)) // stride) * stride
+
+    def succeeded(self) -> None:
+        """Note that the servers had the version."""
+        self._slack = max(1.0, self._slack / 1.5)
+
+    def failed(self, is_past: bool) -> None:
+        """Note that they did not: they were past it, or did not come so far."""
+        if is_past:
+            self._slack = min(64.0, self._slack * 2)
+        else:
+            self._slack, self._steps_s, self._seen = 1.0, 0.0, None
+
+
+def _rows(plan: Plan, tables: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[str, RowChanges]:
+    """Return the rows of a piece by the names of their tables."""
+    if not tables:
+        return {}
+    if len(tensors) != 3 * len(tables) or max(tables) >= len(plan.spec.tables):
+        raise ProtocolError("a piece of rows does not fit the plan", got=f"{len(tensors)} tensors")
+    found = {}
+    for place, index in enumerate(tables):
+        spec, (ids, values, gone) = plan.spec.tables[index], tensors[3 * place : 3 * place + 3]
+        expected = (ids.numel(), spec.dim), getattr(torch, spec.dtype)
+        if (tuple(values.shape), values.dtype) != expected or {ids.dtype, gone.dtype} != {torch.int64}:
+            raise ProtocolError(f"rows of {spec.name!r} do not fit the plan", got=f"{tuple(values.shape)}")
+        found[spec.name] = RowChanges(ids.numpy(), values, gone.numpy())
+    return found

@@ -1,0 +1,84 @@
+"""Says what a follower is told, and by whom: one version of a model after the other.
+
+A source is running servers, or the directory of a job's checkpoints. It describes what there is once, and then gives
+updates, each of which leads from one version to a later one, or brings a whole version. An update comes in pieces, as a
+table may be larger than what should travel at once; nobody reads a version before its last piece is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True)
+class TableDescription:
+    """Describes a table: ``mean`` is what ids without a row read."""
+
+    embedding_dim: int
+    num_embeddings: int | None
+    mean: float
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class SourceDescription:
+    """Describes the model that a source has: the shapes of its dense parameters, and its tables, by the names that they
+    have in the model."""
+
+    dense: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    tables: Mapping[str, TableDescription]
+
+
+@dataclass(frozen=True, eq=False)
+class RowChanges:
+    """Holds rows of a table that are new or have other values, and ids whose rows are gone."""
+
+    ids: npt.NDArray[np.int64]
+    values: torch.Tensor
+    gone: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Holds a part of an update."""
+
+    dense: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rows: Mapping[str, RowChanges] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Leads to ``version``: from the one before, or, if it is ``whole``, from nothing. ``pieces`` may be read once;
+    an error of the source that comes out of it means that the update did not happen."""
+
+    version: int
+    whole: bool
+    pieces: Iterator[Piece]
+
+
+class Source(Protocol):
+    """Gives the versions of a model. One thread at a time uses it, except for ``heard_at`` and ``close``."""
+
+    def describe(self) -> SourceDescription:
+        """Return what there is; waits until there is something, or raises what is wrong."""
+
+    def next(self, timeout_s: float) -> Update | None:
+        """Return what leads on from the last update whose pieces were read to their end, or None if there is nothing
+        new within that time. The first one is whole, and so is one after an outage that was too long."""
+
+    @property
+    def heard_at(self) -> float:
+        """Return when, on the monotonic clock, the source was last heard to have nothing newer than the last update."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether there will be nothing more: the job is over."""
+
+    def close(self) -> None:
+        """Let go of whatever is held, from any thread; ``next`` returns soon."""
