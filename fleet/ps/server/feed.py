@@ -107,7 +107,7 @@ class Feed:
                 "as many follow this server as may",
                 where=self.where,
                 expected=f"at most {MOST} followers",
-                todo="Let some ask a replica (fleet replica), which is one follower for many.",
+                todo="Let several predictors share a process, and the model in it.",
             )
         self.followers[follower] = Follower(now)
 
