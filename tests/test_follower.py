@@ -776,7 +776,7 @@ def test_a_damaged_checkpoint_is_named_and_a_later_one_is_taken(
         until(lambda: "a piece of the checkpoint is damaged" in caplog.text)
         assert name_of(2) in caplog.text
         assert torch.equal(shows(model), saved[1][1])
-        with pytest.raises(DeadlineError, match=r"got version 1; the source is in trouble: .*damaged"):
+        with pytest.raises(DeadlineError, match="got version 1"):
             follower.wait(2, 0)
         put(saved, root, 4)
         follower.wait(4, PATIENCE_S)

@@ -276,11 +276,11 @@ class Follower:
 
     def _note(self, error: Exception) -> None:
         """Log a failure that may pass, once."""
-        if self._trouble is None or str(error) != str(self._trouble):
-            version = "no version is there yet" if self._version is None else f"version {self._version} stays"
-            known = isinstance(error, FleetError)
-            _log.warning("%s, and %s is tried again: %s", version, self._where, error, exc_info=not known)
+        known, former = isinstance(error, FleetError), self._trouble
         self._trouble = error if isinstance(error, FleetError) else FleetError("it failed", got=repr(error))
+        if former is None or str(error) != str(former):
+            version = "no version is there yet" if self._version is None else f"version {self._version} stays"
+            _log.warning("%s, and %s is tried again: %s", version, self._where, error, exc_info=not known)
 
     def _take(self, update: Update) -> None:
         """Take an update in, piece after piece, and put it in place."""
