@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from dying import ENVIRON, DyingJob
 from fuzz import ENDPOINT, requests
 from harness import PATIENT, Job, until
 from inside import job_of, tiny_tiers
+from patience import PATIENCE_S
 
 import fleet.nn
 from fleet import Fleet
@@ -72,14 +74,13 @@ class Followed:
         until(there)
 
     def to_the_end(self, each: Callable[[Followed], None] = lambda _: None) -> Followed:
-        def over() -> bool:
+        deadline = time.monotonic() + 4 * PATIENCE_S
+        while not self.source.ended:
+            assert time.monotonic() < deadline, "the job did not end"
             update = self.source.next(1.0)
             if update is not None:
                 self.take(update)
                 each(self)
-            return self.source.ended
-
-        until(over)
         return self
 
 
@@ -603,6 +604,7 @@ def test_ids_that_change_again_and_again_are_kept_once() -> None:
     log.close()
 
 
+@pytest.mark.slow
 def test_a_durable_server_that_was_killed_is_followed_on(tmp_path: Path) -> None:
     reached = [0]
 
