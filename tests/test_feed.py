@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dying import ENVIRON, DyingJob
 from fuzz import ENDPOINT, requests
 from harness import PATIENT, Job, until
 from inside import job_of, tiny_tiers
@@ -602,26 +601,3 @@ def test_ids_that_change_again_and_again_are_kept_once() -> None:
     log.keep([log.mark()])
     assert log.since(mark) is None
     log.close()
-
-
-@pytest.mark.slow
-def test_a_durable_server_that_was_killed_is_followed_on(tmp_path: Path) -> None:
-    reached = [0]
-
-    def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
-        if step in (4, 8):
-            made.barrier_worker()
-            until(lambda: reached[0] >= step)
-            if step == 4 and index == 0:
-                job.hosts[1].kill()
-            made.barrier_worker()
-
-    def take(followed: Followed) -> None:
-        reached[0] = followed.version
-
-    job = DyingJob(trains(10, None, adam, Net, after), tmp_path, environ=ENVIRON)
-    with following(job) as followed:
-        followed.to_the_end(take)
-    assert_same(followed, job.results[0])
-    assert followed.version == 10
-    assert followed.wholes == 2
