@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dying import ENVIRON, DyingJob
 from fuzz import ENDPOINT, requests
 from harness import PATIENT, Job, until
 from inside import job_of, tiny_tiers
@@ -601,3 +602,27 @@ def test_ids_that_change_again_and_again_are_kept_once() -> None:
     log.keep([log.mark()])
     assert log.since(mark) is None
     log.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [(1,), (0,), (0, 1)], ids=str)
+def test_a_durable_server_that_was_killed_is_followed_on(killed: tuple[int, ...], tmp_path: Path) -> None:
+    reached = [0]
+
+    def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
+        if step in (4, 8, 10):
+            made.barrier_worker()
+            until(lambda: reached[0] >= step)
+            if step == 4 and index == 0:
+                for server in killed:
+                    job.hosts[server].kill()
+            made.barrier_worker()
+
+    job = DyingJob(trains(10, None, adam, Net, after), tmp_path, environ=ENVIRON)
+    with following(job) as followed:
+        while followed.version < 10:
+            followed.reach(followed.version + 1)
+            reached[0] = followed.version
+    assert_same(followed, job.results[0])
+    assert followed.version == 10
+    assert followed.wholes == 2

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from fleet.errors import CheckpointError, ConfigurationError
 from fleet.launch.cli import main
 from fleet.ps.server.blame import blame
 from fleet.ps.server.durability import state_directory
-from fleet.ps.server.durability.kept_state import kept_servers
-from fleet.ps.server.durability.state_directory import StateDirectory
+from fleet.ps.server.durability.kept_state import RemovedError, Segment, _removed, kept_servers
+from fleet.ps.server.durability.state_directory import Kind, StateDirectory
 from fleet.ps.server.replay import Replay
 
 STEPS = 5
@@ -642,3 +642,33 @@ def test_what_is_removed_meanwhile_is_missed_by_name(run: Run, tmp_path: Path) -
     shutil.rmtree(server.directory / "snapshot-00000001")
     with pytest.raises(CheckpointError, match="not there any more"):
         Replay(server, ProcessSettings(), SystemClock()).to(server.segments[1].first, lambda *_: None)
+
+
+def test_a_journal_that_is_removed_before_it_is_opened_is_no_gap(run: Run, tmp_path: Path) -> None:
+    durable = tmp_path / "durable"
+    shutil.copytree(run.durable, durable)
+    (server, _) = kept_servers(durable)
+    segment = server.segments[1]
+    assert len(server.segments) > 2
+    (durable / server.directory.name / f"journal-{segment._number:08d}").unlink()
+    with pytest.raises(RemovedError, match="not there any more"):
+        Replay(server, ProcessSettings(), SystemClock()).to(segment.first + 1, lambda *_: None)
+
+
+def test_a_state_that_gives_way_to_a_newer_one_is_read_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    durable, opened = tmp_path / "durable", list[Path]()
+    shutil.copytree(run.durable, durable)
+    records = Segment.records
+
+    def with_a_snapshot_meanwhile(segment: Segment) -> Iterator[tuple[Kind, memoryview]]:
+        opened.append(segment.directory)
+        if len(opened) == 2:
+            raise _removed(segment.directory)
+        return records(segment)
+
+    monkeypatch.setattr(Segment, "records", with_a_snapshot_meanwhile)
+    assert main(["replay", str(durable)]) == 0
+    assert len(opened) > 3
+    assert capsys.readouterr().out.count("after step") == 2

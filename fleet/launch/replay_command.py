@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -12,13 +13,15 @@ from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.errors import ConfigurationError
 from fleet.ps.server.blame import Change, blame, check_row, server_of
 from fleet.ps.server.digests import Parting, compare, differing_places, digests, each_step
-from fleet.ps.server.durability.kept_state import KeptServer, kept_servers
+from fleet.ps.server.durability.kept_state import KeptServer, RemovedError, kept_servers
 from fleet.ps.server.job import Job
 from fleet.ps.server.lean import be_lean
 from fleet.ps.server.replay import NOWHERE, Replay, shares_versions
 from fleet.ps.server.replayed_checkpoint import write_job, write_server
 from fleet.ps.server.runtime import stores_of
 
+#: A server that runs may remove what is being read; there is a newer state then.
+_MORE_TIMES = 3
 #: So many of the names that differ are told.
 _MOST_NAMES = 10
 
@@ -27,6 +30,14 @@ def carry_out(options: argparse.Namespace) -> int:
     """Do what the options ask for, and return the exit code."""
     be_lean()
     logging.getLogger("fleet").setLevel(logging.ERROR)  # what servers said then is no news
+    for _ in range(_MORE_TIMES):
+        with contextlib.suppress(RemovedError):
+            return _carry_out(options)
+    return _carry_out(options)
+
+
+def _carry_out(options: argparse.Namespace) -> int:
+    """Do it once. Nothing is printed before all is read, lest it be printed again."""
     kept = kept_servers(options.durable_dir, options.job)
     if options.blame is not None:
         return _blame(options, kept)
@@ -91,9 +102,11 @@ def _write(options: argparse.Namespace, replays: Sequence[Replay]) -> int:
 
 
 def _tell(options: argparse.Namespace, replays: Sequence[Replay]) -> int:
+    seen: list[tuple[Replay, int, dict[str, str]]] = []
     for replay in replays:
         found: dict[str, str] = {}
-        last = replay.to(options.to, partial(_take, found))
+        seen.append((replay, replay.to(options.to, partial(_take, found)), found))
+    for replay, last, found in seen:
         spec = replay.kept.spec
         job = f"job {replay.kept.job_id!r}" if replay.kept.job_id else "a job without FLEET_JOB_ID"
         print(f"{replay.kept.name}, of {spec.settings.server_num}: {job}, {spec.settings.mode}")
@@ -108,8 +121,8 @@ def _take(found: dict[str, str], job: Job, _: int) -> None:
 
 
 def _digests(options: argparse.Namespace, replays: Sequence[Replay]) -> int:
-    for replay in replays:
-        for step, found in each_step(replay, options.to).items():
+    for replay, steps in [(replay, each_step(replay, options.to)) for replay in replays]:
+        for step, found in steps.items():
             for name, digest in found.items():
                 print(f"{step}  {replay.kept.server}  {digest}  {name}")
     return 0
@@ -131,29 +144,32 @@ def _diff(options: argparse.Namespace, replays: Sequence[Replay]) -> int:
             )
     pairs = [(replay, _replay(others[replay.kept.server])) for replay in replays]
     compared = [compare(left, right, options.to) for left, right in pairs]
-    print(f"A  {options.durable_dir}\nB  {options.diff}\n")
     partings = [each.parting for each in compared if each.parting is not None]
+    told = [f"A  {options.durable_dir}", f"B  {options.diff}", ""]
     if not partings:
         first, last = max(each.first for each in compared), min(each.last for each in compared)
-        print(f"the same, bit by bit, after every step from {first} to {last}")
+        told.append(f"the same, bit by bit, after every step from {first} to {last}")
+        print(*told, sep="\n")
         return 0
     earliest = min(parting.step for parting in partings)
     for (left, right), each in zip(pairs, compared, strict=True):
         if each.parting is not None and each.parting.step == earliest:
-            _tell_parting(left, right, each.parting)
+            told += _told_of_parting(left, right, each.parting)
+    print(*told, sep="\n")
     return 1
 
 
-def _tell_parting(left: Replay, right: Replay, parting: Parting) -> None:
+def _told_of_parting(left: Replay, right: Replay, parting: Parting) -> list[str]:
     before = "they are the same before it" if parting.is_later else "the first that both have"
-    print(f"{left.kept.name} differs first after step {parting.step} ({before})")
+    told = [f"{left.kept.name} differs first after step {parting.step} ({before})"]
     for name in parting.names[:_MOST_NAMES]:
         places, count = differing_places(left, right, parting.step, name)
         kind = "ids" if any(table.name == name for table in left.kept.spec.tables) else "elements"
         listed = ", ".join(map(str, places)) + (", …" if count > len(places) else "")
-        print(f"  {name}: {f'{count} {kind}: {listed}' if count else 'its step count'}")
+        told.append(f"  {name}: {f'{count} {kind}: {listed}' if count else 'its step count'}")
     if len(parting.names) > _MOST_NAMES:
-        print(f"  and {len(parting.names) - _MOST_NAMES} more")
+        told.append(f"  and {len(parting.names) - _MOST_NAMES} more")
+    return told
 
 
 # ---------------------------------------------------------------------------------------------- blame

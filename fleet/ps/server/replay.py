@@ -16,7 +16,7 @@ from fleet.base.settings import ObservingSettings, ProcessSettings
 from fleet.errors import CheckpointError, ConfigurationError, FleetError
 from fleet.plan.specs import JobSpec
 from fleet.ps.consistency import policy_of
-from fleet.ps.server.durability.kept_state import KeptServer, Segment
+from fleet.ps.server.durability.kept_state import KeptServer, RemovedError, Segment
 from fleet.ps.server.job import Due, Job
 from fleet.ps.server.service import Service
 from fleet.ps.table.stores import MemoryStores, Stores
@@ -106,6 +106,8 @@ class Replay:
                         return
                 if watch.is_over():
                     return
+            except RemovedError:
+                raise
             except CheckpointError as error:
                 raise self._cannot_go_on(error, watch) from None
             job = service.job

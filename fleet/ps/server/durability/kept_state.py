@@ -23,6 +23,7 @@ from fleet.ps.server.durability.state_directory import (
     SNAPSHOT,
     Journal,
     Kind,
+    Snapshot,
     StateDirectory,
     ended_number,
     numbers_in,
@@ -33,6 +34,10 @@ from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import read_frame
 
 
+class RemovedError(CheckpointError):
+    """Says that a server which runs has taken a snapshot, and removed what was being read: there is a newer state."""
+
+
 class Segment(StateDirectory):
     """Is a server's directory as it was from one snapshot on, for reading."""
 
@@ -41,14 +46,14 @@ class Segment(StateDirectory):
         self.directory = directory
         self._number = number
         self._sync = NEVER
-        self.snapshot = snapshot_in(directory, number) if number else None
+        self.snapshot = _snapshot(directory, number) if number else None
         #: how many updates the server had made when it begins
         self.first: int = 0 if self.snapshot is None else self.snapshot.state["version"]
 
     def records(self) -> Iterator[tuple[Kind, memoryview]]:
         """Yield what happened after the snapshot."""
         numbers = self._journal_numbers()
-        for number in numbers:
+        for number in range(self._number, numbers[-1] + 1):  # those between are there, or were removed just now
             path = self._path(JOURNAL, number)
             try:
                 journal = Journal(path, read_only=True)
@@ -60,10 +65,13 @@ class Segment(StateDirectory):
 
     def pieces(self) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Yield the shard's pieces in the snapshot, in the order in which they are to be taken."""
-        for file in self._files():
-            if not (self.directory / file.file).exists():
-                raise _removed(self.directory / file.file)
-        yield from super().pieces()
+        try:
+            yield from super().pieces()
+        except (CheckpointError, OSError):
+            for path in (self.directory / file.file for file in self._files()):
+                if not path.exists():
+                    raise _removed(path) from None
+            raise
 
 
 @dataclass(frozen=True)
@@ -173,8 +181,17 @@ def _beginning(segment: Segment) -> tuple[Origin, pb.Hello | None]:
     return origin, None
 
 
-def _removed(path: Path) -> CheckpointError:
-    return CheckpointError(
+def _snapshot(directory: Path, number: int) -> Snapshot:
+    try:
+        return snapshot_in(directory, number)
+    except CheckpointError:
+        if number in snapshots_in(directory):
+            raise
+        raise _removed(directory / f"{SNAPSHOT}{number:08d}") from None
+
+
+def _removed(path: Path) -> RemovedError:
+    return RemovedError(
         "what a server has kept is not there any more",
         where=str(path),
         got="it was removed while it was being read, or is lost",
