@@ -181,6 +181,9 @@ class Process:
             self._popen.stdin.write(f"{line}\n")
             self._popen.stdin.flush()
 
+    def send(self, what: signal.Signals) -> None:
+        os.killpg(self._popen.pid, what)
+
     def wait(self, deadline: float) -> None:
         """For an end by itself; what has done its work and does not end is ended with the context."""
         with contextlib.suppress(subprocess.TimeoutExpired):
