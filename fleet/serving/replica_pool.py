@@ -92,7 +92,7 @@ class PoolSource:
         startup_s: float,
         poll_s: float,
     ) -> None:
-        """One attempt takes a part of ``deadline_s``, so that all replicas can be asked within it."""
+        """``deadline_s`` is divided, so that all replicas can be asked within it."""
         self._clock = clock
         self._startup_s, self._poll_s = startup_s, poll_s
         self._attempt_s = deadline_s / (len(endpoints) + 1)
