@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +23,8 @@ import torch
 from fleet.errors import IdOutOfRangeError, NotInitializedError, PlanMismatchError
 from fleet.numeric.ids import bounds, first_outside, gather, lift, packed_ids
 from fleet.numeric.jit import Array, Ids
-from fleet.ps.table.bundle import Joined, join
+from fleet.ps.table.bundle import join
 from fleet.ps.table.index import find_each
-from fleet.ps.table.store import Layout
 from fleet.serving.kept_rows import WEIGHT, KeptRows
 from fleet.serving.source import Piece, RowChanges, SourceDescription
 
@@ -70,10 +68,12 @@ class Editions:
         self._described: SourceDescription | None = None
         self.names: tuple[str, ...] = ()
         self._kept: list[KeptRows] = []
+        self._widths = np.empty(0, np.int64)
         #: of the newest edition; nobody changes it
         self._dense: Mapping[str, torch.Tensor] = {}
         #: the last of it is what the newest edition has changed
         self._before: deque[_Before] = deque()
+        #: by the places of tables, until rows change
         self._asked: dict[tuple[int, ...], _TablesAsked] = {}
         self._is_closed = False
         self.lookups = self.rows_asked = self.misses = 0
@@ -83,6 +83,7 @@ class Editions:
     def fit(self, source: SourceDescription) -> None:
         self.names = tuple(source.tables)
         self._kept = self.new_rows(source)
+        self._widths = np.array([each.table.embedding_dim * each.dtype.itemsize for each in self._kept], np.int64)
         self._described = source
 
     def new_rows(self, source: SourceDescription) -> list[KeptRows]:
@@ -99,11 +100,11 @@ class Editions:
             if draft.whole:
                 self._kept = draft.kept
                 self._before.clear()
-                self._asked.clear()
             else:
                 self._before.append(_Before(self.newest.version, self._changed(draft.rows)))
                 while len(self._before) > MOST_EDITIONS or sum(each.count for each in self._before) > MOST_ROWS:
                     self._before.popleft()
+            self._asked.clear()
             self._dense = {**self._dense, **draft.dense}
             self._edition = Edition(number, draft.version)
         return True
@@ -151,6 +152,13 @@ class Editions:
             return self.newest, self._dense
 
     @property
+    def widths(self) -> Ids:
+        """Return how many bytes a row of each table has."""
+        if self._described is None:
+            raise _unfilled()
+        return self._widths
+
+    @property
     def row_count(self) -> int:
         return sum(map(len, self._kept))
 
@@ -195,7 +203,7 @@ class Editions:
 
 
 class _TablesAsked:
-    """Reads the tables of a request: with one call of each loop, where their rows are of one kind."""
+    """Reads the tables of a request until something changes: with one call of each loop, if their rows are alike."""
 
     def __init__(self, names: Sequence[str], kept: Sequence[KeptRows]) -> None:
         self._names = names
@@ -204,9 +212,9 @@ class _TablesAsked:
         self._limits = np.array([(_LEAST, _GREATEST) if n is None else (0, n - 1) for n in numbers], np.int64)
         self._means = np.array([each.table.mean for each in kept])
         self._has_one_mean = len(set(self._means.tolist())) == 1
-        self._are_alike = len(kept) > 1 and len({(each.table.embedding_dim, each.dtype) for each in kept}) == 1
-        #: all tables as one, and of which layouts that is
-        self._joined: tuple[Sequence[Layout | None], Joined | None] = (), None
+        are_alike = len(kept) > 1 and len({(each.table.embedding_dim, each.dtype) for each in kept}) == 1
+        #: all tables as one
+        self._joined = join([each.layout for each in kept], (WEIGHT,)) if are_alike else None
 
     def check_range(self, ids: Ids, stops: Ids) -> None:
         place = first_outside(ids, stops, self._limits) if stops.size else -1
@@ -218,7 +226,7 @@ class _TablesAsked:
 
     def read(self, ids: Ids, stops: Ids) -> tuple[list[Array], int]:
         """Return the rows, in one part or in one for each table, and how many ids have none."""
-        joined = self._join() if self._are_alike else None
+        joined = self._joined
         if joined is None:
             return self._read_each(ids, stops)
         first = self._kept[0]
@@ -241,14 +249,6 @@ class _TablesAsked:
             absent += kept.read_over(ids[start:stop], part)
             parts.append(part)
         return parts, absent
-
-    def _join(self) -> Joined | None:
-        layouts = [kept.layout for kept in self._kept]
-        known, joined = self._joined
-        if len(known) < len(layouts) or any(map(is_not, layouts, known)):
-            joined = join(layouts, (WEIGHT,))
-            self._joined = layouts, joined
-        return joined
 
 
 class _Draft:

@@ -158,27 +158,25 @@ class Replica:
 
     def _checked(self, asked: pb.LookUpRequest) -> tuple[tuple[int, ...], Ids, Ids]:
         """Return what a request asks for, once it is known that it can be had, before any memory is taken for it."""
-        tables = tuple(self._editions.described.tables.values())
+        widths = self._editions.widths
         places, counts = tuple(asked.tables), list(asked.counts)
-        most = max(_MOST_TABLES, len(tables))
+        most = max(_MOST_TABLES, len(widths))
         if len(places) != len(counts) or len(places) > most:
             raise ProtocolError(
                 "a look-up has as many counts as tables",
                 expected=f"up to {most} of each",
                 got=f"{len(places)} and {len(counts)}",
             )
-        if places and max(places) >= len(tables):
-            raise ProtocolError("there is no such table", expected=f"from 0 to {len(tables) - 1}", got=max(places))
-        if 8 * sum(counts) != len(asked.ids):
+        if places and max(places) >= len(widths):
+            raise ProtocolError("there is no such table", expected=f"from 0 to {len(widths) - 1}", got=max(places))
+        if 8 * sum(counts) != len(asked.ids):  # counts may be as large as they like, and Python's sum is exact
             raise ProtocolError(
                 "a look-up's ids are not as many as it says",
                 expected=f"{8 * sum(counts)} bytes",
                 got=f"{len(asked.ids)} bytes",
             )
-        nbytes = sum(
-            count * tables[place].embedding_dim * tables[place].dtype.itemsize
-            for place, count in zip(places, counts, strict=True)
-        )
+        numbers = np.array(counts, np.int64)
+        nbytes = int(numbers @ widths[list(places)])
         if max(nbytes, len(asked.ids)) > self._most_bytes:
             raise ProtocolError(
                 "a look-up asks for too much at once",
@@ -186,7 +184,7 @@ class Replica:
                 got=f"{len(asked.ids)} and {nbytes}",
                 todo="Divide it.",
             )
-        return places, np.cumsum(counts, dtype=np.int64), np.frombuffer(asked.ids, "<i8").astype(np.int64)
+        return places, numbers.cumsum(), np.frombuffer(asked.ids, "<i8").astype(np.int64)
 
     def _dense(self, request: bytes) -> Iterator[bytes]:
         _read(pb.DenseRequest, request)
