@@ -19,6 +19,7 @@ from harness import Job, until
 from patience import PATIENCE_S
 from prepared import Prepared
 from test_follower import CLOSED, DESCRIBED, DIM, IDS, MEAN, FakeSource, Net, rows_of
+from test_security import Files, files  # noqa: F401 (a fixture)
 
 import fleet.nn
 from fleet import Fleet
@@ -310,6 +311,20 @@ def test_a_token_is_asked_for(served: Served, monkeypatch: pytest.MonkeyPatch) -
         assert is_of(remote, 1)
 
 
+def test_certificates_are_asked_for(
+    served: Served,
+    files: Files,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint = served.start(**files.issued("127.0.0.1"), **files.trusting())
+    with pytest.raises(AuthenticationError, match="speaks TLS only"):
+        RemoteModel(Net(), [endpoint])
+    for name, value in {**files.issued("predictor"), **files.trusting()}.items():
+        monkeypatch.setenv(name, value)
+    with RemoteModel(Net(), [endpoint]) as remote:
+        assert is_of(remote, 1)
+
+
 def test_a_public_address_needs_protection(free_endpoints: Callable[[int], list[str]]) -> None:
     port = free_endpoints(1)[0].rpartition(":")[2]
     source: Any = FakeSource()
@@ -492,6 +507,15 @@ def test_forwards_go_on_when_a_replica_is_lost_and_come_back_to_it(served: Serve
         served.end(other)
         reading.more()
         assert str(remote._source.bound.replica.endpoint) == bound
+
+
+def test_a_replica_that_says_where_it_is_and_gives_no_rows_is_left(served: Served) -> None:
+    endpoints = [served.start(), served.start()]
+    with RemoteModel(Net(), endpoints, deadline_s=3.0) as remote:
+        bound = str(remote._source.bound.replica.endpoint)
+        with served.running[bound][0]._editions._lock:
+            assert is_of(remote, 1)
+        assert str(remote._source.bound.replica.endpoint) != bound
 
 
 def test_a_replica_that_is_left_behind_is_left(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

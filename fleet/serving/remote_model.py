@@ -83,13 +83,13 @@ class RemoteModel:
             return forward()  # what has begun cannot be begun anew from here
         wait = Wait(self._clock, self._deadline_s)
         while True:
-            seen = self._source.confirmations
             try:
                 with self._holder.reading():
+                    bound = self._source.bound
                     return forward()
             except _Lost as error:
                 left_s = self._deadline_s - wait.so_far_s
-                if left_s <= 0 or not self._source.await_confirmation(seen, left_s):
+                if left_s <= 0 or not self._source.await_another(bound, left_s):
                     raise self._nobody(wait.so_far_s, error) from None
 
     def _nobody(self, seconds: float, last: ServerLostError) -> ServerLostError:

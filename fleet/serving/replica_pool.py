@@ -141,7 +141,7 @@ class PoolSource:
     def describe(self) -> SourceDescription:
         wait = Wait(self._clock, self._startup_s)
         while True:
-            for each in self._replicas:
+            for each in self._rested():
                 try:
                     self._know(each)
                     return self.described.source
@@ -216,19 +216,24 @@ class PoolSource:
         current = None if self.bound is None else self.bound.replica
         if now - self._looked_around_at >= _LOOK_AROUND_S:
             self._looked_around_at = now
-            for each in self._replicas:
-                if each is not current and now >= each.rests_until:
+            for each in self._rested():
+                if each is not current:
                     try:
                         self._look(each)
                         self._succeed(each)
                     except (TransportError, FleetError) as error:
                         self._fail(each, str(error))
-        there = [each for each in self._replicas if now >= each.rests_until]
+        there = self._rested()
         there.sort(key=lambda each: -1 if each.state is None else each.state.version, reverse=True)
         if current in there and not self._is_left_behind(current, there):
             there.remove(current)
             there.insert(0, current)
         return there
+
+    def _rested(self) -> list[_Replica]:
+        """Return the replicas that have not failed a moment ago."""
+        now = self._clock.now()
+        return [each for each in self._replicas if now >= each.rests_until]
 
     def _is_left_behind(self, current: _Replica, others: Sequence[_Replica]) -> bool:
         mine = current.state
@@ -344,16 +349,15 @@ class PoolSource:
             found[index].append(rows.values[at : at + size])
             at += size
 
-    @property
-    def confirmations(self) -> int:
-        """Return how often it was seen that what the model has is what a replica has."""
-        return self._confirmations
-
-    def await_confirmation(self, after: int, timeout_s: float) -> bool:
-        """Wait until there is another; return whether one came."""
+    def await_another(self, bound: Bound | None, timeout_s: float) -> bool:
+        """Wait until the model has another edition than the one that failed, or that one was seen to be there again;
+        return whether that is so. What was seen before the failure says nothing."""
         with self._confirmed:
-            self._confirmed.wait_for(lambda: self._confirmations > after or self._closed, timeout_s)
-            return self._confirmations > after
+            after = self._confirmations
+            self._confirmed.wait_for(
+                lambda: self.bound is not bound or self._confirmations > after or self._closed, timeout_s
+            )
+            return self.bound is not bound or self._confirmations > after
 
     def troubles(self) -> str:
         """Return what is wrong with each replica."""

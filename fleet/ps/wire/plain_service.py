@@ -133,6 +133,7 @@ class PlainChannel:
         self._beside = ((TOKEN, security.token),) if security.token else None
         self._channel = opened(endpoint, security, most_bytes)
         self._calls: dict[str, Any] = {}
+        self._answered = False
 
     def ask(self, name: str, request: bytes, timeout_s: float) -> bytes:
         """Return the answer; raise a ``TransportError`` if none comes, or the error that it is."""
@@ -143,6 +144,7 @@ class PlainChannel:
             answer: bytes = call(request, timeout=timeout_s, metadata=self._beside)
         except (grpc.RpcError, ValueError) as error:
             raise self._read(error, timeout_s) from None
+        self._answered = True
         return answer
 
     def stream(self, name: str, request: bytes, timeout_s: float) -> Iterator[bytes]:
@@ -171,7 +173,8 @@ class PlainChannel:
             return AuthenticationError(f"{self.endpoint} refuses this process: {told}")
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(f"{self.endpoint} refuses a request: {told}")
-        if code is grpc.StatusCode.UNAVAILABLE:
+        # A server that was never reached may be up and not let us in, which gRPC does not tell apart.
+        if code is grpc.StatusCode.UNAVAILABLE and not self._answered:
             why = why_no_handshake(self.endpoint, self._security.tls)
             if why is not None:
                 return why
