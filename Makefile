@@ -142,7 +142,7 @@ PROTO_VENV := build/protos-venv
 protos:
 	$(PROTO_PYTHON) -m venv --clear $(PROTO_VENV)
 	$(PROTO_VENV)/bin/python -m pip --disable-pip-version-check install --quiet 'grpcio-tools==1.49.1' 'setuptools<70'
-	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. fleet/ps/wire/fleet.proto
+	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. fleet/ps/wire/fleet.proto fleet/serving/lookup.proto
 	rm -rf $(PROTO_VENV)
 
 clean:

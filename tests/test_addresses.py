@@ -19,9 +19,9 @@ from fleet.base import exposure
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError, UnsupportedError
-from fleet.ps.backend import real_network
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.transport import Listener, Respond
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.role_maker import Role, UserDefinedRoleMaker

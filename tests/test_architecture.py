@@ -20,7 +20,7 @@ import pytest
 from fleet.ps.consistency import MODES
 
 ROOT = Path(__file__).parent.parent
-GENERATED = {"fleet/ps/wire/fleet_pb2.py"}
+GENERATED = {"fleet/ps/wire/fleet_pb2.py", "fleet/serving/lookup_pb2.py"}
 
 #: From the bottom up. A unit is a module or a folder with all in it, the longest fitting name counts; it may import
 #: itself and the units of lower layers, never a neighbour.
@@ -33,8 +33,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("serving", "averaging", "checkpoint.dcp"),
     ("ps.server", "ps.worker", "collective"),  # siblings: server and worker know each other by their messages only
     ("ps",),
-    ("launch", "api", "serving.following"),
-    ("transpiler", "checkpoints", "lightning", "ray", "serving.__init__"),
+    ("launch", "api"),
+    ("transpiler", "checkpoints", "lightning", "ray"),
     ("__init__", "__main__"),
 ]
 
@@ -72,9 +72,14 @@ EFFECTS = {
 #: Who may import a module or use a name, and for what. The lists are exact: a line nobody needs any more fails as well.
 ONLY: dict[str, dict[str, str]] = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv": {"base/settings.py": "monopoly"},
-    "grpc": {"ps/wire/grpc_client.py": "adapter", "ps/wire/grpc_server.py": "adapter", "ps/wire/health.py": "adapter"},
+    "grpc": {
+        "ps/wire/grpc_client.py": "adapter",
+        "ps/wire/grpc_server.py": "adapter",
+        "ps/wire/health.py": "adapter",
+        "ps/wire/plain_service.py": "adapter",
+    },
     "ssl": {"ps/wire/tls.py": "certificates", "ps/wire/tls_line.py": "sockets"},
-    "google": {"ps/wire/frame.py": "headers"},
+    "google": {"ps/wire/frame.py": "headers", "serving/replica.py": "what cannot be read"},
     "mpi4py": {"bootstrap/mpi_world.py": "adapter"},
     "ray": {"ray.py": "adapter"},
     "numba llvmlite": {"numeric/jit.py": "compiler"},
@@ -109,12 +114,17 @@ ONLY: dict[str, dict[str, str]] = {
         "ps/wire/grpc_server.py": "pool",
         "ps/wire/health.py": "pool",
         "ps/wire/loopback.py": "replies",
+        "ps/wire/plain_service.py": "pool",
         "ps/worker/connection.py": "heartbeat",
         "ps/worker/communicator.py": "sender",
         "ps/worker/overlap.py": "sender",
+        "launch/replica_command.py": "event",
         "serving/checkpoint_source.py": "event",
+        "serving/editions.py": "lock",
         "serving/follower.py": "follower",
         "serving/readers.py": "lock",
+        "serving/replica.py": "streams",
+        "serving/replica_pool.py": "those who wait",
     },
     "time datetime": {
         "base/clock.py": "clock",
@@ -137,6 +147,8 @@ ONLY: dict[str, dict[str, str]] = {
         "launch/cli.py": "names",
         "ps/wire/direct_server.py": "keys",
         "ps/worker/runtime.py": "incarnation",
+        "serving/replica.py": "incarnation",
+        "serving/replica_pool.py": "shares",
         "serving/server_source.py": "incarnation",
         "bootstrap/rendezvous.py": "token",
     },
@@ -180,9 +192,9 @@ ONLY: dict[str, dict[str, str]] = {
     "logging.basicConfig logging.config": {"launch/cli.py": "command"},
     # The network is chosen where a backend is put together; nobody else names a concrete one.
     "fleet.ps.wire.loopback": {"ps/backend.py": "choice"},
-    "fleet.ps.wire.direct": {"ps/backend.py": "choice"},
-    "fleet.ps.wire.grpc_server": {"ps/backend.py": "choice"},
-    "fleet.ps.wire.grpc_client": {"ps/wire/grpc_server.py": "connect"},
+    "fleet.ps.wire.direct": {"ps/wire/real_network.py": "choice"},
+    "fleet.ps.wire.grpc_server": {"ps/wire/real_network.py": "choice", "ps/wire/plain_service.py": "listen"},
+    "fleet.ps.wire.grpc_client": {"ps/wire/grpc_server.py": "connect", "ps/wire/plain_service.py": "connect"},
     "fleet.ps.table.memory_store": {
         "ps/table/table.py": "default",
         "ps/table/stores.py": "without a bound",
@@ -255,7 +267,8 @@ def ours(module: str, *, at_import_only: bool = False) -> set[str]:
     """The package's own modules that ``module`` imports."""
     known = modules()
     names = [name for node in nodes(module, at_import_only=at_import_only) for name in imported(node)]
-    found = {known.get(name) or known.get(name.rpartition(".")[0]) for name in names}
+    stubs = {path.removesuffix(".py").replace("/", ".") for path in GENERATED}
+    found = {known.get(name) or known.get(name.rpartition(".")[0]) for name in names if name not in stubs}
     return {key for key in found if key is not None}
 
 

@@ -32,9 +32,9 @@ from fleet.errors import (
     NotInitializedError,
     StateError,
 )
-from fleet.ps.backend import real_network
 from fleet.ps.server import checkpoint_share
 from fleet.ps.table import frozen_view, shard
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.worker import checkpoint_save
 
 

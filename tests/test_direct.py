@@ -26,7 +26,6 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, PortInUseError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.backend import real_network
 from fleet.ps.wire import direct_client, direct_connections
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.direct import DirectNetwork
@@ -37,6 +36,7 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.leader_pool import SPARE
 from fleet.ps.wire.line import Line, Outgoing
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.tls_line import TlsLine
 from fleet.ps.wire.transport import Call, Channel, Handler, Listener, Network, Respond, TransportError

@@ -25,12 +25,12 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.errors import AuthenticationError, ConfigurationError, PlanMismatchError, UnsupportedError
 from fleet.numeric.tensors import WireTensor
-from fleet.ps.backend import real_network
 from fleet.ps.server import feed
 from fleet.ps.server.service import Service
 from fleet.ps.table.change_log import ChangeLog
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.serving.server_source import ServerSource
 from fleet.serving.source import Update

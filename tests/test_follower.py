@@ -291,7 +291,7 @@ def test_padding_reads_as_in_training() -> None:
     described = SourceDescription({}, {"weight": TableDescription(DIM, CLOSED, MEAN)})
     holder = FollowedModel(torch_s, None, 1 << 20)
     holder.fit(described)
-    draft = holder.begin(whole=True)
+    draft = holder.begin(whole=True, version=1)
     draft.add(Piece(rows={"weight": rows_of([1], 5)}))
     assert draft.publish()
     assert torch_s.weight[:, 0].tolist() == [MEAN, 5.0, MEAN, 0.0, *[MEAN] * 8]
@@ -316,7 +316,7 @@ def test_a_share_holds_its_rows_and_refuses_others() -> None:
     holder = FollowedModel(OpenOnly(), lambda ids: ids % 2 == 0, 1 << 20)
     model = holder._model
     holder.fit(SourceDescription({}, tables))
-    draft = holder.begin(whole=True)
+    draft = holder.begin(whole=True, version=1)
     draft.add(Piece(rows={"group.user.weight": rows_of([2, 3, 4], 7), "group.item.weight": rows_of([2, 3, 4], 7)}))
     assert draft.publish()
     assert len(holder._kept["group.user.weight"]) == 2
@@ -336,7 +336,7 @@ def test_a_share_is_refused_where_it_cannot_be_kept(following: Any) -> None:
     }
     group.fit(SourceDescription({}, tables))
     with pytest.raises(ArgumentTypeError, match="must return for each id whether it is kept"):
-        group.begin(whole=True).add(Piece(rows={"group.user.weight": rows_of([2], 7)}))
+        group.begin(whole=True, version=1).add(Piece(rows={"group.user.weight": rows_of([2], 7)}))
 
 
 # ---------------------------------------------------------------------------------------------- how a model is used
@@ -438,7 +438,7 @@ def test_a_model_made_in_inference_mode_can_follow(following: Any) -> None:
     described = SourceDescription(DESCRIBED.dense, {})
     holder = FollowedModel(model, None, 1 << 20)
     holder.fit(described)
-    draft = holder.begin(whole=True)
+    draft = holder.begin(whole=True, version=1)
     for piece in pieces_of(4):
         draft.add(Piece(piece.dense))
     assert draft.publish()

@@ -39,7 +39,6 @@ from fleet.numeric import buffers
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
 from fleet.plan.specs import JobSpec
-from fleet.ps.backend import real_network
 from fleet.ps.server import job as served
 from fleet.ps.server.admission import check_share
 from fleet.ps.server.service import Service
@@ -53,6 +52,7 @@ from fleet.ps.wire.frame import MAX_HEADER_BYTES, Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, UPLOAD, URGENT
 from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.ps.wire.line import Line
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import TransportError
 from fleet.ps.wire.wire_errors import error_reply, raise_if_error

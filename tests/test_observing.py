@@ -581,7 +581,7 @@ def test_a_low_terminal_shows_the_processes_that_matter() -> None:
 @pytest.fixture
 def served(free_endpoints: Callable[[int], list[str]]) -> Iterator[str]:
     """A job over gRPC, with a token, that goes on as long as the test looks at it."""
-    from fleet.ps.backend import real_network
+    from fleet.ps.wire.real_network import real_network
 
     settings = replace(ProcessSettings(heartbeat_s=0.05), security=SecuritySettings(token="sesame"))
     (endpoint,) = free_endpoints(1)

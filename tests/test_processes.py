@@ -21,7 +21,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.ports import is_taken
 from fleet.base.settings import ProcessSettings
 from fleet.errors import DeadlineError, JobAbortedError
-from fleet.ps.backend import real_network
+from fleet.ps.wire.real_network import real_network
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")

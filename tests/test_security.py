@@ -30,12 +30,12 @@ from fleet.base.cluster import Endpoint
 from fleet.base.exposure import is_private, public_addresses
 from fleet.base.settings import ProcessSettings, SecuritySettings
 from fleet.errors import AuthenticationError, ConfigurationError, DeadlineError, FleetError, UnsupportedError
-from fleet.ps.backend import real_network
 from fleet.ps.wire import direct_client
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire import security as security_module
 from fleet.ps.wire.frame import Frame, read_frame
 from fleet.ps.wire.grpc_client import EXCHANGE, TOKEN, UPLOAD, URGENT
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.tls_line import TlsLine
 from fleet.ps.wire.transport import Respond, TransportError

@@ -154,6 +154,35 @@ def _serve(argv: list[str], prog: str) -> int:
         return 1
 
 
+def _replicate(argv: list[str], prog: str) -> int:
+    parser = Parser(
+        prog,
+        description="Follow a job, and answer look-ups for many predictors.",
+        epilog=f"example: {prog} --servers 10.0.0.1:6170,10.0.0.2:6170 --endpoint 10.0.0.3:6180",
+        allow_abbrev=False,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--servers", metavar="HOST:PORT,...", help="every server of the job, in its order")
+    source.add_argument("--checkpoints", metavar="DIR", help="or the directory or URL of fleet.Checkpoints")
+    parser.add_argument("--endpoint", required=True, metavar="HOST:PORT", help="the address to listen on")
+    parser.add_argument(
+        "--poll_s", type=float, default=0.1, metavar="SECONDS", help="how soon to ask for what is new (default: 0.1)"
+    )
+    options = parser.parse_args(argv)
+    followed: str | list[str] = options.checkpoints
+    if options.servers is not None:
+        followed = [str(each) for each in parse_endpoints(options.servers, "server")]
+    endpoint = Endpoint.parse(options.endpoint)
+    from fleet.launch.replica_command import replicate  # loads torch and grpc
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        return replicate(followed, endpoint, options.poll_s)
+    except FleetError as error:  # not a mistake in the arguments, so no word of --help
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+
+
 def _environment(argv: list[str], prog: str) -> int:
     return env_report.tell(argv, prog, PROCESS_ENVIRONMENT)
 
@@ -189,6 +218,7 @@ def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: s
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
+    "replica": ("follow a job, and answer look-ups of predictors", _replicate),
     "doctor": ("say what holds a job back", _doctor),
     "report": ("draw a run as one HTML page", _report),
     "top": ("show a running job, one line a process", _top),

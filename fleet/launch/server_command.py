@@ -6,10 +6,10 @@ from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.base.unknown_variables import remark
-from fleet.ps.backend import real_network
 from fleet.ps.server.checkpoint_reader import restore_from
 from fleet.ps.server.lean import be_lean
 from fleet.ps.server.runtime import ServerRuntime
+from fleet.ps.wire.real_network import real_network
 
 
 def serve_endpoint(endpoint: Endpoint, model_dir: str | None = None) -> int:

@@ -55,7 +55,7 @@ class Running:
     """Looks at a job whose servers answer. Asking changes nothing there, and takes the job's token or certificates."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        from fleet.ps.backend import real_network  # loads torch and grpc
+        from fleet.ps.wire.real_network import real_network  # loads torch and grpc
 
         # Everything that is said here is small: no direct connections.
         network = real_network(replace(ProcessSettings.read(PROCESS_ENVIRONMENT), direct_port=None))

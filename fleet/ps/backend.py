@@ -1,4 +1,4 @@
-"""Implements the parameter-server backend: the one file here that chooses concrete classes and ties them together."""
+"""Implements the parameter-server backend: the one file here that ties concrete classes together."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from fleet.ps.resume_query import resume
 from fleet.ps.server.checkpoint_reader import Restore, restore_from
 from fleet.ps.server.runtime import ServerRuntime
 from fleet.ps.wire.loopback import LoopbackNetwork
+from fleet.ps.wire.real_network import real_network
 from fleet.ps.wire.transport import Network
 from fleet.ps.worker import checkpoint_save, model_export, replacement, resizing, shrink
 from fleet.ps.worker.checkpoint_save import CheckpointStates, Rest
@@ -41,23 +42,6 @@ from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.strategy.parameter_server import Strategy, as_strategy
 
 _log = logging.getLogger("fleet")
-
-
-def real_network(settings: ProcessSettings) -> Network:
-    """Return gRPC and what stands beside it, imported when it is first needed."""
-    from fleet.ps.wire.direct import DirectNetwork
-    from fleet.ps.wire.grpc_server import GrpcNetwork
-    from fleet.ps.wire.security import Security
-
-    security = Security.of(settings.security)
-    network: Network = GrpcNetwork(settings.rpc_get_thread_num, security, settings.binding)
-    if settings.direct_port is not None:
-        network = DirectNetwork(network, settings.direct_port, security, settings.binding)
-    if settings.health_port is not None:
-        from fleet.ps.wire.health import HealthNetwork
-
-        network = HealthNetwork(network, settings.health_port, settings.binding)
-    return network
 
 
 class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):

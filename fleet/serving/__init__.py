@@ -1,4 +1,4 @@
-"""What a job has learnt, where it is used: models that are saved for serving, and models that are kept fresh."""
+"""What a job has learnt, where it is used: in models that are saved, that are kept fresh, or that ask replicas."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from fleet.base.pointers import missing
 if TYPE_CHECKING:
     from fleet.serving.follower import Follower as Follower
     from fleet.serving.following import follow as follow
+    from fleet.serving.remote_model import RemoteModel as RemoteModel
 
 #: What is made of torch is imported when it is first asked for, as ``import fleet`` must stay light.
 _HOMES = {"follow": "following", "Follower": "follower", "RemoteModel": "remote_model"}
 
-__all__ = ["Follower", "follow"]
+__all__ = ["Follower", "RemoteModel", "follow"]
 
 
 def __getattr__(name: str) -> Any:

@@ -61,16 +61,7 @@ class FollowedModel:
     # ---------------------------------------------------------------- what fits
 
     def fit(self, source: SourceDescription) -> None:
-        named = dict(_plainly_named(self._model))
-        self._refuse_taken(named)
-        problems = list(_problems(source, named))
-        if problems:
-            raise PlanMismatchError(
-                "the model does not fit what it is to follow",
-                where=type(self._model).__name__,
-                got="; ".join(problems),
-                todo="Build it as in the training, where distributed_optimizer(…, model=model) names what it has.",
-            )
+        named = self._checked_names(source)
         self._tables = source.tables
         self._dense = {name: named[name] for name in source.dense}
         for name, table in source.tables.items():
@@ -86,6 +77,20 @@ class FollowedModel:
                 )
             else:
                 self._plain[name] = _PlainTable(named[name], table, _padding_of(self._model, named[name]))
+
+    def _checked_names(self, source: SourceDescription) -> dict[str, torch.Tensor]:
+        """Return what the model has, by its names; refuse a model that does not fit or is somebody else's."""
+        named = dict(_plainly_named(self._model))
+        self._refuse_taken(named)
+        problems = list(_problems(source, named))
+        if problems:
+            raise PlanMismatchError(
+                "the model does not fit what it is to follow",
+                where=type(self._model).__name__,
+                got="; ".join(problems),
+                todo="Build it as in the training, where distributed_optimizer(…, model=model) names what it has.",
+            )
+        return named
 
     def _refuse_taken(self, named: Mapping[str, torch.Tensor]) -> None:
         taken = [handle.source for value in named.values() if (handle := handle_of(value)) is not None]
@@ -106,22 +111,22 @@ class FollowedModel:
 
     # ---------------------------------------------------------------- one version after the other
 
-    def begin(self, whole: bool) -> _Draft:
+    def begin(self, whole: bool, version: int) -> Draft:
         """Return what collects the next version."""
-        return _Draft(self, whole)
+        del version
+        return Draft(self, self._new_rows() if whole else {}, whole)
 
-    def _publish(self, draft: _Draft) -> bool:
+    def _new_rows(self) -> dict[str, KeptRows]:
+        """Return room for all rows that are kept beside the model."""
+        return {name: KeptRows(name, self._tables[name]) for name in self._handles}
+
+    def _publish(self, draft: Draft) -> bool:
         devices = {value.device for value in self._written() if value.device.type != "cpu"}
         with self._readers.alone() as may:
             if not may:
                 return False
             _finish(devices)  # forwards that have ended may not have been computed
-            # So values can be written that were made in inference mode, and others.
-            with torch.inference_mode():
-                for name, values in draft.dense.items():
-                    self._dense[name].copy_(values)
-                for name, plain in self._plain.items():
-                    plain.change(draft.rows[name], draft.whole)
+            self._put(draft)
             _finish(devices)
             self._kept |= draft.kept
             for name, handle in self._handles.items():
@@ -136,6 +141,15 @@ class FollowedModel:
                 self._watch()
         return True
 
+    def _put(self, draft: Draft) -> None:
+        """Write what is to be read from now on. Nobody reads meanwhile."""
+        # So values can be written that were made in inference mode, and others.
+        with torch.inference_mode():
+            for name, values in draft.dense.items():
+                self._dense[name].copy_(values)
+            for name, plain in self._plain.items():
+                plain.change(draft.rows[name], draft.whole)
+
     def _written(self) -> Iterator[torch.Tensor]:
         yield from self._dense.values()
         for plain in self._plain.values():
@@ -146,6 +160,11 @@ class FollowedModel:
     def reading(self) -> AbstractContextManager[None]:
         """Return a context in which this thread reads one version."""
         return self._readers.reading()
+
+    @property
+    def is_reading(self) -> bool:
+        """Say whether this thread is in such a context, or in a forward."""
+        return self._readers.is_inside
 
     def _watch(self) -> None:
         """See forwards begin and end. Hooks of a compiled model are its wrapper's, which is not compiled."""
@@ -221,14 +240,14 @@ def _finish(devices: set[torch.device]) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-class _Draft:
+class Draft:
     """Collects what leads to the next version, where it will be needed."""
 
-    def __init__(self, holder: FollowedModel, whole: bool) -> None:
+    def __init__(self, holder: FollowedModel, kept: dict[str, KeptRows], whole: bool) -> None:
         self.whole = whole
         self.dense: dict[str, torch.Tensor] = {}
         self.rows: defaultdict[str, list[RowChanges]] = defaultdict(list)
-        self.kept = {name: KeptRows(name, holder._tables[name]) for name in holder._handles} if whole else {}
+        self.kept = kept
         self._holder = holder
 
     def add(self, piece: Piece) -> None:

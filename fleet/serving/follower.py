@@ -62,10 +62,10 @@ class Holder(Protocol):
     def fit(self, source: SourceDescription) -> None:
         """Get ready to hold what a source has, or raise why that cannot be."""
 
-    def begin(self, whole: bool) -> Draft:
+    def begin(self, whole: bool, version: int) -> Draft:
         """Return what collects the next version: from the one that is there, or from nothing if it comes ``whole``."""
 
-    def reading(self) -> AbstractContextManager[None]:
+    def reading(self) -> AbstractContextManager[object]:
         """Return a context in which this thread reads one version."""
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Follower:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             return self.version
 
-    def pinned(self) -> AbstractContextManager[None]:
+    def pinned(self) -> AbstractContextManager[object]:
         """Return a context in which this thread reads one version in all that it does, not only in each forward:
         several forwards, ``state_dict()``, a backward. The next version waits for its end."""
         return self._holder.reading()
@@ -287,7 +287,7 @@ class Follower:
         if self._version is not None:
             self._heard_at = self._source.heard_at
         try:
-            draft = self._holder.begin(update.whole)
+            draft = self._holder.begin(update.whole, update.version)
             for piece in _closed_at_end(update.pieces):
                 if self._closing.is_set():
                     return

@@ -79,7 +79,7 @@ def source_of(source: object, poll_s: float, at: int | None, settings: ProcessSe
 
 def _servers(named: Sequence[Endpoint], poll_s: float, settings: ProcessSettings) -> Source:
     """Return the source that running servers are; the network is imported for those who need it."""
-    from fleet.ps.backend import real_network
+    from fleet.ps.wire.real_network import real_network
     from fleet.serving.server_source import ServerSource
 
     return ServerSource(named, real_network(settings), startup_s=settings.startup_deadline_s, poll_s=poll_s)

@@ -7,12 +7,12 @@ import torch
 
 from fleet.errors import UnsupportedError
 from fleet.numeric.ids import gather, packed, scatter
-from fleet.numeric.jit import Ids
+from fleet.numeric.jit import Array, Ids
 from fleet.ps.table.memory_store import MemoryStore
-from fleet.ps.table.store import Store
+from fleet.ps.table.store import Layout, Store
 from fleet.serving.source import RowChanges, TableDescription
 
-_WEIGHT = "weight"
+WEIGHT = "weight"
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -26,12 +26,21 @@ class KeptRows:
                 f"the rows of {name!r} cannot be kept", expected=", ".join(map(str, _DTYPES)), got=table.dtype
             )
         self.table = table
-        self._dtype = _DTYPES[table.dtype]
+        self.dtype = np.dtype(_DTYPES[table.dtype])
         self._store: Store = MemoryStore() if store is None else store
-        self._store.ensure_column(_WEIGHT, table.embedding_dim, 0.0, self._dtype)
+        self._store.ensure_column(WEIGHT, table.embedding_dim, 0.0, self.dtype)
 
     def __len__(self) -> int:
         return len(self._store)
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.nbytes
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return where everything lies, as long as nothing changes."""
+        return self._store.layout
 
     def change(self, changes: RowChanges) -> None:
         """Take in rows that are new or others, once those that are gone are taken out."""
@@ -40,13 +49,23 @@ class KeptRows:
         if changes.ids.size:
             slots = self._store.insert(changes.ids)
             self._store.write(slots)
-            scatter(self._store.column(_WEIGHT), slots, packed(changes.values.numpy(), self._dtype))
+            scatter(self._store.column(WEIGHT), slots, packed(changes.values.numpy(), self.dtype))
 
     def rows(self, ids: Ids) -> torch.Tensor:
         """Return the row of every id; one without a row has the mean of the initializer."""
-        found = np.full((ids.size, self.table.embedding_dim), self.table.mean, self._dtype)
-        gather(self._store.column(_WEIGHT), self._store.find(ids), found)
+        found = np.full((ids.size, self.table.embedding_dim), self.table.mean, self.dtype)
+        self.read_over(ids, found)
         return torch.from_numpy(found)
+
+    def read_over(self, ids: Ids, found: Array) -> int:
+        """Write the rows of the ids over ``found``; an id without a row leaves its row there as it is. Return how many
+        of these there are."""
+        absent: int = gather(self._store.column(WEIGHT), self._store.find(ids), found)
+        return absent
+
+    def lacks(self, ids: Ids) -> Ids:
+        """Return those of the ids that have no row."""
+        return ids[~self._store.has(ids)]
 
     def all(self) -> torch.Tensor:
         """Return a row for every id that there may be."""

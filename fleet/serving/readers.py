@@ -81,6 +81,11 @@ class Readers:
             modules.clear()
             self._end()
 
+    @property
+    def is_inside(self) -> bool:
+        """Say whether this thread reads."""
+        return bool(self._own.__dict__.get("modules")) and not self._has_left()
+
     def _begin(self, call: FrameType | None) -> None:
         mine = threading.get_ident()
         with self._condition:

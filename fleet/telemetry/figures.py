@@ -57,6 +57,19 @@ SERVER = {
     **_OF_EVERY_PROCESS,
 }
 
+REPLICA = {
+    "version": Figure("the version that it answers from", counts=False),
+    "age_seconds": Figure("how long ago this version was last known to be the newest", counts=False),
+    "lookups": Figure("look-ups that were answered, each of one table or several"),
+    "asked_rows": Figure("rows that these asked for"),
+    "misses": Figure("those of them that are not there, and read the mean of their table's initializer"),
+    "rows": Figure("rows of all tables", counts=False),
+    **_OF_EVERY_PROCESS,
+}
+
+#: The figures of a process, by its kind.
+OF_KIND = {"worker": WORKER, "server": SERVER, "replica": REPLICA}
+
 #: Of the part of a table that one server holds; over several servers they add up.
 TABLE = {
     "rows": Figure("rows of a table here", counts=False),

@@ -15,7 +15,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.exposure import public_addresses
 from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, PortInUseError, UnsupportedError
-from fleet.telemetry.figures import SERVER, TABLE, WORKER, Figure, Figures
+from fleet.telemetry.figures import OF_KIND, TABLE, Figure, Figures
 
 _log = logging.getLogger("fleet.observing")
 
@@ -84,10 +84,9 @@ class _Collector:
 
     def collect(self) -> Iterable[Any]:
         told = self._read()
-        if self._kind == "worker":
-            yield from _families("worker", WORKER, told, self._index)
-        else:
-            yield from _families("server", SERVER, told["figures"], self._index)
+        figures: Figures = told if self._kind == "worker" else told["figures"]
+        yield from _families(self._kind, OF_KIND[self._kind], figures, self._index)
+        if self._kind == "server":
             yield from _beside(told, self._index)
 
     def describe(self) -> Iterable[Any]:

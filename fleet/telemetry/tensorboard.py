@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.errors import ConfigurationError, UnsupportedError
-from fleet.telemetry.figures import SERVER, WORKER, Figures, rate
+from fleet.telemetry.figures import OF_KIND, Figures, rate
 
 #: They say when the others were read.
 _CLOCKS = ("uptime_seconds", "step", "version")
@@ -51,7 +51,7 @@ class Scalars:
 
 def scalars(kind: str, before: Figures | None, now: Figures) -> dict[str, float]:
     """Return what TensorBoard shows of two readings, by its name there."""
-    known = WORKER if kind == "worker" else SERVER
+    known = OF_KIND[kind]
     shown = {name: value for name, value in now.items() if not (name in known and known[name].counts)}
     grown = {f"{name}_per_second": rate(name, before, now) for name in now if name in known and known[name].counts}
     return {

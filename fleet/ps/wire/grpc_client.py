@@ -1,4 +1,4 @@
-"""A client sends requests through gRPC, which this file, ``grpc_server`` and ``health`` alone know."""
+"""A client sends requests through gRPC, which few files beside this one know."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ URGENT = "/fleet.ParameterServer/Urgent"
 TOKEN = "fleet-token-bin"
 
 _OPTIONS = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
     # A server that comes up late is found within a second, however long it was away.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -46,12 +44,11 @@ _OPTIONS = [
 
 class GrpcChannel:
     def __init__(self, endpoint: Endpoint, security: Security) -> None:
-        security.check_connecting(endpoint)
         self._endpoint = endpoint
         self._security = security
         self._answered = False
         self._beside = ((TOKEN, security.token),) if security.token else None
-        self._channel = _open(endpoint, security)
+        self._channel = opened(endpoint, security, MAX_MESSAGE_BYTES)
         self._exchange = self._channel.unary_stream(EXCHANGE)
         self._upload = self._channel.stream_stream(UPLOAD)
         self._urgent = self._channel.unary_stream(URGENT)
@@ -92,12 +89,20 @@ class GrpcChannel:
         return None if self._answered else why_no_handshake(self._endpoint, self._security.tls)
 
 
-def _open(endpoint: Endpoint, security: Security) -> Any:
+def of_at_most(nbytes: int) -> list[tuple[str, int]]:
+    """Return the options by which messages have no more bytes."""
+    return [("grpc.max_send_message_length", nbytes), ("grpc.max_receive_message_length", nbytes)]
+
+
+def opened(endpoint: Endpoint, security: Security, most_bytes: int) -> Any:
+    """Return a channel of gRPC, for messages of at most so many bytes."""
+    security.check_connecting(endpoint)
+    options: list[tuple[str, Any]] = [*_OPTIONS, *of_at_most(most_bytes)]
     tls = security.tls
     if tls is None:
-        return grpc.insecure_channel(str(endpoint), options=_OPTIONS)
-    name = tls.settings.server_name
-    options = [*_OPTIONS, ("grpc.ssl_target_name_override", name)] if name else _OPTIONS
+        return grpc.insecure_channel(str(endpoint), options=options)
+    if name := tls.settings.server_name:
+        options.append(("grpc.ssl_target_name_override", name))
     credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
     return grpc.secure_channel(str(endpoint), credentials, options=options)
 

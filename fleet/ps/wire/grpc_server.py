@@ -24,7 +24,7 @@ from fleet.base.exposure import warn_if_only_here
 from fleet.base.ports import holder_of, is_taken
 from fleet.errors import AuthenticationError, ConfigurationError, PortInUseError
 from fleet.ps.wire.frame import Frame
-from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, TOKEN, UPLOAD, URGENT, GrpcChannel
+from fleet.ps.wire.grpc_client import EXCHANGE, MAX_MESSAGE_BYTES, TOKEN, UPLOAD, URGENT, GrpcChannel, of_at_most
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.transport import Handler, TransportError
 from fleet.ps.wire.wire_errors import error_reply, serve
@@ -53,8 +53,6 @@ _MOST_NAMED = 1000
 _Send = Callable[[bytes | None], None]
 
 _OPTIONS = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Two servers on one port must be an error, not a coin toss for every connection.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.lookahead_bytes", 1 << 22),
@@ -79,45 +77,57 @@ class GrpcNetwork:
 class GrpcListener:
     def __init__(self, endpoint: Endpoint, at: Endpoint, handler: Handler, threads: int, security: Security) -> None:
         """``endpoint`` is how others know the server, ``at`` is where it listens."""
-        security.check_listening(at)
-        # When gRPC fails to bind, it names neither the reason nor the holder, so this looks first.
-        if is_taken(at):
-            raise _port_in_use(at)
-        warn_if_only_here(at)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fleet-rpc")
-        self._server = grpc.server(self._pool, options=_OPTIONS)
         # However many requests wait for a long round to end, heartbeats are answered meanwhile.
         self._urgent = ThreadPoolExecutor(URGENT_THREADS, thread_name_prefix="fleet-rpc-urgent")
         methods = _Methods(handler, self._pool, threads, self._urgent, security.max_message_bytes)
-        self._server.add_generic_rpc_handlers((_Gate(methods, security, endpoint),))
         try:
-            self._bind(at, security)
-        except RuntimeError as error:
-            self._server.stop(None)
+            self._server = started(at, _Gate(methods, security, endpoint), self._pool, security, MAX_MESSAGE_BYTES)
+        except BaseException:
             self._pool.shutdown(wait=False)
             self._urgent.shutdown(wait=False)
-            if is_taken(at):
-                raise _port_in_use(at) from None
-            raise ConfigurationError(
-                "cannot listen here",
-                where=str(at),
-                got=str(error),
-                todo="Give the server an address of this machine; FLEET_BIND_ADDRESS is one that others need not know.",
-            ) from None
-        self._server.start()
-
-    def _bind(self, at: Endpoint, security: Security) -> None:
-        tls = security.tls
-        if tls is None:
-            self._server.add_insecure_port(str(at))
-            return
-        credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, tls.mutual)
-        self._server.add_secure_port(str(at), credentials)
+            raise
 
     def close(self, grace_s: float = 0.0) -> None:
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=True)
         self._urgent.shutdown(wait=True)
+
+
+def started(
+    at: Endpoint, handler: grpc.GenericRpcHandler, pool: ThreadPoolExecutor, security: Security, most_bytes: int
+) -> Any:
+    """Return a server of gRPC that listens, for messages of at most so many bytes."""
+    security.check_listening(at)
+    # When gRPC fails to bind, it names neither the reason nor the holder, so this looks first.
+    if is_taken(at):
+        raise _port_in_use(at)
+    warn_if_only_here(at)
+    server = grpc.server(pool, options=[*_OPTIONS, *of_at_most(most_bytes)])
+    server.add_generic_rpc_handlers((handler,))
+    try:
+        _bind(server, at, security)
+    except RuntimeError as error:
+        server.stop(None)
+        if is_taken(at):
+            raise _port_in_use(at) from None
+        raise ConfigurationError(
+            "cannot listen here",
+            where=str(at),
+            got=str(error),
+            todo="Give the server an address of this machine; FLEET_BIND_ADDRESS is one that others need not know.",
+        ) from None
+    server.start()
+    return server
+
+
+def _bind(server: Any, at: Endpoint, security: Security) -> None:
+    tls = security.tls
+    if tls is None:
+        server.add_insecure_port(str(at))
+        return
+    credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, tls.mutual)
+    server.add_secure_port(str(at), credentials)
 
 
 def _port_in_use(endpoint: Endpoint) -> PortInUseError:

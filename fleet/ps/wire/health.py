@@ -31,7 +31,7 @@ class HealthNetwork:
         self._binding = binding
 
     def listen(self, endpoint: Endpoint, handler: Handler) -> Listener:
-        health = _Health(Endpoint(self._binding.of(endpoint).host, self._port))
+        health = Health(Endpoint(self._binding.of(endpoint).host, self._port))
         try:
             listener = self._network.listen(endpoint, handler)
         except BaseException:
@@ -45,7 +45,7 @@ class HealthNetwork:
 
 
 class _Listener:
-    def __init__(self, listener: Listener, health: _Health) -> None:
+    def __init__(self, listener: Listener, health: Health) -> None:
         self._listener = listener
         self._health = health
 
@@ -55,7 +55,7 @@ class _Listener:
         self._health.close()
 
 
-class _Health:
+class Health:
     def __init__(self, at: Endpoint) -> None:
         try:
             from grpc_health.v1 import health, health_pb2

@@ -1,0 +1,216 @@
+"""How many look-ups a replica answers on one core, and how long the slowest take at half of that.
+
+    python benchmarks/replica.py [--quick] [--json FILE]
+
+The replica is a process with one core, whose rows come from nowhere else; those who ask are another with the other
+cores. A request is for 26 rows of 16 numbers, of 26 tables. Both are Python on gRPC, so the askers cost as much as the
+replica does: beside requests a second stands what a request takes of the replica's processor, which bounds them.
+
+    handler     the replica's part alone, in one process, without gRPC
+    N threads   as many of one asker, each with one request under way
+    M together  requests for the rows of M predictions, as a forward with a batch of M makes them
+    half        at half the rate of the best of these with one prediction a request, sent at even times
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from measuring import end_like_an_exit, free_endpoints, print_table, write_json
+
+from fleet.base.clock import SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import ProcessSettings
+from fleet.ps.wire.plain_service import PlainChannel
+from fleet.ps.wire.security import Security
+from fleet.serving import lookup_pb2 as pb
+from fleet.serving.replica import MOST_BYTES, SERVICE, Replica
+from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
+
+TABLES, DIM, ROWS = 26, 16, 40_000
+CHANGED = 10_000 // TABLES
+THREADS, TOGETHER = (1, 4, 16), (1, 16, 128)
+
+
+class Made:
+    """A source of rows that are made here; with ``period_s`` 10,000 of them change so often."""
+
+    ended = False
+
+    def __init__(self, period_s: float | None) -> None:
+        self._period_s = period_s
+        self._version = 0
+        self._closed = threading.Event()
+
+    @property
+    def heard_at(self) -> float:
+        return SystemClock().now()
+
+    def describe(self) -> SourceDescription:
+        return SourceDescription(
+            {"bias": ((16,), torch.float32)}, {f"t{k}": TableDescription(DIM, None, 0.0) for k in range(TABLES)}
+        )
+
+    def next(self, timeout_s: float) -> Update | None:
+        if self._version and self._closed.wait(self._period_s or timeout_s):
+            return None
+        if self._version and self._period_s is None:
+            return None
+        self._version += 1
+        return Update(self._version, self._version == 1, self._pieces(ROWS if self._version == 1 else CHANGED))
+
+    def _pieces(self, count: int) -> Iterator[Piece]:
+        yield Piece({"bias": torch.zeros(16)})
+        generator = np.random.default_rng(self._version)
+        for k in range(TABLES):
+            ids = generator.choice(ROWS, count, replace=False).astype(np.int64)
+            yield Piece(rows={f"t{k}": RowChanges(ids, torch.rand(count, DIM))})
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def requests(together: int, many: int = 512) -> list[bytes]:
+    generator = np.random.default_rng(0)
+    return [
+        pb.LookUpRequest(
+            tables=range(TABLES),
+            counts=[together] * TABLES,
+            ids=generator.integers(0, ROWS, TABLES * together).astype("<i8").tobytes(),
+        ).SerializeToString()
+        for _ in range(many)
+    ]
+
+
+def serve(endpoint: str, period_s: float | None) -> None:
+    os.sched_setaffinity(0, {0})
+    torch.set_num_threads(1)
+    settings = ProcessSettings.read(dict(os.environ))
+    with Replica(Made(period_s), "rows made here", Endpoint.parse(endpoint), settings) as replica:
+        replica.begin()
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+class Asked:
+    """What came of some seconds of asking."""
+
+    def __init__(self, latencies: list[float], seconds: float, cpu_s: float) -> None:
+        self.rate = len(latencies) / seconds
+        self.p50_ms, self.p99_ms = (1e3 * float(np.percentile(latencies, p)) for p in (50, 99))
+        self.cpu_us = 1e6 * cpu_s / len(latencies)
+
+
+def ask(endpoint: str, pid: int, threads: int, together: int, seconds: float, rate: float | None = None) -> Asked:
+    """Ask from threads, each as fast as it can, or all together at an even rate."""
+    channel = PlainChannel(SERVICE, Endpoint.parse(endpoint), Security(), MOST_BYTES)
+    bodies = requests(together)
+    latencies: list[list[float]] = [[] for _ in range(threads)]
+    begins = time.perf_counter() + 0.3
+
+    def work(index: int) -> None:
+        for body in bodies[:20]:
+            channel.ask("LookUp", body, 10.0)
+        at, number = begins + (index / rate if rate else 0.0), 0
+        time.sleep(max(0.0, begins - time.perf_counter()))
+        while (now := time.perf_counter()) < begins + seconds:
+            if rate:
+                if now < at:
+                    time.sleep(at - now)
+                sent, at = at, at + threads / rate  # a late one has waited
+            else:
+                sent = now
+            channel.ask("LookUp", bodies[(index + number) % len(bodies)], 10.0)
+            latencies[index].append(time.perf_counter() - sent)
+            number += 1
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+    for worker in workers:
+        worker.start()
+    time.sleep(max(0.0, begins - time.perf_counter()))
+    process = psutil.Process(pid)
+    before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+    for worker in workers:
+        worker.join()
+    spent, took = sum(process.cpu_times()[:2]) - before, time.perf_counter() - began
+    channel.close()
+    return Asked([each for part in latencies for each in part], took, spent)
+
+
+def handler_us(together: int, seconds: float) -> float:
+    """The replica's part of a request alone."""
+    (endpoint,) = free_endpoints(1)
+    with Replica(Made(None), "rows made here", Endpoint.parse(endpoint), ProcessSettings.read({})) as replica:
+        replica.begin()
+        bodies, count = requests(together), 0
+        for body in bodies:
+            replica._look_up(body)
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            replica._look_up(bodies[count % len(bodies)])
+            count += 1
+        return 1e6 * (time.perf_counter() - began) / count
+
+
+def main() -> None:
+    end_like_an_exit()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--period", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.period)
+        return
+    seconds = 0.5 if options.quick else 5.0
+    torch.set_num_threads(1)
+    rows: list[list[Any]] = []
+    for together in TOGETHER:
+        cost = handler_us(together, seconds)
+        rows.append([f"handler, {together} together", 1e6 / cost, together * 1e6 / cost, cost, None, None])
+    cores = sorted(os.sched_getaffinity(0))
+    for period_s in (None, 1.0):
+        (endpoint,) = free_endpoints(1)
+        command = [sys.executable, __file__, "--serve", str(endpoint)]
+        command += [] if period_s is None else ["--period", str(period_s)]
+        beside = "" if period_s is None else ", 10,000 rows change a second"
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            try:
+                assert child.stdout is not None
+                assert child.stdout.readline() == b"ready\n"
+                os.sched_setaffinity(0, set(cores[1:] or cores))
+                best = 0.0
+                cases = [(n, 1) for n in THREADS] + [(4, m) for m in TOGETHER[1:]]
+                for threads, together in cases if period_s is None else cases[:1]:
+                    got = ask(str(endpoint), child.pid, threads, together, seconds)
+                    best = max(best, got.rate if together == 1 else 0.0)
+                    rows.append(_row(f"{threads} threads, {together} together{beside}", got, together))
+                half = ask(str(endpoint), child.pid, 8, 1, seconds, best / 2)
+                rows.append(_row(f"half of the best{beside}", half, 1))
+            finally:
+                os.sched_setaffinity(0, set(cores))
+                child.send_signal(signal.SIGKILL)
+    head = ("asked by", "requests a second", "predictions a second", "replica's CPU, us", "p50, ms", "p99, ms")
+    print_table("Look-ups of 26 rows of 16 for each prediction, a replica on one core", head, rows)
+    write_json(options.json, rows=[dict(zip(head, row, strict=True)) for row in rows])
+
+
+def _row(name: str, got: Asked, together: int) -> list[Any]:
+    return [name, got.rate, together * got.rate, got.cpu_us, got.p50_ms, got.p99_ms]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Answers look-ups for many predictors: a follower whose model is nobody's own, behind the service of lookup.proto.
+
+It listens at once, answers when it is filled, and goes on with the last version when its source has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TypeVar
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError, Message
+
+from fleet.base.clock import Clock, SystemClock
+from fleet.base.cluster import Endpoint
+from fleet.base.settings import ProcessSettings
+from fleet.errors import ProtocolError, ServerBusyError, UnsupportedError
+from fleet.numeric.jit import Array, Ids
+from fleet.ps.wire.health import Health
+from fleet.ps.wire.plain_service import Methods, PlainListener
+from fleet.ps.wire.security import Security
+from fleet.serving import lookup_pb2 as pb
+from fleet.serving.editions import Edition, Editions
+from fleet.serving.follower import Follower
+from fleet.serving.source import Source, SourceDescription
+from fleet.telemetry.observer import Observer
+from fleet.telemetry.process import ProcessFigures
+
+_log = logging.getLogger("fleet.serving")
+
+SERVICE = "fleet.serving.Lookup"
+#: Of ids, and of rows, in one request, if messages may be so large.
+MOST_BYTES = 32 << 20
+#: Room in a message for what is not ids or rows.
+ROOM = 64 << 10
+#: A request names no more tables, or as many as there are.
+_MOST_TABLES = 1024
+#: Dense parameters travel in pieces of so many bytes.
+_PIECE_BYTES = 1 << 20
+#: What replies under way get to leave before the listener closes.
+_GRACE_S = 2.0
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Replica:
+    """Listens from the beginning on. ``close`` ends all of it."""
+
+    def __init__(
+        self, source: Source, where: str, endpoint: Endpoint, settings: ProcessSettings, clock: Clock | None = None
+    ) -> None:
+        """``where`` names the source in messages; it is closed with this."""
+        self.endpoint = endpoint
+        self._settings = settings
+        self._editions = Editions()
+        self._instance = secrets.randbits(63) | 1
+        self._follower = Follower(self._editions, source, where, clock=clock)
+        self._most_bytes = min(MOST_BYTES, settings.security.max_message_bytes)
+        self._description: pb.Description | None = None
+        # A stream holds a thread for as long as its reader takes, so look-ups keep half of them.
+        self._streams = threading.Semaphore(max(1, settings.rpc_get_thread_num // 2))
+        self._process = ProcessFigures(SystemClock() if clock is None else clock)
+        with ExitStack() as opened:
+            opened.callback(self._follower.close)
+            at = settings.binding.of(endpoint)
+            self._health = None if settings.health_port is None else Health(Endpoint(at.host, settings.health_port))
+            if self._health is not None:
+                opened.callback(self._health.close)
+            listener = PlainListener(
+                SERVICE,
+                Methods(
+                    {"Describe": self._describe, "Look": self._look, "LookUp": self._look_up}, {"Dense": self._dense}
+                ),
+                endpoint,
+                at,
+                settings.rpc_get_thread_num,
+                Security.of(settings.security),
+                self._most_bytes + ROOM,
+            )
+            opened.callback(listener.close, _GRACE_S)
+            observer = Observer(f"replica {endpoint}", "replica", self.told, settings)
+            opened.callback(observer.close)
+            self._opened = opened.pop_all()
+
+    def begin(self) -> None:
+        """Take the first version, and go on behind."""
+        self._follower.begin(self._settings.startup_deadline_s)
+        if self._health is not None:
+            self._health.report(serving=True)
+        _log.info("replica at %s answers, from version %d on", self.endpoint, self._follower.version)
+
+    def close(self) -> None:
+        if self._health is not None:
+            self._health.report(serving=False)
+        self._opened.close()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def follower(self) -> Follower:
+        return self._follower
+
+    def told(self) -> dict[str, dict[str, float]]:
+        """Return its figures, as they are recorded."""
+        editions = self._editions
+        figures = {
+            **self._process.read(),
+            "lookups": float(editions.lookups),
+            "asked_rows": float(editions.rows_asked),
+            "misses": float(editions.misses),
+            "rows": float(editions.row_count),
+            "version": 0.0,
+        }
+        if editions.is_filled:
+            figures |= {"version": float(editions.newest.version), "age_seconds": self._follower.age_s}
+        return {"figures": figures}
+
+    # ---------------------------------------------------------------- the service
+
+    def _state(self, edition: Edition) -> pb.State:
+        return pb.State(
+            instance=self._instance, edition=edition.number, version=edition.version, age_s=self._follower.age_s
+        )
+
+    def _describe(self, request: bytes) -> bytes:
+        _read(pb.DescribeRequest, request)
+        state = self._state(self._editions.newest)
+        if self._description is None:
+            self._description = description_of(self._editions.described, self._most_bytes)
+        described = pb.Description()
+        described.CopyFrom(self._description)
+        described.state.CopyFrom(state)
+        return _bytes(described)
+
+    def _look(self, request: bytes) -> bytes:
+        _read(pb.LookRequest, request)
+        return _bytes(self._state(self._editions.newest))
+
+    def _look_up(self, request: bytes) -> bytes:
+        asked = _read(pb.LookUpRequest, request)
+        places, stops, ids = self._checked(asked)
+        if asked.instance not in (0, self._instance):
+            return _bytes(pb.Rows(state=self._state(self._editions.newest), gone=True))
+        found = self._editions.look_up(asked.edition if asked.instance else None, places, ids, stops)
+        if found.values is None:
+            return _bytes(pb.Rows(state=self._state(found.edition), gone=True))
+        return _bytes(pb.Rows(state=self._state(found.edition), values=found.values))
+
+    def _checked(self, asked: pb.LookUpRequest) -> tuple[tuple[int, ...], Ids, Ids]:
+        """Return what a request asks for, once it is known that it can be had, before any memory is taken for it."""
+        widths = self._editions.widths
+        places, counts = tuple(asked.tables), list(asked.counts)
+        most = max(_MOST_TABLES, len(widths))
+        if len(places) != len(counts) or len(places) > most:
+            raise ProtocolError(
+                "a look-up has as many counts as tables",
+                expected=f"up to {most} of each",
+                got=f"{len(places)} and {len(counts)}",
+            )
+        if places and max(places) >= len(widths):
+            raise ProtocolError("there is no such table", expected=f"from 0 to {len(widths) - 1}", got=max(places))
+        if 8 * sum(counts) != len(asked.ids):  # counts may be as large as they like, and Python's sum is exact
+            raise ProtocolError(
+                "a look-up's ids are not as many as it says",
+                expected=f"{8 * sum(counts)} bytes",
+                got=f"{len(asked.ids)} bytes",
+            )
+        numbers = np.array(counts, np.int64)
+        nbytes = int(numbers @ widths[list(places)])
+        if max(nbytes, len(asked.ids)) > self._most_bytes:
+            raise ProtocolError(
+                "a look-up asks for too much at once",
+                expected=f"up to {self._most_bytes} bytes of ids, and of rows",
+                got=f"{len(asked.ids)} and {nbytes}",
+                todo="Divide it.",
+            )
+        return places, numbers.cumsum(), np.frombuffer(asked.ids, "<i8").astype(np.int64)
+
+    def _dense(self, request: bytes) -> Iterator[bytes]:
+        _read(pb.DenseRequest, request)
+        if not self._streams.acquire(blocking=False):
+            raise ServerBusyError("too many read dense parameters at once", todo="Ask again soon.")
+        try:
+            edition, dense = self._editions.dense()
+            yield _bytes(pb.DensePiece(state=self._state(edition)))
+            for place, name in enumerate(self._editions.described.dense):
+                values = _raw(dense[name])
+                for offset in range(0, len(values), _PIECE_BYTES):
+                    part = values[offset : offset + _PIECE_BYTES].tobytes()
+                    yield _bytes(pb.DensePiece(parameter=place, offset=offset, values=part))
+        finally:
+            self._streams.release()
+
+
+def refuse_budget(settings: ProcessSettings) -> None:
+    """Refuse a bound of the memory for rows: all rows of a replica are in memory."""
+    if settings.table_memory_bytes is not None:
+        raise UnsupportedError(
+            "FLEET_TABLE_MEMORY_MB cannot be honoured by a replica: all its rows are in memory",
+            got=f"FLEET_TABLE_MEMORY_MB={settings.table_memory_bytes >> 20}",
+            todo="Unset it for the replica.",
+        )
+
+
+def description_of(source: SourceDescription, most_bytes: int) -> pb.Description:
+    return pb.Description(
+        tables=[
+            pb.Table(
+                name=name,
+                embedding_dim=table.embedding_dim,
+                num_embeddings=table.num_embeddings or 0,
+                mean=table.mean,
+                dtype=_name(table.dtype),
+            )
+            for name, table in source.tables.items()
+        ],
+        dense=[
+            pb.Parameter(name=name, shape=shape, dtype=_name(dtype)) for name, (shape, dtype) in source.dense.items()
+        ],
+        most_bytes=most_bytes,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _raw(values: torch.Tensor) -> Array:
+    """Return the bytes of a tensor, whatever its element type is."""
+    flat: Array = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _read(kind: type[M], request: bytes) -> M:
+    try:
+        return kind.FromString(request)
+    except (DecodeError, ValueError) as error:
+        raise ProtocolError("a request cannot be read", expected=kind.__name__, got=str(error)) from None
+
+
+def _bytes(message: Message) -> bytes:
+    return message.SerializeToString()
