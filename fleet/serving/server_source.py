@@ -276,9 +276,8 @@ class ServerSource:
         """Keep what is not of one version, until what follows makes it so."""
         if not reply.message.granted:
             raise TransportError("a server has no values yet")
-        number = reply.message.news.number
-        self._progress.ahead += self._pieces(plan=self._known_plan, loads={server: number}, flats=[])
-        self._progress.numbers[server] = number
+        self._progress.ahead += self._pieces(self._known_plan, {server: reply}, [])
+        self._progress.numbers[server] = reply.message.news.number
 
     @property
     def _known_plan(self) -> Plan:
@@ -293,7 +292,7 @@ class ServerSource:
             flats: list[tuple[int, str, int, torch.Tensor]] = []
             try:
                 yield from progress.ahead
-                yield from self._pieces(plan, numbers, flats)
+                yield from self._pieces(plan, loads, flats)
             except (_Lapsed, TransportError) as error:
                 raise ServerLostError(
                     "a server went away while it gave an update",
@@ -313,25 +312,26 @@ class ServerSource:
         return Update(version, progress.is_whole, pieces())
 
     def _pieces(
-        self, plan: Plan, loads: dict[int, int], flats: list[tuple[int, str, int, torch.Tensor]]
+        self, plan: Plan, loads: dict[int, Frame], flats: list[tuple[int, str, int, torch.Tensor]]
     ) -> Iterator[Piece]:
-        """Yield the rows that servers have under these numbers; dense values go to ``flats``."""
-        calls = {server: self._fetch(server, number, "") for server, number in loads.items()}
-        while calls:
-            for server, call in list(calls.items()):
-                reply = raise_if_error(call.result())
+        """Yield the rows that servers give, of which the first have come; dense values go to ``flats``."""
+        numbers = {server: reply.message.news.number for server, reply in loads.items()}
+        arrived: dict[int, Frame | Call] = dict(loads)
+        while arrived:
+            for server, there in list(arrived.items()):
+                reply = there if isinstance(there, Frame) else raise_if_error(there.result())
                 message, tensors = reply.message, reply.tensors
-                if message.news.lapsed or message.news.number != loads[server]:
+                if message.news.lapsed or message.news.number != numbers[server]:
                     raise _Lapsed
                 if message.cursor:
-                    calls[server] = self._fetch(server, loads[server], message.cursor)
+                    arrived[server] = self._fetch(server, numbers[server], message.cursor)
                 else:
-                    del calls[server]
-                if not message.changed and tensors:
-                    dtype, start = tensors[0].dtype, message.news.start
-                    if len(tensors) != 1 or start + tensors[0].array.size > self._layouts[server].sizes.get(dtype, 0):
-                        raise ProtocolError("dense values do not fit the plan", got=f"{dtype}, {start}")
-                    flats.append((server, dtype, start, tensors[0].torch().view(-1)))
+                    del arrived[server]
+                if len(tensors) == 3 * len(message.changed) + 1:
+                    (dense, *tensors), start = tensors, message.news.start
+                    if start + dense.array.size > self._layouts[server].sizes.get(dense.dtype, 0):
+                        raise ProtocolError("dense values do not fit the plan", got=f"{dense.dtype}, {start}")
+                    flats.append((server, dense.dtype, start, dense.torch().view(-1)))
                 rows = _rows(plan, message.changed, [each.torch() for each in tensors])
                 if rows:
                     yield Piece(rows=rows)
@@ -403,9 +403,7 @@ class _Pace:
 
 def _rows(plan: Plan, tables: Sequence[int], tensors: Sequence[torch.Tensor]) -> dict[str, RowChanges]:
     """Return the rows of a piece by the names of their tables."""
-    if not tables:
-        return {}
-    if len(tensors) != 3 * len(tables) or max(tables) >= len(plan.spec.tables):
+    if len(tensors) != 3 * len(tables) or any(index >= len(plan.spec.tables) for index in tables):
         raise ProtocolError("a piece of rows does not fit the plan", got=f"{len(tensors)} tensors")
     found = {}
     for place, index in enumerate(tables):

@@ -270,26 +270,33 @@ def rest_s(load: Load) -> float:
 
 
 def piece_of(load: Load, cursor: str, shard: Shard, where: str) -> tuple[int, list[int], list[WireTensor], str]:
-    """Return the piece of a load that begins at a cursor: where its dense elements begin, or the tables whose rows it
-    has; its tensors; and the cursor of the next one."""
+    """Return the piece of a load that begins at a cursor: its tensors, dense elements first, if it has any; where these
+    begin; the tables whose rows follow; and the cursor of the next one."""
     kind, first, second = _parsed(cursor or "dense:0:0", where)
+    begin, tensors, left = 0, list[WireTensor](), _PIECE_BYTES
     if kind == "dense":
         while first < len(load.dense) and second >= len(load.dense[first]):
             first, second = first + 1, 0
         if first < len(load.dense):
             flat = load.dense[first]
-            stop = second + max(1, _PIECE_BYTES // flat.element_size())
-            following = f"dense:{first}:{stop}" if stop < len(flat) else f"dense:{first + 1}:0"
-            return second, [], [WireTensor.of(flat[second:stop])], following
+            part = flat[second : second + max(1, _PIECE_BYTES // flat.element_size())]
+            begin, second = second, second + len(part)
+            tensors.append(WireTensor.of(part))
+            left -= part.nbytes
+            if second < len(flat) or first + 1 < len(load.dense):
+                return begin, [], tensors, f"dense:{first}:{second}"
         first, second = 0, 0
-    return 0, *_rows_from(load, first, second, shard, where)
+    tables, rows, following = _rows_from(load, first, second, shard, where, left)
+    return begin, tables, tensors + rows, following
 
 
-def _rows_from(load: Load, index: int, start: int, shard: Shard, where: str) -> tuple[list[int], list[WireTensor], str]:
+def _rows_from(
+    load: Load, index: int, start: int, shard: Shard, where: str, left: int
+) -> tuple[list[int], list[WireTensor], str]:
     """Return the rows of as many tables as there is room for, from a place in one of them on."""
     tables: list[int] = []
     tensors: list[WireTensor] = []
-    count, left = len(shard.tables) if load.rows is None else len(load.rows), _PIECE_BYTES
+    count = len(shard.tables) if load.rows is None else len(load.rows)
     if index > count or len(shard.tables) < count:
         raise ProtocolError("a load of rows has other tables", where=where, got=index)
     while index < count and left > 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from fleet.base.clock import Clock
 from fleet.errors import FleetError, PlanMismatchError, UnsupportedError
+from fleet.numeric.tensors import WireTensor
 from fleet.ps.server.feed import Asked, Follower, Load, piece_of, rest_s
 from fleet.ps.server.job import Job
 from fleet.ps.server.job_end import JobEnd
@@ -75,14 +76,14 @@ class FeedRequests:
         elif not _can_be_taken(job):
             arrival.answer(self._not_granted(job, each, newer=True))
         elif each.has is None:
-            arrival.answer(_granted(job.feed.all_rows(each, shard, job.version, job.progress.loads)))
+            arrival.answer(*_granted(job, job.feed.all_rows(each, shard, job.version, job.progress.loads)))
         elif asks.probe or asks.version in (0, job.version):
             newer = job.feed.is_behind(each, shard, job.version)
             if asks.probe or not newer:
                 arrival.answer(self._not_granted(job, each, newer=newer))
             else:
                 load = job.feed.take(each, shard, job.version, job.progress.loads, self._clock.now)
-                arrival.answer(_granted(load))
+                arrival.answer(*_granted(job, load))
         elif asks.version < job.version or self._end.over or not asks.wait_s > 0:
             arrival.answer(self._not_granted(job, each, newer=True))
         else:
@@ -93,8 +94,8 @@ class FeedRequests:
         respond = arrival.respond
 
         def answer(load: Load | None, is_taken: bool) -> None:
-            reply = _granted(load) if is_taken else self._not_granted(job, each, newer=True)
-            self._send_later([(respond, Frame(reply))])
+            frame = Frame(*_granted(job, load)) if is_taken else Frame(self._not_granted(job, each, newer=True))
+            self._send_later([(respond, frame)])
 
         def refuse(error: FleetError) -> None:
             self._send_later([(respond, error_reply(error))])
@@ -111,9 +112,7 @@ class FeedRequests:
             arrival.answer(pb.Reply(news=pb.News(lapsed=True)))
             return
         each.heard = self._clock.now()
-        start, tables, tensors, cursor = piece_of(load, asks.cursor, job.held(), job.where)
-        news = pb.News(number=load.number, exact=load.is_exact, start=start)
-        arrival.answer(pb.Reply(version=load.version, cursor=cursor, changed=tables, news=news), tensors)
+        arrival.answer(*_with_piece(job, load, asks.cursor))
 
     def _unfollow(self, job: Job | None, arrival: Arrival) -> None:
         """Forget a follower."""
@@ -164,9 +163,17 @@ def _can_be_taken(job: Job) -> bool:
     return _is_there(job) and not job.cuts
 
 
-def _granted(load: Load | None) -> pb.Reply:
-    """Return the reply with what a follower is given; None says that nobody knows."""
+def _granted(job: Job, load: Load | None) -> tuple[pb.Reply, list[WireTensor]]:
+    """Return the reply with what a follower is given, and the first piece of it; None says that nobody knows."""
     if load is None:
-        return pb.Reply(news=pb.News(lapsed=True))
-    news = pb.News(number=load.number, exact=load.is_exact, newer=True, rest_s=rest_s(load))
-    return pb.Reply(granted=True, version=load.version, loads=load.replaced, news=news)
+        return pb.Reply(news=pb.News(lapsed=True)), []
+    reply, tensors = _with_piece(job, load, "")
+    reply.granted, reply.loads = True, load.replaced
+    reply.news.newer, reply.news.rest_s = True, rest_s(load)
+    return reply, tensors
+
+
+def _with_piece(job: Job, load: Load, cursor: str) -> tuple[pb.Reply, list[WireTensor]]:
+    start, tables, tensors, following = piece_of(load, cursor, job.held(), job.where)
+    news = pb.News(number=load.number, exact=load.is_exact, start=start)
+    return pb.Reply(version=load.version, cursor=following, changed=tables, news=news), tensors
