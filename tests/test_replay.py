@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import threading
@@ -671,4 +672,5 @@ def test_a_state_that_gives_way_to_a_newer_one_is_read_again(
     monkeypatch.setattr(Segment, "records", with_a_snapshot_meanwhile)
     assert main(["replay", str(durable)]) == 0
     assert len(opened) > 3
+    assert logging.getLogger("fleet").isEnabledFor(logging.WARNING), "what others log is theirs"
     assert capsys.readouterr().out.count("after step") == 2

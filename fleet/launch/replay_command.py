@@ -29,11 +29,16 @@ _MOST_NAMES = 10
 def carry_out(options: argparse.Namespace) -> int:
     """Do what the options ask for, and return the exit code."""
     be_lean()
-    logging.getLogger("fleet").setLevel(logging.ERROR)  # what servers said then is no news
-    for _ in range(_MORE_TIMES):
-        with contextlib.suppress(RemovedError):
-            return _carry_out(options)
-    return _carry_out(options)
+    log = logging.getLogger("fleet")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what servers said then is no news
+    try:
+        for _ in range(_MORE_TIMES):
+            with contextlib.suppress(RemovedError):
+                return _carry_out(options)
+        return _carry_out(options)
+    finally:
+        log.setLevel(level)
 
 
 def _carry_out(options: argparse.Namespace) -> int:

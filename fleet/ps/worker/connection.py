@@ -476,9 +476,9 @@ class Connections:
             connection.reported = connection.reported or connection.failure is not None
 
     @property
-    def reported(self) -> bool:
-        """Say whether the user knows what ended one of them."""
-        return any(connection.reported for connection in self.by_server)
+    def reported_failure(self) -> FleetError | None:
+        """Return what ended one of them, if the user knows it."""
+        return next((connection.failure for connection in self.by_server if connection.reported), None)
 
     @property
     def is_healthy(self) -> bool:

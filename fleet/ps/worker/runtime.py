@@ -629,8 +629,10 @@ class WorkerRuntime:
         ended it was raised then, and must not be hidden behind a second error from somebody's ``finally``."""
         if self.stopped:
             return
-        if self.connections.reported:
-            self.abort("its job had already failed, and its script went on to stop_worker()")
+        known = self.connections.reported_failure
+        if known is not None:
+            # With the cause: who fails in turn may be the first of whom a server hears.
+            self.abort(f"its job had already failed ({known}), and its script went on to stop_worker()")
             return
         try:
             with self.turns:
