@@ -1,99 +1,72 @@
-"""A model that is trained on a stream and served meanwhile: two commands, in two terminals and in either order.
+"""Fresh predictions: a model that learns from a stream of clicks, and is served meanwhile. All of it on this machine.
 
-    python examples/online.py train     # or as a job: fleetrun --server_num 2 --worker_num 2 examples/online.py train
-    python examples/online.py serve
+    python examples/online.py [--port 8080] [--seconds S] [--redis URL]
 
-Users come and go, so a model that is not trained on grows old. Every 100 steps the trainer saves what has changed since
-the last time, a delta, and the serving process picks it up and scores the clicks of that time: it is right in more than
-93 of 100. Of the clicks at the end the first checkpoint would tell no more than 80. It loads a checkpoint with all that
-it goes on from, which ``full_every=4`` keeps to three deltas and a whole one.
+Visitors of a made-up shop ask a predictor which items they would click, over HTTP, and then do or do not; that is the
+stream, a file that grows or a stream of Redis. Two workers train on it, with two servers. The predictor follows the
+servers. Its page, http://127.0.0.1:8080, draws how good the predictions were and how old the model is. Items come into
+fashion and go out of it within a minute, so a model that is not fresh is soon wrong. Ctrl-C ends everything.
+
+The parts are in examples/online, each of them as it would be in a system of many machines.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
-import torch
-
-import fleet
-
-ROOT = "ckpt/online"
-STEPS, EVERY, BATCH = 800, 100, 512
-USERS, ITEMS = 500, 100  # at a time; two users go and two come with every step
-PATIENCE_S = 120.0
+PARTS = Path(__file__).resolve().parent / "online"
 
 
-class ClickModel(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.user = fleet.nn.Embedding(None, 1, initializer="zeros")
-        self.item = fleet.nn.Embedding(None, 1, initializer="zeros")
-
-    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-        return (self.user(user) + self.item(item)).squeeze(1)
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
-def clicks(step: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Users and items at a time of the stream, and which of them clicked: both have a score, and the sum decides."""
-    taste = torch.Generator().manual_seed(7)
-    users, items = torch.randn(USERS + 2 * STEPS + 2, generator=taste), torch.randn(ITEMS, generator=taste)
-    user = 2 * step + torch.randint(0, USERS, (BATCH,), generator=draw)
-    item = torch.randint(0, ITEMS, (BATCH,), generator=draw)
-    return user, item, (users[user] + items[item] > 0).float()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8080, help="where the page is; 0: any free port")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="how long visitors come; else for ever")
+    parser.add_argument("--redis", help="redis://host:port, in place of a file")
+    given = parser.parse_args()
+    try:
+        socket.create_server(("127.0.0.1", given.port)).close()
+    except OSError as error:
+        sys.exit(f"the page cannot be at port {given.port}: {error}. Choose another with --port.")
+    *ports, port = *free_ports(2), given.port or free_ports(1)[0]
+    servers = ",".join(f"127.0.0.1:{each}" for each in ports)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as started:
+        place = f"{given.redis}#clicks-{os.getpid()}" if given.redis else f"{folder}/clicks"
 
+        def start(*command: object) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen([sys.executable, *map(str, command)])
+            started.callback(process.wait)
+            started.callback(process.terminate)
+            return process
 
-def join() -> tuple[ClickModel, torch.optim.Optimizer]:
-    model = ClickModel()
-    return model, fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.5), model=model)
-
-
-def train() -> None:
-    fleet.init()
-    model, optimizer = join()
-    if fleet.is_server():
-        fleet.init_server()
-        fleet.run_server()
-        return
-    fleet.init_worker()
-    draw = torch.Generator().manual_seed(fleet.worker_index())
-    with fleet.Checkpoints(ROOT, every_steps=EVERY, full_every=4, keep_last=4) as checkpoints:
-        for step in range(STEPS):
-            user, item, clicked = clicks(step, draw)
-            optimizer.minimize(torch.nn.functional.binary_cross_entropy_with_logits(model(user, item), clicked))
-            checkpoints.after_step()
-            time.sleep(0.01)  # as a stream has it
-    fleet.stop_worker()
-
-
-def serve() -> None:
-    """A job of its own, alone in this process, that never takes a step: its server holds what was loaded last."""
-    fleet.init()
-    model, _ = join()
-    fleet.init_worker()
-    model.eval()
-    draw, served, until = torch.Generator().manual_seed(99), "", time.monotonic() + PATIENCE_S
-    while fleet.resume_step() < STEPS:
-        latest = fleet.Checkpoints.latest(ROOT)
-        if latest is None or latest == served:
-            if time.monotonic() > until:
-                raise SystemExit(f"nothing new in {ROOT} for {PATIENCE_S:g} s")
-            time.sleep(0.05)
-            continue
-        fleet.load_persistables(latest)
-        served, until = latest, time.monotonic() + PATIENCE_S
-        step = fleet.resume_step()
-        print(f"step {step}: right in {right(model, step, draw):.3f} now, {right(model, STEPS, draw):.3f} at the end")
-    fleet.stop_worker()
-
-
-@torch.no_grad()
-def right(model: ClickModel, step: int, draw: torch.Generator) -> float:
-    user, item, clicked = clicks(step, draw)
-    return ((model(user, item) > 0).float() == clicked).float().mean().item()
+        predictor = start(PARTS / "serve.py", place, port, servers)
+        fleetrun = ("-m", "fleet.launch", "--servers", servers, "--workers", "127.0.0.1,127.0.0.1")
+        job = start(*fleetrun, "--log_dir", f"{folder}/logs", "--view", "plain", PARTS / "train.py", place)
+        visitors = start(PARTS / "visitors.py", place, port, given.seconds)
+        print(f"The page: http://127.0.0.1:{port} (as soon as the job has begun)", flush=True)
+        while (code := job.poll()) is None:  # it ends when the stream does
+            failed = [each.returncode for each in (predictor, visitors) if each.poll()]
+            if failed:
+                return failed[0]
+            time.sleep(0.2)
+        return code
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["train", "serve"])
-    {"train": train, "serve": serve}[parser.parse_args().part]()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("ended", flush=True)

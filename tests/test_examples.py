@@ -54,25 +54,6 @@ def test_flight_delays_in_every_mode(processes: Processes, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @patient
-def test_a_stream_is_served_while_it_is_trained_on(processes: Processes, tmp_path: Path) -> None:
-    script = str(EXAMPLES / "online.py")
-    started = [processes.start(script, part, cwd=tmp_path) for part in ("serve", "train")]
-    (status, out, err), trained = (ended(process, PATIENCE_S) for process in started)
-    assert (status, trained[0]) == (0, 0), err + trained[2]
-    told = [
-        (int(step), float(now), float(at_end))
-        for step, now, at_end in re.findall(r"step (\d+): right in ([\d.]+) now, ([\d.]+) at the end", out)
-    ]
-    steps = [step for step, _, _ in told]
-    assert steps == sorted(set(steps))
-    assert steps[-1] == 800
-    assert len(steps) > 2, "as they came"
-    assert all(now > 0.9 for _, now, _ in told)
-    assert told[0][2] < 0.85
-
-
-@pytest.mark.slow
-@patient
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux alone")
 def test_a_huge_table_needs_several_servers(processes: Processes, tmp_path: Path) -> None:
     script = str(EXAMPLES / "huge_table.py")

@@ -155,7 +155,8 @@ with fleet.Checkpoints("ckpt/run", every_steps=1, background=False) as checkpoin
     checkpoints.after_step()
 fleet.stop_worker()
 """,
-        f"follower.close(); import shutil; shutil.rmtree('ckpt')\n{JOB}\nloader = [(x, y)] * 10",
+        f"follower.close(); import shutil; shutil.rmtree('ckpt')\n{SCRIPT}\nfrom fleet import StrategyFactory",
+        "fleet.init_worker(); loader = [(x, y)] * 10",
         "fleet.stop_worker()",
         "",
     ],

@@ -1,0 +1,254 @@
+"""examples/online.py: its stream, its predictor, and all of it together, with its page in a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import sklearn.metrics
+import test_processes
+import torch
+from harness import until
+from patience import PROCESSES_S
+from test_processes import ROOT, Processes
+from test_report import CHROMIUM
+
+sys.path.insert(0, str(ROOT / "examples" / "online"))
+
+import serve
+import stream
+import train
+import visitors
+
+processes = test_processes.processes  # the fixture
+
+EXAMPLE = str(ROOT / "examples" / "online.py")
+REDIS = shutil.which("redis-server")
+
+
+def all_of(reader: Iterator[list[str]]) -> list[str]:
+    return [line for lines in reader for line in lines]
+
+
+def test_readers_of_a_file_have_each_line_once_as_it_comes(tmp_path: Path) -> None:
+    clicks = stream.FileStream(str(tmp_path / "clicks"))
+    readers = [clicks.read("training", part, 2) for part in range(2)]
+    assert [next(each) for each in readers] == [[], []]
+    clicks.add([f"{n} 0 0.5 1" for n in range(5)])
+    assert [next(each) for each in readers] == [["0 0 0.5 1", "2 0 0.5 1", "4 0 0.5 1"], ["1 0 0.5 1", "3 0 0.5 1"]]
+    with open(tmp_path / "clicks", "a") as file:
+        file.write("5 0 0.5")  # by a writer that is not through yet
+    assert [next(each) for each in readers] == [[], []]
+    with open(tmp_path / "clicks", "a") as file:
+        file.write(" 1\n")
+    clicks.add([f"{n} 0 0.5 1" for n in range(6, 1000)])
+    clicks.end()
+    parts = [all_of(each) for each in readers]
+    assert [int(line.split()[0]) for line in parts[1]] == [*range(5, 1000, 2)]
+    assert len(parts[0]) == 497
+
+
+def test_auc_is_that_of_scikit_learn() -> None:
+    draw = torch.Generator().manual_seed(0)
+    score = torch.randint(0, 20, (500,), generator=draw) / 20  # many are the same
+    clicked = (torch.rand(500, generator=draw) < score).float()
+    assert serve.auc(score, clicked) == pytest.approx(sklearn.metrics.roc_auc_score(clicked, score))
+    assert serve.auc(score, torch.zeros(500)) == 0.5
+
+
+@pytest.fixture
+def predictor(tmp_path: Path) -> Iterator[serve.Server]:
+    """A predictor whose model nobody trains."""
+    server = serve.Server(str(tmp_path / "clicks"), 0)
+    server.model = train.ClickModel()
+    server.follower = SimpleNamespace(pinned=contextlib.nullcontext, version=7, age_s=0.5)
+    server.predict = lambda user, item: {"score": [0.5] * len(user + item[:0]), "version": 7}
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def asked(server: serve.Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    with contextlib.closing(http.client.HTTPConnection(*server.server_address, timeout=20)) as line:
+        line.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), headers)
+        answer = line.getresponse()
+        content = answer.read()
+        return answer.status, json.loads(content) if "json" in answer.headers["Content-Type"] else content
+
+
+def test_a_predictor_answers(predictor: serve.Server) -> None:
+    assert asked(predictor, "POST", "/predict", {"user": [1, 2], "item": [3, -4]}) == (
+        200,
+        {"score": [0.5, 0.5], "version": 7},
+    )
+    status, page = asked(predictor, "GET", "/")
+    assert (status, page) == (200, serve.PAGE)
+    assert asked(predictor, "GET", "/state")[1]["age_s"] == 0.5
+    assert asked(predictor, "GET", "/etc/passwd") == (404, {"error": "there is nothing at /etc/passwd"})
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"{", "JSONDecodeError"),
+        ({"user": [1]}, "KeyError"),
+        ([1], "TypeError"),
+        ({"user": [1, 2], "item": [3]}, "2 users, and 1 items"),
+        ({"user": ["1"], "item": [3]}, "a list of up to 1000 ids"),
+        ({"user": [True], "item": [3]}, "a list of up to 1000 ids"),
+        ({"user": [1.0], "item": [3]}, "a list of up to 1000 ids"),
+        ({"user": [1] * 1001, "item": [1] * 1001}, "a list of up to 1000 ids"),
+        ({"user": [1 << 63], "item": [3]}, "an id has 64 bits"),
+        (b" " * (1 << 17), "up to 65536 bytes"),
+        (None, "up to 65536 bytes"),
+    ],
+    ids=range(11),
+)
+def test_what_a_predictor_is_asked_is_checked(predictor: serve.Server, body: Any, why: str) -> None:
+    headers = {"Content-Length": "-1"} if body is None else {}
+    status, told = asked(predictor, "POST", "/predict", body, **headers)
+    assert status == 400
+    assert why in told["error"]
+    assert asked(predictor, "GET", "/state")[0] == 200, "and it goes on"
+
+
+def test_fashion_changes_who_clicks() -> None:
+    first, later = (visitors.chance(1, 0, now) for now in (visitors.PERIOD_S / 4, 3 * visitors.PERIOD_S / 4))
+    assert first > 0.5 > later
+
+
+@pytest.fixture
+def redis_at(tmp_path: Path) -> Iterator[str]:
+    pytest.importorskip("redis", reason="the client of Redis comes with the extra 'test'")
+    place = str(tmp_path / "socket")
+    command = [str(REDIS), "--port", "0", "--unixsocket", place, "--save", "", "--dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            until(lambda: Path(place).exists())
+            yield f"unix://{place}"
+        finally:
+            server.terminate()
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(REDIS is None, reason="there is no redis-server here")
+def test_what_a_reader_of_redis_was_at_when_it_was_killed_is_read_again(redis_at: str) -> None:
+    clicks = stream.stream_at(f"{redis_at}#some")
+    clicks.add([f"{n} 0 0.5 1" for n in range(600)])
+    first, other = clicks.read("training", 0), clicks.read("training", 1)
+    assert (next(first), next(other)) == ([], []), "nothing was left unread"
+    had, lost = next(first), next(other)
+    assert (len(had), len(lost)) == (256, 256)
+    other.close()  # it asked for no more, so these do not count as done
+    again = clicks.read("training", 1)
+    assert next(again) == lost
+    rest = [next(again), next(again), next(first), next(first)]
+    clicks.end()
+    assert sorted(map(len, rest)) == [0, 0, 0, 88]
+    assert all_of(again) == all_of(first) == []
+    assert len(all_of(clicks.read("page"))) == 600, "another group has all of it"
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(REDIS is None, reason="there is no redis-server here")
+@pytest.mark.timeout(2 * PROCESSES_S)
+def test_all_of_it_with_redis(redis_at: str, processes: Processes, tmp_path: Path) -> None:
+    check_whole_run(processes, tmp_path, "--redis", redis_at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PROCESSES_S)
+def test_all_of_it(processes: Processes, tmp_path: Path) -> None:
+    check_whole_run(processes, tmp_path)
+
+
+def check_whole_run(processes: Processes, folder: Path, *options: str) -> None:
+    """Predictions become good and stay fresh, and Ctrl-C leaves nothing behind."""
+    running = processes.python(EXAMPLE, "--port", "0", *options, cwd=folder)
+    state = seen_state(page_of(running), has_learnt)
+    assert state["version"] > 0
+    assert min(state["age"]) < 2
+    assert state["auc"][-1] > state["auc"][0] + 0.2, "it has learnt from the stream"
+    parts = psutil.Process(running.pid).children(recursive=True)
+    assert len(parts) >= 7, "predictor, visitors, fleetrun, two servers and two workers"
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=PROCESSES_S)
+    assert running.returncode == 0
+    assert [part for part in parts if part.is_running()] == []
+
+
+def page_of(running: Any) -> str:
+    found = re.search(r"http://([\d.]+:\d+)", running.stdout.readline())
+    assert found is not None
+    return found[1]
+
+
+def has_learnt(state: dict[str, Any]) -> bool:
+    return len(state["auc"]) > 4 and state["auc"][-1] > 0.8
+
+
+def seen_state(address: str, enough: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    host, _, port = address.partition(":")
+    deadline = time.monotonic() + PROCESSES_S
+    while True:
+        assert time.monotonic() < deadline, "it does not get so far"
+        with contextlib.suppress(OSError), contextlib.closing(http.client.HTTPConnection(host, int(port), 5)) as line:
+            line.request("GET", "/state")
+            state: dict[str, Any] = json.loads(line.getresponse().read())
+            if enough(state):
+                return state
+        time.sleep(0.2)
+
+
+def test_a_port_that_is_taken_is_named(predictor: serve.Server) -> None:
+    port = predictor.server_address[1]
+    done = subprocess.run([sys.executable, EXAMPLE, "--port", str(port)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"the page cannot be at port {port}" in done.stderr
+    assert "Choose another with --port." in done.stderr
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_the_page(scheme: str, processes: Processes, tmp_path: Path) -> None:
+    running = processes.python(EXAMPLE, "--port", "0", cwd=tmp_path)
+    address = page_of(running)
+    seen_state(address, has_learnt)
+    command = [
+        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
+        *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,900", "--virtual-time-budget=4000"),
+        *(["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []),
+        *(f"--screenshot={tmp_path / 'picture.png'}", "--dump-dom", f"http://{address}/"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=PROCESSES_S)
+    assert [line for line in done.stderr.splitlines() if ":CONSOLE" in line and "favicon" not in line] == []
+    shown = {name: re.search(rf'id="{name}">([^<]*)<', done.stdout) for name in ("auc", "age", "version", "clicks")}
+    assert 0.7 < float(shown["auc"][1]) < 1, "as the page draws it"
+    assert float(shown["age"][1].removesuffix(" s")) < 5
+    assert int(shown["version"][1].replace(",", "")) > 0
+    curves = re.findall(r'<polyline points="([\d., ]+)"', done.stdout)
+    assert len(curves) == 2
+    heights = [float(point.partition(",")[2]) for point in curves[0].split()]
+    assert heights[-1] < heights[0], "the AUC has risen"
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
