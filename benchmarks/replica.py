@@ -3,11 +3,12 @@
     python benchmarks/replica.py [--quick] [--json FILE]
 
 The replica is a process with one core, whose rows come from nowhere else; those who ask are another with the other
-cores. A request is for 26 rows of 16 numbers, of 26 tables. Both are Python on gRPC, so the askers cost as much as the
-replica does: beside requests a second stands what a request takes of the replica's processor, which bounds them.
+cores. A request is for 26 rows of 16 numbers, of 26 tables. Askers cost as much as the replica does: beside requests a
+second stands what a request takes of the replica's processor, which bounds them.
 
-    handler     the replica's part alone, in one process, without gRPC
-    N threads   as many of one asker, each with one request under way
+    handler     the replica's part alone, in one process, of one request after the other
+    N beside    as many connections beside gRPC, each with one request under way, as predictors have them
+    N threads   as many of one asker through gRPC, each with one request under way
     M together  requests for the rows of M predictions, as a forward with a batch of M makes them
     half        at half the rate of the best of these with one prediction a request, sent at even times
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
 from fleet.ps.wire.plain_service import PlainChannel
 from fleet.ps.wire.security import Security
+from fleet.ps.wire.small_calls import Door, SmallCallChannel
 from fleet.serving import lookup_pb2 as pb
 from fleet.serving.replica import MOST_BYTES, SERVICE, Replica
 from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
@@ -42,6 +45,7 @@ from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDesc
 TABLES, DIM, ROWS = 26, 16, 40_000
 CHANGED = 10_000 // TABLES
 THREADS, TOGETHER = (1, 4, 16), (1, 16, 128)
+CONNECTIONS = (1, 8, 64)
 
 
 class Made:
@@ -149,6 +153,45 @@ def ask(endpoint: str, pid: int, threads: int, together: int, seconds: float, ra
     return Asked([each for part in latencies for each in part], took, spent)
 
 
+def ask_beside(endpoint: str, pid: int, connections: int, seconds: float, rate: float | None = None) -> Asked:
+    """Ask over connections beside gRPC, each as fast as it can, or all together at an even rate."""
+    where, channel = Endpoint.parse(endpoint), PlainChannel(SERVICE, Endpoint.parse(endpoint), Security(), MOST_BYTES)
+    told = pb.Description.FromString(channel.ask("Describe", b"", 10.0)).door
+    channel.close()
+    door = Door(told.key, told.local, told.port)
+    # What a channel sends, without a thread for each: this one asks for all of them.
+    socks = [SmallCallChannel(where, door)._connect(10.0) for _ in range(connections)]
+    framed = [len(body).to_bytes(4, "little") + body for body in requests(1)]
+    latencies: list[float] = []
+    process = psutil.Process(pid)
+    with selectors.DefaultSelector() as selector:
+        sent_at = dict.fromkeys(socks, 0.0)
+        for sock in socks:
+            sock.settimeout(10.0)
+            selector.register(sock, selectors.EVENT_READ)
+        idle, number, due = list(socks), 0, time.perf_counter() + 0.2
+        began, until = due, due + seconds
+        before = sum(process.cpu_times()[:2])
+        while (now := time.perf_counter()) < until or len(idle) < connections:
+            while idle and now < until and (rate is None or now >= due):
+                sock = idle.pop()
+                sent_at[sock] = now if rate is None else due  # a late one has waited
+                sock.sendall(framed[number % len(framed)])
+                number += 1
+                due += 1 / rate if rate else 0.0
+            for key, _ in selector.select(0 if idle else 1.0):
+                sock = key.fileobj
+                size = int.from_bytes(sock.recv(4), "little")
+                while size:
+                    size -= len(sock.recv(size))
+                latencies.append(time.perf_counter() - sent_at[sock])
+                idle.append(sock)
+        spent, took = sum(process.cpu_times()[:2]) - before, time.perf_counter() - began
+    for sock in socks:
+        sock.close()
+    return Asked(latencies, took, spent)
+
+
 def handler_us(together: int, seconds: float) -> float:
     """The replica's part of a request alone."""
     (endpoint,) = free_endpoints(1)
@@ -199,7 +242,14 @@ def main() -> None:
                     best = max(best, got.rate if together == 1 else 0.0)
                     rows.append(_row(f"{threads} threads, {together} together{beside}", got, together))
                 half = ask(str(endpoint), child.pid, 8, 1, seconds, best / 2)
-                rows.append(_row(f"half of the best{beside}", half, 1))
+                rows.append(_row(f"half of the best through gRPC{beside}", half, 1))
+                best = 0.0
+                for connections in CONNECTIONS:
+                    got = ask_beside(str(endpoint), child.pid, connections, seconds)
+                    best = max(best, got.rate)
+                    rows.append(_row(f"{connections} beside{beside}", got, 1))
+                half = ask_beside(str(endpoint), child.pid, CONNECTIONS[-1], seconds, best / 2)
+                rows.append(_row(f"half of the best beside{beside}", half, 1))
             finally:
                 os.sched_setaffinity(0, set(cores))
                 child.send_signal(signal.SIGKILL)

@@ -41,10 +41,10 @@ class Edition(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Holds the rows that were asked for, one behind the other; None if the edition asked for is not to be had."""
+    """Holds the rows that were asked for, in one part or in one for each table; None: the edition is not to be had."""
 
     edition: Edition
-    values: bytes | None
+    parts: list[Array] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +162,9 @@ class Editions:
     def row_count(self) -> int:
         return sum(map(len, self._kept))
 
-    def look_up(self, number: int | None, places: tuple[int, ...], ids: Ids, stops: Ids) -> Found:
+    def look_up(self, number: int | None, places: tuple[int, ...], ids: Ids, stops: Ids, count: int = 1) -> Found:
         """Return rows of the edition with this number, or of the newest: of each of the tables at these places for its
-        ids, which end at its stop."""
+        ids, which end at its stop. So many requests ask for them."""
         with self._lock:
             edition = self.newest
             back = 0 if number is None else edition.number - number
@@ -176,10 +176,10 @@ class Editions:
             if back:
                 self._go_back(places, ids, stops, parts, back)
                 edition = Edition(edition.number - back, self._before[-back].version)
-            self.lookups += 1
+            self.lookups += count
             self.rows_asked += ids.size
             self.misses += absent
-        return Found(edition, b"".join([part.tobytes() for part in parts]))
+        return Found(edition, parts)
 
     def _tables_asked(self, places: tuple[int, ...]) -> _TablesAsked:
         if places not in self._asked:
@@ -296,7 +296,7 @@ class _Draft:
 
 def _ranges(stops: Ids) -> list[tuple[int, int]]:
     ends = stops.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(zip([0, *ends][: len(ends)], ends, strict=True))
 
 
 def _unfilled() -> NotInitializedError:

@@ -13,7 +13,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66leet/serving/lookup.proto\x12\rfleet.serving\"J\n\x05State\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07\x65\x64ition\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"\x11\n\x0f\x44\x65scribeRequest\"\x95\x01\n\x0b\x44\x65scription\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.fleet.serving.State\x12$\n\x06tables\x18\x02 \x03(\x0b\x32\x14.fleet.serving.Table\x12\'\n\x05\x64\x65nse\x18\x03 \x03(\x0b\x32\x18.fleet.serving.Parameter\x12\x12\n\nmost_bytes\x18\x04 \x01(\x04\"a\n\x05Table\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rembedding_dim\x18\x02 \x01(\r\x12\x16\n\x0enum_embeddings\x18\x03 \x01(\x04\x12\x0c\n\x04mean\x18\x04 \x01(\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\"7\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\r\n\x0bLookRequest\"_\n\rLookUpRequest\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07\x65\x64ition\x18\x02 \x01(\x04\x12\x0e\n\x06tables\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\x04\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\"I\n\x04Rows\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.fleet.serving.State\x12\x0c\n\x04gone\x18\x02 \x01(\x08\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"\x0e\n\x0c\x44\x65nseRequest\"d\n\nDensePiece\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.fleet.serving.State\x12\x11\n\tparameter\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x32\x8a\x02\n\x06Lookup\x12\x46\n\x08\x44\x65scribe\x12\x1e.fleet.serving.DescribeRequest\x1a\x1a.fleet.serving.Description\x12\x38\n\x04Look\x12\x1a.fleet.serving.LookRequest\x1a\x14.fleet.serving.State\x12;\n\x06LookUp\x12\x1c.fleet.serving.LookUpRequest\x1a\x13.fleet.serving.Rows\x12\x41\n\x05\x44\x65nse\x12\x1b.fleet.serving.DenseRequest\x1a\x19.fleet.serving.DensePiece0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66leet/serving/lookup.proto\x12\rfleet.serving\"J\n\x05State\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07\x65\x64ition\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\"\x11\n\x0f\x44\x65scribeRequest\"\xb8\x01\n\x0b\x44\x65scription\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.fleet.serving.State\x12$\n\x06tables\x18\x02 \x03(\x0b\x32\x14.fleet.serving.Table\x12\'\n\x05\x64\x65nse\x18\x03 \x03(\x0b\x32\x18.fleet.serving.Parameter\x12\x12\n\nmost_bytes\x18\x04 \x01(\x04\x12!\n\x04\x64oor\x18\x05 \x01(\x0b\x32\x13.fleet.serving.Door\"0\n\x04\x44oor\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05local\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\"a\n\x05Table\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rembedding_dim\x18\x02 \x01(\r\x12\x16\n\x0enum_embeddings\x18\x03 \x01(\x04\x12\x0c\n\x04mean\x18\x04 \x01(\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\"7\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\r\n\x0bLookRequest\"_\n\rLookUpRequest\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07\x65\x64ition\x18\x02 \x01(\x04\x12\x0e\n\x06tables\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\x04\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\"I\n\x04Rows\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.fleet.serving.State\x12\x0c\n\x04gone\x18\x02 \x01(\x08\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"\x0e\n\x0c\x44\x65nseRequest\"d\n\nDensePiece\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.fleet.serving.State\x12\x11\n\tparameter\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x32\x8a\x02\n\x06Lookup\x12\x46\n\x08\x44\x65scribe\x12\x1e.fleet.serving.DescribeRequest\x1a\x1a.fleet.serving.Description\x12\x38\n\x04Look\x12\x1a.fleet.serving.LookRequest\x1a\x14.fleet.serving.State\x12;\n\x06LookUp\x12\x1c.fleet.serving.LookUpRequest\x1a\x13.fleet.serving.Rows\x12\x41\n\x05\x44\x65nse\x12\x1b.fleet.serving.DenseRequest\x1a\x19.fleet.serving.DensePiece0\x01\x62\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleet.serving.lookup_pb2', globals())
@@ -25,21 +25,23 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _DESCRIBEREQUEST._serialized_start=121
   _DESCRIBEREQUEST._serialized_end=138
   _DESCRIPTION._serialized_start=141
-  _DESCRIPTION._serialized_end=290
-  _TABLE._serialized_start=292
-  _TABLE._serialized_end=389
-  _PARAMETER._serialized_start=391
-  _PARAMETER._serialized_end=446
-  _LOOKREQUEST._serialized_start=448
-  _LOOKREQUEST._serialized_end=461
-  _LOOKUPREQUEST._serialized_start=463
-  _LOOKUPREQUEST._serialized_end=558
-  _ROWS._serialized_start=560
-  _ROWS._serialized_end=633
-  _DENSEREQUEST._serialized_start=635
-  _DENSEREQUEST._serialized_end=649
-  _DENSEPIECE._serialized_start=651
-  _DENSEPIECE._serialized_end=751
-  _LOOKUP._serialized_start=754
-  _LOOKUP._serialized_end=1020
+  _DESCRIPTION._serialized_end=325
+  _DOOR._serialized_start=327
+  _DOOR._serialized_end=375
+  _TABLE._serialized_start=377
+  _TABLE._serialized_end=474
+  _PARAMETER._serialized_start=476
+  _PARAMETER._serialized_end=531
+  _LOOKREQUEST._serialized_start=533
+  _LOOKREQUEST._serialized_end=546
+  _LOOKUPREQUEST._serialized_start=548
+  _LOOKUPREQUEST._serialized_end=643
+  _ROWS._serialized_start=645
+  _ROWS._serialized_end=718
+  _DENSEREQUEST._serialized_start=720
+  _DENSEREQUEST._serialized_end=734
+  _DENSEPIECE._serialized_start=736
+  _DENSEPIECE._serialized_end=836
+  _LOOKUP._serialized_start=839
+  _LOOKUP._serialized_end=1105
 # @@protoc_insertion_point(module_scope)

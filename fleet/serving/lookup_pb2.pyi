@@ -26,16 +26,28 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ["dense", "most_bytes", "state", "tables"]
+    __slots__ = ["dense", "door", "most_bytes", "state", "tables"]
     DENSE_FIELD_NUMBER: _ClassVar[int]
+    DOOR_FIELD_NUMBER: _ClassVar[int]
     MOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     dense: _containers.RepeatedCompositeFieldContainer[Parameter]
+    door: Door
     most_bytes: int
     state: State
     tables: _containers.RepeatedCompositeFieldContainer[Table]
-    def __init__(self, state: _Optional[_Union[State, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., dense: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., most_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[State, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., dense: _Optional[_Iterable[_Union[Parameter, _Mapping]]] = ..., most_bytes: _Optional[int] = ..., door: _Optional[_Union[Door, _Mapping]] = ...) -> None: ...
+
+class Door(_message.Message):
+    __slots__ = ["key", "local", "port"]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    local: str
+    port: int
+    def __init__(self, key: _Optional[bytes] = ..., local: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class LookRequest(_message.Message):
     __slots__ = []

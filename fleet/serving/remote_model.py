@@ -68,7 +68,13 @@ class RemoteModel:
         self._clock: Clock = SystemClock()
         self._deadline_s = deadline_s
         self._source = PoolSource(
-            named, connect, self._clock, deadline_s=deadline_s, startup_s=settings.startup_deadline_s, poll_s=poll_s
+            named,
+            connect,
+            self._clock,
+            deadline_s=deadline_s,
+            startup_s=settings.startup_deadline_s,
+            poll_s=poll_s,
+            with_small_calls=settings.direct_port is not None,
         )
         self._holder = _RemoteRows(model, self._source, settings.whole_table_bytes)
         self._follower = Follower(self._holder, self._source, self._source.names)

@@ -8,25 +8,24 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
 
-import numpy as np
 import torch
-from google.protobuf.message import DecodeError, Message
 
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
-from fleet.errors import ProtocolError, ServerBusyError, UnsupportedError
-from fleet.numeric.jit import Array, Ids
+from fleet.errors import ServerBusyError, UnsupportedError
+from fleet.numeric.jit import Array
 from fleet.ps.wire.health import Health
 from fleet.ps.wire.plain_service import Methods, PlainListener
 from fleet.ps.wire.security import Security
+from fleet.ps.wire.small_calls import MOST_ANSWERED, SmallCallListener
 from fleet.serving import lookup_pb2 as pb
-from fleet.serving.editions import Edition, Editions
+from fleet.serving.editions import Editions
 from fleet.serving.follower import Follower
+from fleet.serving.look_ups import LookUps, read, written
 from fleet.serving.source import Source, SourceDescription
 from fleet.telemetry.observer import Observer
 from fleet.telemetry.process import ProcessFigures
@@ -38,15 +37,10 @@ SERVICE = "fleet.serving.Lookup"
 MOST_BYTES = 32 << 20
 #: Room in a message for what is not ids or rows.
 ROOM = 64 << 10
-#: A request names no more tables, or as many as there are.
-_MOST_TABLES = 1024
 #: Dense parameters travel in pieces of so many bytes.
 _PIECE_BYTES = 1 << 20
 #: What replies under way get to leave before the listener closes.
 _GRACE_S = 2.0
-
-
-M = TypeVar("M", bound=Message)
 
 
 class Replica:
@@ -59,8 +53,8 @@ class Replica:
         self.endpoint = endpoint
         self._settings = settings
         self._editions = Editions()
-        self._instance = secrets.randbits(63) | 1
         self._follower = Follower(self._editions, source, where, clock=clock)
+        self._look_ups = LookUps(self._editions, secrets.randbits(63) | 1, lambda: self._follower.age_s)
         self._most_bytes = min(MOST_BYTES, settings.security.max_message_bytes)
         self._description: pb.Description | None = None
         # A stream holds a thread for as long as its reader takes, so look-ups keep half of them.
@@ -72,6 +66,9 @@ class Replica:
             self._health = None if settings.health_port is None else Health(Endpoint(at.host, settings.health_port))
             if self._health is not None:
                 opened.callback(self._health.close)
+            self._small = self._small_calls(at)
+            if self._small is not None:
+                opened.callback(self._small.close)
             listener = PlainListener(
                 SERVICE,
                 Methods(
@@ -87,6 +84,14 @@ class Replica:
             observer = Observer(f"replica {endpoint}", "replica", self.told, settings)
             opened.callback(observer.close)
             self._opened = opened.pop_all()
+
+    def _small_calls(self, at: Endpoint) -> SmallCallListener | None:
+        """Take small look-ups beside gRPC; with certificates from this machine alone, as they are not encrypted."""
+        port, security = self._settings.direct_port, Security.of(self._settings.security)
+        if port is None:
+            return None
+        security.check_listening(at)
+        return SmallCallListener(at, port, self._look_up_together, only_near=security.tls is not None)
 
     def begin(self) -> None:
         """Take the first version, and go on behind."""
@@ -127,77 +132,41 @@ class Replica:
 
     # ---------------------------------------------------------------- the service
 
-    def _state(self, edition: Edition) -> pb.State:
-        return pb.State(
-            instance=self._instance, edition=edition.number, version=edition.version, age_s=self._follower.age_s
-        )
-
     def _describe(self, request: bytes) -> bytes:
-        _read(pb.DescribeRequest, request)
-        state = self._state(self._editions.newest)
+        read(pb.DescribeRequest, request)
+        state = self._look_ups.state(self._editions.newest)
         if self._description is None:
             self._description = description_of(self._editions.described, self._most_bytes)
         described = pb.Description()
         described.CopyFrom(self._description)
         described.state.CopyFrom(state)
-        return _bytes(described)
+        if self._small is not None:
+            door = self._small.door
+            described.door.CopyFrom(pb.Door(key=door.key, local=door.local, port=door.port))
+        return written(described)
 
     def _look(self, request: bytes) -> bytes:
-        _read(pb.LookRequest, request)
-        return _bytes(self._state(self._editions.newest))
+        read(pb.LookRequest, request)
+        return written(self._look_ups.state(self._editions.newest))
 
     def _look_up(self, request: bytes) -> bytes:
-        asked = _read(pb.LookUpRequest, request)
-        places, stops, ids = self._checked(asked)
-        if asked.instance not in (0, self._instance):
-            return _bytes(pb.Rows(state=self._state(self._editions.newest), gone=True))
-        found = self._editions.look_up(asked.edition if asked.instance else None, places, ids, stops)
-        if found.values is None:
-            return _bytes(pb.Rows(state=self._state(found.edition), gone=True))
-        return _bytes(pb.Rows(state=self._state(found.edition), values=found.values))
+        return self._look_ups.one(request, self._most_bytes)
 
-    def _checked(self, asked: pb.LookUpRequest) -> tuple[tuple[int, ...], Ids, Ids]:
-        """Return what a request asks for, once it is known that it can be had, before any memory is taken for it."""
-        widths = self._editions.widths
-        places, counts = tuple(asked.tables), list(asked.counts)
-        most = max(_MOST_TABLES, len(widths))
-        if len(places) != len(counts) or len(places) > most:
-            raise ProtocolError(
-                "a look-up has as many counts as tables",
-                expected=f"up to {most} of each",
-                got=f"{len(places)} and {len(counts)}",
-            )
-        if places and max(places) >= len(widths):
-            raise ProtocolError("there is no such table", expected=f"from 0 to {len(widths) - 1}", got=max(places))
-        if 8 * sum(counts) != len(asked.ids):  # counts may be as large as they like, and Python's sum is exact
-            raise ProtocolError(
-                "a look-up's ids are not as many as it says",
-                expected=f"{8 * sum(counts)} bytes",
-                got=f"{len(asked.ids)} bytes",
-            )
-        numbers = np.array(counts, np.int64)
-        nbytes = int(numbers @ widths[list(places)])
-        if max(nbytes, len(asked.ids)) > self._most_bytes:
-            raise ProtocolError(
-                "a look-up asks for too much at once",
-                expected=f"up to {self._most_bytes} bytes of ids, and of rows",
-                got=f"{len(asked.ids)} and {nbytes}",
-                todo="Divide it.",
-            )
-        return places, numbers.cumsum(), np.frombuffer(asked.ids, "<i8").astype(np.int64)
+    def _look_up_together(self, requests: Sequence[bytes]) -> list[bytes | None]:
+        return self._look_ups.together(requests, min(MOST_ANSWERED, self._most_bytes))
 
     def _dense(self, request: bytes) -> Iterator[bytes]:
-        _read(pb.DenseRequest, request)
+        read(pb.DenseRequest, request)
         if not self._streams.acquire(blocking=False):
             raise ServerBusyError("too many read dense parameters at once", todo="Ask again soon.")
         try:
             edition, dense = self._editions.dense()
-            yield _bytes(pb.DensePiece(state=self._state(edition)))
+            yield written(pb.DensePiece(state=self._look_ups.state(edition)))
             for place, name in enumerate(self._editions.described.dense):
                 values = _raw(dense[name])
                 for offset in range(0, len(values), _PIECE_BYTES):
                     part = values[offset : offset + _PIECE_BYTES].tobytes()
-                    yield _bytes(pb.DensePiece(parameter=place, offset=offset, values=part))
+                    yield written(pb.DensePiece(parameter=place, offset=offset, values=part))
         finally:
             self._streams.release()
 
@@ -239,14 +208,3 @@ def _raw(values: torch.Tensor) -> Array:
     """Return the bytes of a tensor, whatever its element type is."""
     flat: Array = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
-
-
-def _read(kind: type[M], request: bytes) -> M:
-    try:
-        return kind.FromString(request)
-    except (DecodeError, ValueError) as error:
-        raise ProtocolError("a request cannot be read", expected=kind.__name__, got=str(error)) from None
-
-
-def _bytes(message: Message) -> bytes:
-    return message.SerializeToString()

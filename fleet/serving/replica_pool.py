@@ -22,6 +22,7 @@ from fleet.base.cluster import Endpoint
 from fleet.errors import AuthenticationError, DeadlineError, FleetError, PlanMismatchError, ProtocolError
 from fleet.numeric.jit import Ids
 from fleet.ps.wire.plain_service import PlainChannel
+from fleet.ps.wire.small_calls import MOST_ANSWERED, Door, SmallCallChannel
 from fleet.ps.wire.transport import TransportError
 from fleet.serving import lookup_pb2 as pb
 from fleet.serving.source import Piece, SourceDescription, TableDescription, Update
@@ -49,10 +50,33 @@ class _Replica:
     #: which instance was seen to have the model
     known: int = 0
     trouble: str = ""
+    #: takes small look-ups, if the instance that is known does
+    small: SmallCallChannel | None = None
 
     @property
     def endpoint(self) -> Endpoint:
         return self.channel.endpoint
+
+    def look_up(self, request: bytes, row_bytes: int, timeout_s: float) -> bytes:
+        small, answer = self.small, None
+        if small is not None and row_bytes <= MOST_ANSWERED:
+            answer = small.ask(request, timeout_s)
+        return self.channel.ask("LookUp", request, timeout_s) if answer is None else answer
+
+    def know(self, told: pb.Description, *, with_small_calls: bool) -> None:
+        """Note what it has said of itself."""
+        if self.known != told.state.instance:
+            if self.small is not None:
+                self.small.close()
+            has_door = with_small_calls and told.HasField("door")
+            door = Door(told.door.key, told.door.local, told.door.port)
+            self.small = SmallCallChannel(self.endpoint, door) if has_door else None
+        self.known, self.state = told.state.instance, told.state
+
+    def close(self) -> None:
+        if self.small is not None:
+            self.small.close()
+        self.channel.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +115,10 @@ class PoolSource:
         deadline_s: float,
         startup_s: float,
         poll_s: float,
+        with_small_calls: bool = True,
     ) -> None:
-        """``deadline_s`` is divided, so that all replicas can be asked within it."""
+        """``deadline_s`` is divided, so that all replicas can be asked within it. ``with_small_calls`` says whether
+        look-ups may go beside gRPC."""
         self._clock = clock
         self._startup_s, self._poll_s = startup_s, poll_s
         self._attempt_s = deadline_s / (len(endpoints) + 1)
@@ -105,6 +131,7 @@ class PoolSource:
         self.coming: Bound | None = None
         self._heard_at = clock.now()
         self._looked_around_at = -math.inf
+        self._with_small_calls = with_small_calls
         self._closed = False
         self._wake = threading.Event()
         self._confirmed = threading.Condition()
@@ -134,7 +161,7 @@ class PoolSource:
         with self._confirmed:
             self._confirmed.notify_all()
         for each in self._replicas:
-            each.channel.close()
+            each.close()
 
     # ---------------------------------------------------------------- the source
 
@@ -172,7 +199,7 @@ class PoolSource:
                 where=str(replica.endpoint),
                 todo="Make a RemoteModel for it, with a model that is built like it.",
             )
-        replica.known, replica.state = told.state.instance, told.state
+        replica.know(told, with_small_calls=self._with_small_calls)
         return told.state
 
     def next(self, timeout_s: float) -> Update | None:
@@ -319,6 +346,7 @@ class PoolSource:
         parts: Sequence[tuple[int, Ids]],
         found: list[list[bytes]],
     ) -> None:
+        sizes = [ids.size * widths[index] for index, ids in parts]
         request = pb.LookUpRequest(
             instance=bound.instance,
             edition=bound.edition,
@@ -327,7 +355,7 @@ class PoolSource:
             ids=b"".join([ids.astype("<i8", copy=False).tobytes() for _, ids in parts]),
         )
         try:
-            answer = bound.replica.channel.ask("LookUp", request.SerializeToString(), self._attempt_s)
+            answer = bound.replica.look_up(request.SerializeToString(), sum(sizes), self._attempt_s)
         except (TransportError, AuthenticationError) as error:
             self._fail(bound.replica, str(error))
             self._wake.set()
@@ -336,7 +364,6 @@ class PoolSource:
         if rows.gone:
             self._wake.set()
             raise Elsewhere(f"{bound.replica.endpoint} has gone on to version {rows.state.version}")
-        sizes = [ids.size * widths[index] for index, ids in parts]
         if len(rows.values) != sum(sizes):
             raise ProtocolError(
                 "an answer has other rows than were asked for",

@@ -44,10 +44,10 @@ class DirectListener:
         if sys.platform == "linux":
             name = f"fleet-{secrets.token_hex(16)}"
             with contextlib.suppress(OSError):  # not everywhere: then it is TCP for everybody
-                self._doors.append(_local_door(name))
+                self._doors.append(local_door(name))
                 self.address.local = name
-        if port or not (self._doors and _is_loopback(endpoint)):
-            self._doors.append(_tcp_door(endpoint, port))
+        if port or not (self._doors and is_loopback(endpoint)):
+            self._doors.append(tcp_door(endpoint, port))
             self.address.port = self._doors[-1].getsockname()[1]
         self._tls = None if security.tls is None else security.tls.server_context()
         self.connections = Connections(handler, self.address.key, security.max_message_bytes)
@@ -101,12 +101,12 @@ def _peer(sock: socket.socket, address: Any) -> Hashable:
     return int(process)
 
 
-def _is_loopback(endpoint: Endpoint) -> bool:
+def is_loopback(endpoint: Endpoint) -> bool:
     host = endpoint.host.strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
+def tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
     host = endpoint.host.strip("[]")
     if port and is_taken(Endpoint(endpoint.host, port)):
         raise PortInUseError(
@@ -129,7 +129,7 @@ def _tcp_door(endpoint: Endpoint, port: int) -> socket.socket:
         ) from None
 
 
-def _local_door(name: str) -> socket.socket:
+def local_door(name: str) -> socket.socket:
     door = socket.socket(socket.AF_UNIX)
     try:
         door.bind("\0" + name)
