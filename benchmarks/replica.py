@@ -10,7 +10,8 @@ second stands what a request takes of the replica's processor, which bounds them
     N beside    as many connections beside gRPC, each with one request under way, as predictors have them
     N threads   as many of one asker through gRPC, each with one request under way
     M together  requests for the rows of M predictions, as a forward with a batch of M makes them
-    half        at half the rate of the best of these with one prediction a request, sent at even times
+    half        at half the rate of the best of these with one prediction a request, or of what is wanted, sent at
+                even times
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ TABLES, DIM, ROWS = 26, 16, 40_000
 CHANGED = 10_000 // TABLES
 THREADS, TOGETHER = (1, 4, 16), (1, 16, 128)
 CONNECTIONS = (1, 8, 64)
+#: Requests a second of one core; p99 is to be 5 ms at half of that.
+WANTED = 20_000
 
 
 class Made:
@@ -248,8 +251,9 @@ def main() -> None:
                     got = ask_beside(str(endpoint), child.pid, connections, seconds)
                     best = max(best, got.rate)
                     rows.append(_row(f"{connections} beside{beside}", got, 1))
-                half = ask_beside(str(endpoint), child.pid, CONNECTIONS[-1], seconds, best / 2)
-                rows.append(_row(f"half of the best beside{beside}", half, 1))
+                for rate, name in ((best / 2, "half of the best"), (WANTED / 2, "half of what is wanted")):
+                    half = ask_beside(str(endpoint), child.pid, CONNECTIONS[-1], seconds, rate)
+                    rows.append(_row(f"{name} beside{beside}", half, 1))
             finally:
                 os.sched_setaffinity(0, set(cores))
                 child.send_signal(signal.SIGKILL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fleet import Fleet
 from fleet.base.clock import SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
-from fleet.errors import AuthenticationError, ConfigurationError, PlanMismatchError, UnsupportedError
+from fleet.errors import AuthenticationError, ConfigurationError, PlanMismatchError, ServerLostError, UnsupportedError
 from fleet.numeric.tensors import WireTensor
 from fleet.ps.server import feed
 from fleet.ps.server.service import Service
@@ -31,6 +31,7 @@ from fleet.ps.table.change_log import ChangeLog
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.real_network import real_network
+from fleet.ps.wire.transport import BrokenCall
 from fleet.ps.wire.wire_errors import raise_if_error
 from fleet.serving.server_source import ServerSource
 from fleet.serving.source import Update
@@ -626,3 +627,74 @@ def test_a_durable_server_that_was_killed_is_followed_on(killed: tuple[int, ...]
     assert_same(followed, job.results[0])
     assert followed.version == 10
     assert followed.wholes == 2
+
+
+class Lossy:
+    """A network that loses one message of a follower's, by its number: the request, or the answer to it."""
+
+    def __init__(self, network: Any, number: int, lost: str) -> None:
+        self.network, self.left, self.lost = network, number, lost
+
+    def connect(self, endpoint: Endpoint) -> Any:
+        return LossyChannel(self, self.network.connect(endpoint))
+
+
+class LossyChannel:
+    def __init__(self, of: Lossy, channel: Any) -> None:
+        self._of, self._channel = of, channel
+
+    def start(self, *given: Any, **options: Any) -> Any:
+        self._of.left -= 1
+        if self._of.left:
+            return self._channel.start(*given, **options)
+        if self._of.lost == "answer":
+            self._channel.start(*given, **options).result()
+        return BrokenCall("it was lost")
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str, lost: str) -> None:
+    """Of all messages that two followers of two servers send until they have it, one by one."""
+    goes_on = threading.Event()
+
+    def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
+        if step == 3:
+            made.barrier_worker()
+            assert goes_on.wait(4 * PATIENCE_S)
+
+    strategy = StrategyFactory.create_async_strategy() if mode == "async" else None
+    job = Job(trains(3, strategy, after=after), 2, 2)
+    threads = job.start()
+    endpoints = [Endpoint.parse(each) for each in job.endpoints]
+    try:
+        whole = Followed(ServerSource(endpoints, job.network, poll_s=0.002))
+        whole.reach(3)
+        whole.source.close()
+        number = 0
+        while True:
+            number += 1
+            network = Lossy(job.network, number, lost)
+            with closing(ServerSource(endpoints, network, poll_s=0.002)) as source:
+                followed = Followed(source)
+                while followed.version < 3:
+                    update = source.next(0.2)
+                    if update is not None:
+                        with suppress(ServerLostError):  # it went away amid an update: the next one is asked for
+                            followed.take(update)
+                assert all(torch.equal(followed.dense[name], value) for name, value in whole.dense.items()), number
+                assert all(
+                    followed.rows[name].keys() == rows.keys()
+                    and all(torch.equal(followed.rows[name][id], row) for id, row in rows.items())
+                    for name, rows in whole.rows.items()
+                ), number
+                if network.left > 0:
+                    break
+    finally:
+        goes_on.set()
+        job.join(threads)
+    assert not job.errors
+    assert number > 8

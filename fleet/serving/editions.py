@@ -93,6 +93,8 @@ class Editions:
         return _Draft(self, self.described, whole, version)
 
     def publish(self, draft: _Draft) -> bool:
+        # Nobody else changes any rows: readers go on meanwhile.
+        before = {} if draft.whole else self._rows_before(draft.rows)
         with self._lock:
             if self._is_closed:
                 return False
@@ -101,7 +103,10 @@ class Editions:
                 self._kept = draft.kept
                 self._before.clear()
             else:
-                self._before.append(_Before(self.newest.version, self._changed(draft.rows)))
+                for place, each in draft.rows.items():
+                    for changes in each:
+                        self._kept[place].change(changes)
+                self._before.append(_Before(self.newest.version, before))
                 while len(self._before) > MOST_EDITIONS or sum(each.count for each in self._before) > MOST_ROWS:
                     self._before.popleft()
             self._asked.clear()
@@ -109,16 +114,14 @@ class Editions:
             self._edition = Edition(number, draft.version)
         return True
 
-    def _changed(self, changed: Mapping[int, Sequence[RowChanges]]) -> Mapping[int, KeptRows]:
-        """Change rows, and return what they were before."""
+    def _rows_before(self, changed: Mapping[int, Sequence[RowChanges]]) -> Mapping[int, KeptRows]:
+        """Return what the rows are that are to be changed."""
         before: dict[int, KeptRows] = {}
         for place, each in changed.items():
             kept = self._kept[place]
             touched = np.unique(np.concatenate([part for changes in each for part in (changes.ids, changes.gone)]))
             before[place] = KeptRows(self.names[place], kept.table)
             before[place].change(RowChanges(touched, kept.rows(touched)))
-            for changes in each:
-                kept.change(changes)
         return before
 
     def reading(self) -> AbstractContextManager[object]:
