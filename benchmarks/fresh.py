@@ -1,6 +1,6 @@
 """How fresh a model is that follows a running job, and what following costs the job.
 
-    python benchmarks/fresh.py [--quick] [--json FILE] [--rounds N]
+    python benchmarks/fresh.py [--quick] [--json FILE] [--rounds N] [--only fresh|cost]
 
 A job of one worker and two servers trains rows of 16 floats; whoever follows is a process of its own, over real
 connections. *Fresh*: 10,000 rows change a second, and each push is timed from the return of ``minimize`` to the end of
@@ -138,16 +138,29 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rows, short spans, one round")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["fresh", "cost"], help="a part of it")
     options = parser.parse_args()
     rows, span_s, outage_s = (20_000, 4.0, 3.0) if options.quick else (ROWS, SPAN_S, OUTAGE_S)
     rounds = 1 if options.quick else options.rounds
 
+    found: dict[str, Any] = {}
+    if options.only != "cost":
+        found["fresh"] = tell_freshness(rounds, rows, span_s, outage_s)
+    if options.only != "fresh":
+        found["cost"] = tell_cost(rounds, rows, span_s)
+    write_json(options.json, rounds=rounds, quick=options.quick, **found)
+
+
+def tell_freshness(rounds: int, rows: int, span_s: float, outage_s: float) -> list[list[Any]]:
     shown = [freshness(rows, span_s) for _ in range(rounds)]
     fresh = {name: statistics.median(each[name] for each in shown) for name in shown[0]}
     missed = outage(rows, outage_s)
     figures = [[name, value, WANTED.get(name)] for name, value in {**fresh, **missed}.items()]
     print_table(f"Freshness, {rows:,} rows, medians of {rounds}", ["figure", "value", "wanted"], figures)
+    return figures
 
+
+def tell_cost(rounds: int, rows: int, span_s: float) -> list[dict[str, Any]]:
     taken: dict[tuple[str, int], list[dict[str, float]]] = {(name, count): [] for name in BUSY_S for count in FOLLOWERS}
     for _ in range(rounds):
         for (name, count), found in taken.items():
@@ -170,7 +183,7 @@ def main() -> None:
         )
     title = "Training beside followers, of training beside none"
     print_table(title, list(costs[0]), [list(each.values()) for each in costs])
-    write_json(options.json, rounds=rounds, quick=options.quick, fresh=shown, outage=missed, cost=costs)
+    return costs
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from fleet.ps.server.durability.durability import NOTED, Durability
 from fleet.ps.server.durability.snapshot import Shot
 from fleet.ps.server.durability.state_directory import Kind, StateDirectory
 from fleet.ps.server.job import Job as ServedJob
-from fleet.ps.server.runtime import stores_of
 from fleet.ps.server.service import Service
+from fleet.ps.table.stores import stores_of
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Handler, Respond
 

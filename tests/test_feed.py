@@ -659,11 +659,12 @@ class LossyChannel:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str, lost: str) -> None:
     """Of all messages that two followers of two servers send until they have it, one by one."""
-    goes_on = threading.Event()
+    is_still, goes_on = threading.Event(), threading.Event()
 
     def after(made: Fleet, model: torch.nn.Module, wrapped: Any, index: int, step: int) -> None:
         if step == 3:
             made.barrier_worker()
+            is_still.set()
             assert goes_on.wait(4 * PATIENCE_S)
 
     strategy = StrategyFactory.create_async_strategy() if mode == "async" else None
@@ -671,6 +672,7 @@ def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str
     threads = job.start()
     endpoints = [Endpoint.parse(each) for each in job.endpoints]
     try:
+        assert is_still.wait(PATIENCE_S)
         whole = Followed(ServerSource(endpoints, job.network, poll_s=0.002))
         whole.reach(3)
         whole.source.close()
@@ -680,7 +682,7 @@ def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str
             network = Lossy(job.network, number, lost)
             with closing(ServerSource(endpoints, network, poll_s=0.002)) as source:
                 followed = Followed(source)
-                while followed.version < 3:
+                while followed.version < whole.version:
                     update = source.next(0.2)
                     if update is not None:
                         with suppress(ServerLostError):  # it went away amid an update: the next one is asked for
@@ -697,4 +699,4 @@ def test_whichever_message_is_lost_a_follower_has_the_model_in_the_end(mode: str
         goes_on.set()
         job.join(threads)
     assert not job.errors
-    assert number > 8
+    assert number > 5

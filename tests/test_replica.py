@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -39,9 +40,9 @@ from fleet.ps.wire.grpc_server import GrpcNetwork
 from fleet.serving import RemoteModel, editions
 from fleet.serving import lookup_pb2 as pb
 from fleet.serving.editions import Editions
-from fleet.serving.replica import Replica, refuse_budget
+from fleet.serving.replica import Replica
 from fleet.serving.server_source import ServerSource
-from fleet.serving.source import Piece, Source, SourceDescription, TableDescription
+from fleet.serving.source import Piece, RowChanges, Source, SourceDescription, TableDescription
 
 TABLES = list(DESCRIBED.tables)
 SECRET = "a token that nobody guesses"
@@ -333,9 +334,45 @@ def test_a_public_address_needs_protection(free_endpoints: Callable[[int], list[
     assert source.closed.is_set()
 
 
-def test_a_budget_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="FLEET_TABLE_MEMORY_MB cannot be honoured by a replica"):
-        refuse_budget(ProcessSettings.read({"FLEET_TABLE_MEMORY_MB": "64"}))
+def test_rows_beyond_a_budget_lie_in_files_and_are_answered_like_others(served: Served, tmp_path: Path) -> None:
+    many, dim = 150_000, 16
+    source = FakeSource(SourceDescription({}, {"t": TableDescription(dim, None, 0.5)}))
+    source.coming.get()
+
+    def all_rows(version: float) -> list[Piece]:
+        for start in range(0, many, 10_000):
+            ids = np.arange(start, start + 10_000)
+            values = torch.from_numpy(ids[:, None] + np.full(dim, version))
+            yield Piece(rows={"t": RowChanges(ids, values.float(), np.empty(0, np.int64))})
+
+    source.give(1, list(all_rows(1.0)), whole=True)
+    endpoint = served.start(source=source, FLEET_TABLE_MEMORY_MB="8", FLEET_TABLE_DIR=str(tmp_path))
+    replica = served.running[endpoint][0]
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) > 4 << 20
+    draw = np.random.default_rng(0)
+    with Caller(endpoint) as call:
+        instance = call("Look", pb.LookRequest()).instance
+
+        def read(ids: Any, edition: int) -> Any:
+            found = call("LookUp", asking((0, ids.tolist()), instance=instance, edition=edition))
+            return np.frombuffer(found.values, "<f4").reshape(-1, dim)[:, 3]
+
+        for _ in range(20):
+            ids = draw.integers(0, many, 500)
+            assert (read(ids, 1) == ids + 1).all()
+        changed, gone = np.arange(0, many, 5), np.arange(1, many, 5)
+        rows = RowChanges(changed, torch.zeros(changed.size, dim), gone)
+        source.give(2, [Piece(rows={"t": rows})])
+        replica.follower.wait(2, PATIENCE_S)
+        ids = draw.integers(0, many, 5000)
+        assert (read(ids, 1) == ids + 1).all(), "as before"
+        assert (read(ids, 2) == np.choose(ids % 5, [0 * ids, 0 * ids + 0.5, ids + 1, ids + 1, ids + 1])).all()
+        source.give(3, list(all_rows(3.0)), whole=True)
+        replica.follower.wait(3, PATIENCE_S)
+        assert (read(ids, 3) == ids + 3).all()
+    assert replica.told()["figures"]["rows"] == many
+    served.end(endpoint)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
 
 
 # ---------------------------------------------------------------------------------------------- a model that asks

@@ -321,7 +321,7 @@ class ProcessSettings:
     )
     table_memory_bytes: int | None = setting(
         *("FLEET_TABLE_MEMORY_MB", MEBIBYTES, None, _SERVERS),
-        "the memory that all rows of a server may take; the others lie in files "
+        "the memory that all rows of a server, or of a replica, may take; the others lie in files "
         "([how](embeddings.md#tables-larger-than-memory))",
         default_in_words="as much as they need",
     )

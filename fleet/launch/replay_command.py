@@ -18,7 +18,7 @@ from fleet.ps.server.job import Job
 from fleet.ps.server.lean import be_lean
 from fleet.ps.server.replay import NOWHERE, Replay, shares_versions
 from fleet.ps.server.replayed_checkpoint import write_job, write_server
-from fleet.ps.server.runtime import stores_of
+from fleet.ps.table.stores import stores_of
 
 #: A server that runs may remove what is being read; there is a newer state then.
 _MORE_TIMES = 3

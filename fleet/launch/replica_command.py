@@ -13,7 +13,7 @@ from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings
 from fleet.base.unknown_variables import remark
 from fleet.ps.server.lean import be_lean
 from fleet.serving.following import source_of
-from fleet.serving.replica import Replica, refuse_budget
+from fleet.serving.replica import Replica
 
 _log = logging.getLogger("fleet.serving")
 
@@ -27,7 +27,6 @@ def replicate(followed: str | list[str], endpoint: Endpoint, poll_s: float) -> i
     checks.number("--poll_s", poll_s, 0, above=True)
     settings = ProcessSettings.read(PROCESS_ENVIRONMENT)
     remark(PROCESS_ENVIRONMENT)
-    refuse_budget(settings)
     be_lean()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)

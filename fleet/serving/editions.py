@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from fleet.numeric.ids import bounds, first_outside, gather, lift, packed_ids
 from fleet.numeric.jit import Array, Ids
 from fleet.ps.table.bundle import join
 from fleet.ps.table.index import find_each
+from fleet.ps.table.stores import MemoryStores, NewStore, Stores
 from fleet.serving.kept_rows import WEIGHT, KeptRows
 from fleet.serving.source import Piece, RowChanges, SourceDescription
 
@@ -62,7 +63,10 @@ class _Before:
 class Editions:
     """Implements ``Holder``. Any thread may read."""
 
-    def __init__(self) -> None:
+    def __init__(self, stores: Stores | None = None) -> None:
+        """``stores`` says where rows lie, if not in memory."""
+        self._stores = stores or MemoryStores()
+        self._share = self._stores.share()
         self._lock = threading.Lock()
         self._edition: Edition | None = None
         self._described: SourceDescription | None = None
@@ -82,25 +86,43 @@ class Editions:
 
     def fit(self, source: SourceDescription) -> None:
         self.names = tuple(source.tables)
-        self._kept = self.new_rows(source)
+        self._kept = self.new_rows(source, self._share)
         self._widths = np.array([each.table.embedding_dim * each.dtype.itemsize for each in self._kept], np.int64)
         self._described = source
 
-    def new_rows(self, source: SourceDescription) -> list[KeptRows]:
-        return [KeptRows(name, table) for name, table in source.tables.items()]
+    def new_rows(self, source: SourceDescription, share: NewStore) -> list[KeptRows]:
+        tables = source.tables.items()
+        return [
+            KeptRows(name, table, share(name, len(tables), 8 + table.embedding_dim * table.dtype.itemsize))
+            for name, table in tables
+        ]
+
+    def another_share(self) -> NewStore:
+        """Return what makes stores for all rows once more; those that are read now leave it memory."""
+        share = self._stores.share()
+        is_all = False
+        while not is_all:
+            with self._lock:
+                is_all = self._share.give_way()
+        return share
 
     def begin(self, whole: bool, version: int) -> _Draft:
         return _Draft(self, self.described, whole, version)
 
     def publish(self, draft: _Draft) -> bool:
         # Nobody else changes any rows: readers go on meanwhile.
-        before = {} if draft.whole else self._rows_before(draft.rows)
+        reading: AbstractContextManager[object] = self._lock if self._stores.has_files else nullcontext()
+        with reading:
+            before = {} if draft.whole else self._rows_before(draft.rows)
         with self._lock:
             if self._is_closed:
                 return False
             number = 1 if self._edition is None else self._edition.number + 1
             if draft.whole:
                 self._kept = draft.kept
+                if draft.share is not None:
+                    self._share = draft.share
+                    self._share.take_over()
                 self._before.clear()
             else:
                 for place, each in draft.rows.items():
@@ -130,6 +152,10 @@ class Editions:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
+
+    def remove_files(self) -> None:
+        """Remove what lies on the disk, when nobody reads any more."""
+        self._stores.close()
 
     # ---------------------------------------------------------------- for readers
 
@@ -261,7 +287,8 @@ class _Draft:
         self.whole, self.version = whole, version
         self.dense: dict[str, torch.Tensor] = {}
         self.rows: dict[int, list[RowChanges]] = {}
-        self.kept = editions.new_rows(source) if whole else []
+        self.share = editions.another_share() if whole else None
+        self.kept = [] if self.share is None else editions.new_rows(source, self.share)
         self._editions = editions
         self._source = source
         self._places = {name: place for place, name in enumerate(source.tables)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -17,7 +19,8 @@ _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class KeptRows:
-    """Holds the rows of one table. Many threads may look up at a time, while none changes it."""
+    """Holds the rows of one table. Where all lie in memory, many threads may look up at a time, while none changes it;
+    elsewhere one at a time."""
 
     def __init__(self, name: str, table: TableDescription, store: Store | None = None) -> None:
         """``store`` is where the rows lie, if not in memory."""
@@ -46,10 +49,10 @@ class KeptRows:
         """Take in rows that are new or others, once those that are gone are taken out."""
         if changes.gone.size:
             self._store.remove(np.unique(changes.gone))
-        if changes.ids.size:
-            slots = self._store.insert(changes.ids)
+        for start, stop in self._parts(changes.ids.size):
+            slots = self._store.insert(changes.ids[start:stop])
             self._store.write(slots)
-            scatter(self._store.column(WEIGHT), slots, packed(changes.values.numpy(), self.dtype))
+            scatter(self._store.column(WEIGHT), slots, packed(changes.values[start:stop].numpy(), self.dtype))
 
     def rows(self, ids: Ids) -> torch.Tensor:
         """Return the row of every id; one without a row has the mean of the initializer."""
@@ -60,8 +63,17 @@ class KeptRows:
     def read_over(self, ids: Ids, found: Array) -> int:
         """Write the rows of the ids over ``found``; an id without a row leaves its row there as it is. Return how many
         of these there are."""
-        absent: int = gather(self._store.column(WEIGHT), self._store.find(ids), found)
+        absent = 0
+        for start, stop in self._parts(ids.size):
+            slots = self._store.find(ids[start:stop])
+            absent += gather(self._store.column(WEIGHT), slots, found[start:stop])
         return absent
+
+    def _parts(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield where as many begin and end as may be in memory at once."""
+        most = self._store.most or max(1, count)
+        for start in range(0, count, most):
+            yield start, min(start + most, count)
 
     def lacks(self, ids: Ids) -> Ids:
         """Return those of the ids that have no row."""

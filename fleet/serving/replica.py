@@ -16,8 +16,9 @@ import torch
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import ProcessSettings
-from fleet.errors import ServerBusyError, UnsupportedError
+from fleet.errors import ServerBusyError
 from fleet.numeric.jit import Array
+from fleet.ps.table.stores import stores_of
 from fleet.ps.wire.health import Health
 from fleet.ps.wire.plain_service import Methods, PlainListener
 from fleet.ps.wire.security import Security
@@ -52,7 +53,7 @@ class Replica:
         """``where`` names the source in messages; it is closed with this."""
         self.endpoint = endpoint
         self._settings = settings
-        self._editions = Editions()
+        self._editions = Editions(stores_of(endpoint, settings))
         self._follower = Follower(self._editions, source, where, clock=clock)
         self._look_ups = LookUps(self._editions, secrets.randbits(63) | 1, lambda: self._follower.age_s)
         self._most_bytes = min(MOST_BYTES, settings.security.max_message_bytes)
@@ -61,6 +62,7 @@ class Replica:
         self._streams = threading.Semaphore(max(1, settings.rpc_get_thread_num // 2))
         self._process = ProcessFigures(SystemClock() if clock is None else clock)
         with ExitStack() as opened:
+            opened.callback(self._editions.remove_files)
             opened.callback(self._follower.close)
             at = settings.binding.of(endpoint)
             self._health = None if settings.health_port is None else Health(Endpoint(at.host, settings.health_port))
@@ -169,16 +171,6 @@ class Replica:
                     yield written(pb.DensePiece(parameter=place, offset=offset, values=part))
         finally:
             self._streams.release()
-
-
-def refuse_budget(settings: ProcessSettings) -> None:
-    """Refuse a bound of the memory for rows: all rows of a replica are in memory."""
-    if settings.table_memory_bytes is not None:
-        raise UnsupportedError(
-            "FLEET_TABLE_MEMORY_MB cannot be honoured by a replica: all its rows are in memory",
-            got=f"FLEET_TABLE_MEMORY_MB={settings.table_memory_bytes >> 20}",
-            todo="Unset it for the replica.",
-        )
 
 
 def description_of(source: SourceDescription, most_bytes: int) -> pb.Description:

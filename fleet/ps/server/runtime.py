@@ -6,13 +6,10 @@ It listens from the beginning on. ``run`` serves; a server that is to resume has
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 from fleet.base.clock import Clock, Wait
 from fleet.base.cluster import Endpoint
@@ -22,7 +19,7 @@ from fleet.checkpoint.resume_choice import Choice
 from fleet.ps.server.checkpoint_reader import Restore
 from fleet.ps.server.durability.state_directory import StateDirectory
 from fleet.ps.server.service import Service
-from fleet.ps.table.stores import MemoryStores, Stores, TieredStores
+from fleet.ps.table.stores import stores_of
 from fleet.ps.wire import fleet_pb2 as pb
 from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.transport import Network
@@ -127,15 +124,6 @@ class ServerRuntime:
         failure = self._service.failure
         if failure is not None and not stopped:
             raise failure.again()
-
-
-def stores_of(endpoint: Endpoint, settings: ProcessSettings) -> Stores:
-    """Return where a server keeps its rows."""
-    if settings.table_memory_bytes is None:
-        return MemoryStores()
-    directory = Path(settings.table_dir or tempfile.gettempdir())
-    owner = f"{endpoint}-{os.getpid()}"
-    return TieredStores(directory, owner, settings.table_memory_bytes, settings.rpc_deadline_s)
 
 
 @contextmanager

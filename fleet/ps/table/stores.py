@@ -1,4 +1,4 @@
-"""Says where a server's tables keep their rows: in memory, or beyond a bound in files as well."""
+"""Says where tables keep their rows: in memory, or beyond a bound in files as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
+from fleet.base.cluster import Endpoint
 from fleet.base.file_lock import locked
+from fleet.base.settings import ProcessSettings
 from fleet.errors import ConfigurationError, FleetError
 from fleet.ps.table.memory_budget import MemoryBudget, SharedMemory
 from fleet.ps.table.memory_store import MemoryStore
@@ -220,3 +222,12 @@ def _remove(folder: Path) -> None:
         for file in folder.glob(f"*{_ENDING}"):
             file.unlink(missing_ok=True)
         folder.rmdir()
+
+
+def stores_of(endpoint: Endpoint, settings: ProcessSettings) -> Stores:
+    """Return where a server or a replica keeps its rows."""
+    if settings.table_memory_bytes is None:
+        return MemoryStores()
+    directory = Path(settings.table_dir or tempfile.gettempdir())
+    owner = f"{endpoint}-{os.getpid()}"
+    return TieredStores(directory, owner, settings.table_memory_bytes, settings.rpc_deadline_s)
