@@ -44,6 +44,12 @@ def worker_of(fleet: Fleet) -> Any:
     return fleet._chosen._worker  # type: ignore[union-attr]
 
 
+def wanted_servers(fleet: Fleet) -> tuple[str, ...]:
+    """The servers that this worker is to move its job to."""
+    wanted: tuple[str, ...] = worker_of(fleet).connections.wanted_servers
+    return wanted
+
+
 def runtime_of(optimizer: Any) -> Any:
     """The same, by the optimizer that ``distributed_optimizer`` returned."""
     return optimizer._stepper()

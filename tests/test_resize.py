@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from faults import Action, Fault, FaultyNetwork
-from harness import SOON, Job
-from inside import leave
+from harness import PATIENT, SOON, Job, until
+from inside import leave, wanted_servers
 
 import fleet as fleet_package
-from fleet import Fleet
+from fleet import Fleet, StrategyFactory
 from fleet.base import exit_guard
 from fleet.base.cluster import Endpoint
-from fleet.errors import DeadlineError, UnsupportedError
+from fleet.errors import ConfigurationError, DeadlineError, ServerLostError, StateError, UnsupportedError
+from fleet.launch.servers_command import change_servers
+from fleet.ps.wire import fleet_pb2 as pb
+from fleet.ps.wire.frame import Frame
 from fleet.ps.wire.loopback import LoopbackNetwork
 from fleet.ps.worker import resizing
 from fleet.ps.worker.runtime import WorkerRuntime
 from fleet.role_maker import Role, UserDefinedRoleMaker
 
 STEPS, MOVED_AFTER = 6, 3
+BEATING = {**PATIENT, "FLEET_HEARTBEAT_S": "0.02"}
 
 #: What trains parameters, and what trains rows.
 OPTIMIZERS: dict[str, Callable[[torch.nn.Module], list[torch.optim.Optimizer]]] = {
@@ -300,3 +306,122 @@ def test_a_job_that_cannot_move_says_why_and_goes_on(strategy: Callable[[], Any]
         optimizer.step()
 
     Job(body).run()
+
+
+# ---------------------------------------------------------------------------------------------- asked from outside
+
+
+def asked_meanwhile(optimizers: str, strategy: Any = None) -> tuple[Callable[[Fleet, int], Any], threading.Event]:
+    """What trains, and stops after some steps until its first worker hears of other servers, or the event is set."""
+    goes_on = threading.Event()
+
+    def body(fleet: Fleet, worker: int) -> Any:
+        model = model_of_all()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS[optimizers](model), strategy, model=model)
+        fleet.init_worker()
+        losses = []
+        for step in range(STEPS):
+            if step == MOVED_AFTER and worker == 0:
+                until(lambda: wanted_servers(fleet) or goes_on.is_set())
+            optimizer.zero_grad()
+            loss = model(ids_of(worker, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if step == MOVED_AFTER and worker == 0 and not goes_on.is_set():
+                assert goes_on.wait(30)
+        fleet.barrier_worker()
+        return losses, fleet.state_dict(model)
+
+    return body, goes_on
+
+
+def changed(job: Job, action: str, *numbers: int, at: str = "") -> tuple[str, ...]:
+    endpoints = [Endpoint.parse(name) for name in names(numbers)]
+    asked = [Endpoint.parse(at or job.endpoints[0])]
+    for _ in range(1000):
+        try:
+            return change_servers(asked, action, endpoints, 30.0, job.network)
+        except ServerLostError as error:
+            if "no server of the job answers" not in str(error):
+                raise
+            time.sleep(0.01)  # it has no job yet
+    raise AssertionError("the job does not begin")
+
+
+@pytest.mark.parametrize(
+    ("first", "action", "numbers", "then"),
+    [([0, 1], "add", [2, 3], [0, 1, 2, 3]), ([0, 1, 2], "remove", [0, 2], [1])],
+    ids=["add two", "remove two"],
+)
+def test_servers_that_somebody_outside_wants(
+    first: list[int], action: str, numbers: list[int], then: list[int]
+) -> None:
+    body, goes_on = asked_meanwhile("adam")
+    job = Resized(body, first, then, environ=BEATING)
+    threads = job.start()
+    try:
+        assert changed(job, action, *numbers, at="server1:1") == tuple(names(then))
+    finally:
+        goes_on.set()
+        job.join(threads)
+    assert job.errors == {}
+    assert sorted(job.served) == sorted({*names(first), *names(then)})
+    expected = Job(training("adam", None), 2, len(first)).run()
+    assert_same([job.results[worker] for worker in range(2)], expected)
+
+
+def test_what_keeps_a_job_from_moving_is_told_outside_and_the_training_goes_on() -> None:
+    body, goes_on = asked_meanwhile("adagrad")
+    job = Resized(body, [0, 1], [0, 1, 2, 3], environ={**BEATING, "FLEET_STARTUP_DEADLINE_S": "5"})
+    threads = job.start()
+    try:
+        with pytest.raises(StateError, match=r"the job stays with its servers.*another list of servers"):
+            changed(job, "add", 2)  # which was told of four
+        for action, numbers, error, told in [
+            ("add", [1], ConfigurationError, "servers that the job has, .*; expected others than server0:1"),
+            ("add", [7, 7], ConfigurationError, "one of them twice"),
+            ("remove", [5], ConfigurationError, "servers that the job does not have, .*; expected some of server0:1"),
+            ("remove", [0, 1], ConfigurationError, "a job needs a server"),
+            ("add", [7], ServerLostError, "a server that is to be added does not answer; at server7:1"),
+        ]:
+            with pytest.raises(error, match=told):
+                changed(job, action, *numbers)
+    finally:
+        goes_on.set()
+        job.join(threads)
+    assert set(job.errors) == {"server2:1", "server3:1"}, "they have waited for a job"
+    assert_same([job.results[worker] for worker in range(2)], undisturbed())
+
+
+def test_a_job_that_cannot_move_says_so_at_once() -> None:
+    body, goes_on = asked_meanwhile("adagrad", StrategyFactory.create_async_strategy())
+    job = Resized(body, [0, 1], [0, 1], environ=BEATING)
+    threads = job.start()
+    try:
+        with pytest.raises(UnsupportedError, match="the mode 'async'"):
+            changed(job, "remove", 1)
+    finally:
+        goes_on.set()
+        job.join(threads)
+    assert job.errors == {}
+
+
+@pytest.mark.parametrize("endpoints", [["nonsense"], ["a:1"] * 5000], ids=["no endpoint", "too many"])
+def test_what_is_asked_from_outside_is_checked(endpoints: list[str]) -> None:
+    body, goes_on = asked_meanwhile("adagrad")
+    job = Resized(body, [0, 1], [0, 1], environ=BEATING)
+    threads = job.start()
+    with closing(job.network.connect(Endpoint.parse(job.endpoints[0]))) as channel:
+
+        def told(message: Any) -> Any:
+            return channel.start(Frame(pb.Request(rearrange=message)), 10.0).result().message
+
+        until(lambda: job.network.listener(Endpoint.parse(job.endpoints[0])) is not None)
+        until(lambda: not told(pb.Rearrange()).HasField("error"))
+        assert told(pb.Rearrange(endpoints=endpoints)).error.kind in ("ConfigurationError", "ProtocolError")
+        assert '"wanted": []' in told(pb.Rearrange()).about
+        assert told(pb.Rearrange(failure="a stranger says so")).error.kind
+    goes_on.set()
+    job.join(threads)
+    assert job.errors == {}

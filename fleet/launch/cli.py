@@ -15,6 +15,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from fleet.base import checks
 from fleet.base.cluster import Endpoint
 from fleet.base.settings import PROCESS_ENVIRONMENT, ProcessSettings, under_present_names
 from fleet.base.unknown_variables import remarks
@@ -154,6 +155,29 @@ def _serve(argv: list[str], prog: str) -> int:
         return 1
 
 
+def _change_servers(argv: list[str], prog: str) -> int:
+    parser = Parser(
+        prog,
+        description="Give a running job more servers, or fewer. Return when its rows and parameters have moved.",
+        epilog=f"example, once fleet server --endpoint 10.0.0.3:6170 runs: {prog} 10.0.0.1:6170 add 10.0.0.3:6170",
+        allow_abbrev=False,
+    )
+    parser.add_argument("server", metavar="HOST:PORT", help="any server of the job, or several (a:1,b:2)")
+    parser.add_argument("action", choices=["add", "remove"])
+    parser.add_argument("endpoints", nargs="+", metavar="HOST:PORT", help="the servers to add, or to remove")
+    parser.add_argument(
+        "--timeout_s", type=float, default=600.0, metavar="SECONDS", help="how long it may take (default: 600)"
+    )
+    options = parser.parse_args(argv)
+    asked, changed = parse_endpoints(options.server, "server"), [Endpoint.parse(each) for each in options.endpoints]
+    checks.number("--timeout_s", options.timeout_s, 0, above=True)
+    from fleet.launch.servers_command import change_servers  # loads torch and grpc
+
+    servers = change_servers(asked, options.action, changed, options.timeout_s)
+    print(f"the job has {len(servers)} servers now: {', '.join(servers)}")
+    return 0
+
+
 def _replicate(argv: list[str], prog: str) -> int:
     parser = Parser(
         prog,
@@ -218,6 +242,7 @@ def _observed(command: Callable[[list[str], str], int], argv: list[str], prog: s
 _COMMANDS: dict[str, tuple[str, Callable[[list[str], str], int]]] = {
     "run": ("start a job, or this machine's part of one (also: fleetrun)", _run),
     "server": ("run one parameter server, without a script", _serve),
+    "servers": ("give a running job more servers, or fewer", _change_servers),
     "replica": ("follow a job, and answer look-ups of predictors", _replicate),
     "doctor": ("say what holds a job back", _doctor),
     "report": ("draw a run as one HTML page", _report),

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,6 +200,7 @@ class ParameterServerBackend(Lifecycle[WorkerRuntime, Strategy]):
         _, model, strategy = self._parts_to_start()
         a = self._assignment
         worker = WorkerRuntime(a, self._describe, strategy, self._network, self._settings, self._clock, model)
+        worker.move_as_asked = partial(resizing.move_as_asked, worker)
         try:
             if a.embedded:
                 server = self._make_server(a.servers[0])

@@ -29,6 +29,7 @@ from fleet.errors import (
     FleetError,
     IdentityError,
     MissedError,
+    NotInitializedError,
     PlanMismatchError,
     ProtocolError,
     ServerBusyError,
@@ -57,6 +58,8 @@ from fleet.ps.wire.wire_errors import error_reply
 
 _log = logging.getLogger("fleet.server")
 
+#: So many may be asked for.
+_MOST_SERVERS = 4096
 #: What travels beside the state of a job, from the first server alone: outcomes of gatherings, states of own objects.
 _RECORDS = "records"
 
@@ -119,6 +122,9 @@ class Moving:
         #: the last move that was made, and all servers since
         self._made = ""
         self._servers: tuple[str, ...] = ()
+        #: which servers somebody outside wants the job to have, and why they were not made that the last time
+        self._wanted: tuple[str, ...] = ()
+        self._refusal = ""
         #: whether the job is on other servers now, and which workers have gone over
         self._is_left = False
         self._gone_over: set[int] = set()
@@ -132,6 +138,7 @@ class Moving:
             "fill": self._fill,
             "switch": self._switch,
             "where": self._tell,
+            "rearrange": self._rearrange,
         }
 
     # ---------------------------------------------------------------- what else comes meanwhile
@@ -340,6 +347,7 @@ class Moving:
         outbox += [(respond, error_reply(self._moved())) for respond in waiting]
         self._halt = self._stage = None
         self._made, self._servers, self._gone_over = switch.attempt, tuple(switch.endpoints), set()
+        self._wanted, self._refusal = (), ""
         if stage is None:
             self._is_left = True
             return
@@ -364,6 +372,34 @@ class Moving:
             assert job is not None
             job.background.give_up()
             self._released += halt.held
+
+    def wanted_of(self, worker: int) -> tuple[str, ...]:
+        """Return the servers that a worker is to move the job to: the first that is there is told. Takes no lock."""
+        wanted = self._wanted
+        return wanted if wanted and worker == min(self._members.awaited(), default=-1) else ()
+
+    def _rearrange(self, job: Job | None, arrival: Arrival) -> None:
+        """Note which servers the job is to have, or why it cannot have them, and tell how that stands."""
+        asked, servers = arrival.request.rearrange, self._servers
+        servers = servers or tuple(str(each) for each in self._handshake.expected_servers)
+        if job is None and not self._is_left:
+            raise NotInitializedError(
+                "this server has no job yet", where=self._where, todo="Wait for its first worker."
+            )
+        if asked.failure:
+            self._members.check(arrival.request, parting=False)
+            if self._wanted:
+                self._wanted, self._refusal = (), asked.failure
+        elif asked.endpoints and not self._is_left:
+            assert job is not None
+            refuse_unmovable(job.plans.current.spec, is_durable=self._is_durable)
+            if len(asked.endpoints) > _MOST_SERVERS:
+                raise ProtocolError("a job has no so many servers", expected=_MOST_SERVERS, got=len(asked.endpoints))
+            wanted = tuple(str(Endpoint.parse(each)) for each in asked.endpoints)
+            if wanted != servers:
+                self._wanted, self._refusal = wanted, ""
+        about = {"servers": servers, "wanted": self._wanted, "refusal": self._refusal}
+        arrival.answer(pb.Reply(about=json.dumps(about)))
 
     def _tell(self, job: Job | None, arrival: Arrival) -> None:
         """Say where the job is, and whether it is about to move."""

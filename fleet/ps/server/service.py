@@ -183,7 +183,8 @@ class Service:
             self._check_member(request, kind, parting=True)
             self._statistics.heard(request.worker, request.beat.figures)
             meeting, broken = (0, 0) if self.job is None else self._meetings.heard(self.job, request)
-            respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken)))
+            wanted = self._moving.wanted_of(request.worker)
+            respond(Frame(pb.Reply(about=self.absent(), meeting=meeting, broken=broken, wanted_servers=wanted)))
             return None
         if kind == "status":
             respond(Frame(pb.Reply(about=json.dumps(self.status()))))

@@ -386,6 +386,14 @@ class Ready(_message.Message):
     attempt: str
     def __init__(self, anew: bool = ..., attempt: _Optional[str] = ...) -> None: ...
 
+class Rearrange(_message.Message):
+    __slots__ = ["endpoints", "failure"]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.RepeatedScalarFieldContainer[str]
+    failure: str
+    def __init__(self, endpoints: _Optional[_Iterable[str]] = ..., failure: _Optional[str] = ...) -> None: ...
+
 class Recall(_message.Message):
     __slots__ = ["collection", "everyone", "workers"]
     COLLECTION_FIELD_NUMBER: _ClassVar[int]
@@ -405,7 +413,7 @@ class Release(_message.Message):
     def __init__(self, name: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted"]
+    __slots__ = ["about", "broken", "buffers", "changed", "clock", "cursor", "cuts", "delivered", "direct", "error", "gathered", "granted", "initialized", "loads", "meeting", "news", "norms", "others_give", "row_counts", "steps", "table_clocks", "tensors", "version", "wanted", "wanted_servers"]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
@@ -430,6 +438,7 @@ class Reply(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_SERVERS_FIELD_NUMBER: _ClassVar[int]
     about: str
     broken: int
     buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
@@ -454,10 +463,11 @@ class Reply(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     version: int
     wanted: str
-    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    wanted_servers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., initialized: bool = ..., delivered: _Optional[int] = ..., granted: bool = ..., cursor: _Optional[str] = ..., about: _Optional[str] = ..., steps: _Optional[int] = ..., clock: _Optional[int] = ..., table_clocks: _Optional[_Iterable[int]] = ..., changed: _Optional[_Iterable[int]] = ..., direct: _Optional[_Union[DirectAddress, _Mapping]] = ..., gathered: _Optional[int] = ..., loads: _Optional[int] = ..., wanted: _Optional[str] = ..., others_give: bool = ..., cuts: _Optional[_Iterable[int]] = ..., meeting: _Optional[int] = ..., broken: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., norms: _Optional[_Iterable[_Union[Norm, _Mapping]]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., wanted_servers: _Optional[_Iterable[str]] = ..., row_counts: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ["abort", "beat", "bye", "changes", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fetch", "fill", "follow", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "unfollow", "upload", "where", "worker"]
+    __slots__ = ["abort", "beat", "bye", "changes", "choose", "claim", "clip", "cut", "direct", "export", "extend", "fetch", "fill", "follow", "gather", "give", "group", "halt", "hello", "incarnation", "load", "look", "meet", "part", "place", "pull", "push", "rank", "ready", "rearrange", "recall", "release", "save", "settle", "shrink", "stage", "status", "step", "survey", "switch", "tensors", "together", "unfollow", "upload", "where", "worker"]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +497,7 @@ class Request(_message.Message):
     PUSH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    REARRANGE_FIELD_NUMBER: _ClassVar[int]
     RECALL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
@@ -532,6 +543,7 @@ class Request(_message.Message):
     push: Push
     rank: Rank
     ready: Ready
+    rearrange: Rearrange
     recall: Recall
     release: Release
     save: Save
@@ -548,7 +560,7 @@ class Request(_message.Message):
     upload: Upload
     where: Where
     worker: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., changes: _Optional[_Union[Changes, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., unfollow: _Optional[_Union[Unfollow, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., fill: _Optional[_Union[Fill, _Mapping]] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ..., where: _Optional[_Union[Where, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., group: _Optional[int] = ..., together: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., upload: _Optional[_Union[Upload, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., extend: _Optional[_Union[Extend, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., look: _Optional[_Union[Look, _Mapping]] = ..., choose: _Optional[_Union[Choose, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., shrink: _Optional[_Union[Shrink, _Mapping]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., clip: _Optional[_Union[Clip, _Mapping]] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., changes: _Optional[_Union[Changes, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., unfollow: _Optional[_Union[Unfollow, _Mapping]] = ..., halt: _Optional[_Union[Halt, _Mapping]] = ..., stage: _Optional[_Union[Stage, _Mapping]] = ..., fill: _Optional[_Union[Fill, _Mapping]] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ..., where: _Optional[_Union[Where, _Mapping]] = ..., rearrange: _Optional[_Union[Rearrange, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Save(_message.Message):
     __slots__ = ["after", "begin", "folder", "id", "proof", "version"]

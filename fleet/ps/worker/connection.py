@@ -92,6 +92,8 @@ class Connection:
         self._heartbeat: threading.Thread | None = None
         #: by its last heartbeat, the number of the group that somebody waits for, and of the last one that broke
         self.meeting = self.broken_group = 0
+        #: by its last heartbeat, the servers that this worker is to move the job to
+        self.wanted_servers: tuple[str, ...] = ()
         #: what this server is told with every request and heartbeat, to see who waits for whom; written as a whole
         self.together = Together()
         #: whether the user knows what ended this connection
@@ -214,6 +216,7 @@ class Connection:
                 self._heard()
                 self._log_absent_workers(reply.message.about)
                 self.meeting, self.broken_group = reply.message.meeting, reply.message.broken
+                self.wanted_servers = tuple(reply.message.wanted_servers)
             except TransportError:
                 pass
             except FleetError as error:
@@ -474,6 +477,11 @@ class Connections:
         """Note that the user knows what ended any of them."""
         for connection in self.by_server:
             connection.reported = connection.reported or connection.failure is not None
+
+    @property
+    def wanted_servers(self) -> tuple[str, ...]:
+        """Return the servers that this worker is to move the job to, if one of them has heard of such."""
+        return next((each.wanted_servers for each in self.by_server if each.wanted_servers), ())
 
     @property
     def reported_failure(self) -> FleetError | None:

@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fleet.base.cluster import Endpoint
 from fleet.base.turns import run_uninterrupted
-from fleet.errors import ArgumentTypeError, ConfigurationError, ServerBusyError, ServersMovedError, UnsupportedError
+from fleet.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    FleetError,
+    ServerBusyError,
+    ServersMovedError,
+    UnsupportedError,
+)
 from fleet.numeric.ids import partition
 from fleet.numeric.tensors import WireTensor
 from fleet.plan.plan import make_plan
@@ -23,6 +31,10 @@ from fleet.ps.worker.lease import once
 from fleet.ps.worker.new_servers import Move
 from fleet.ps.worker.runtime import WorkerRuntime
 
+_log = logging.getLogger("fleet.worker")
+
+#: So much is told of what keeps a job from moving.
+_MOST_REASON = 2000
 #: Where an export begins.
 _FIRST = "dense:0:0"
 
@@ -39,6 +51,23 @@ def resize(worker: WorkerRuntime, endpoints: object) -> None:
         once(
             worker, worker.progress.name_of_call(call), lambda granted: _move(worker, servers, granted), by_anyone=True
         )
+
+
+def move_as_asked(worker: WorkerRuntime) -> None:
+    """Move the job to the servers that somebody outside wants it to have. What keeps it from moving is told there, and
+    the training goes on."""
+    try:
+        resize(worker, list(worker.connections.wanted_servers))
+    except FleetError as error:
+        if not worker.connections.is_healthy:
+            raise
+        _log.warning("the job stays with its servers: %s", error)
+        refusal = pb.Rearrange(failure=str(error)[:_MOST_REASON])
+        for connection in worker.connections.by_server:
+            connection.wanted_servers = ()
+            connection.call(
+                Frame(connection.request(worker.progress.completed, rearrange=refusal)), "a refusal to move"
+            )
 
 
 def _checked(endpoints: object) -> tuple[Endpoint, ...]:

@@ -83,6 +83,8 @@ class WorkerRuntime:
     ) -> None:
         """``describe`` returns what the user's optimizers and ``model`` are now."""
         self.assignment = assignment
+        #: moves the job to the servers that somebody outside wants it to have
+        self.move_as_asked: Callable[[], None] = lambda: None
         self._describe = describe
         self._strategy = strategy
         self._settings = settings
@@ -368,6 +370,8 @@ class WorkerRuntime:
                     self._follow()
                     self.following(self._finish_push)
                 self.trained.forget_whole_tables()
+                if self.connections.wanted_servers:
+                    self.move_as_asked()
             except FleetError:
                 self.connections.note_reported()
                 raise
