@@ -37,6 +37,9 @@ from fleet.errors import (
     UnsupportedError,
 )
 from fleet.ps.wire.grpc_server import GrpcNetwork
+from fleet.ps.wire.plain_service import PlainChannel
+from fleet.ps.wire.small_calls import SmallCallChannel
+from fleet.ps.wire.transport import TransportError
 from fleet.serving import RemoteModel, editions
 from fleet.serving import lookup_pb2 as pb
 from fleet.serving.editions import Editions
@@ -544,6 +547,39 @@ def test_forwards_go_on_when_a_replica_is_lost_and_come_back_to_it(served: Serve
         served.end(other)
         reading.more()
         assert str(remote._source.bound.replica.endpoint) == bound
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside gRPC", "by gRPC"])
+def test_whichever_message_is_lost_a_forward_is_right(
+    beside: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that a predictor says to two replicas until it has predicted, one by one, a version coming meanwhile."""
+    left, lost = [0], TransportError("it was lost")
+
+    def losing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise lost
+            return call(*given)
+
+        return called
+
+    monkeypatch.setattr(PlainChannel, "ask", losing(PlainChannel.ask))
+    monkeypatch.setattr(PlainChannel, "stream", losing(PlainChannel.stream))
+    monkeypatch.setattr(SmallCallChannel, "ask", losing(SmallCallChannel.ask))
+    monkeypatch.setenv("FLEET_DIRECT_PORT", "0" if beside else "off")
+    endpoints = [served.start(), served.start()]
+    version = 1
+    for number in range(1, 13):
+        left[0] = number
+        with RemoteModel(Net(), endpoints, poll_s=0.01) as remote:
+            assert is_of(remote, version)
+            version += 1
+            served.give(version)
+            remote.wait(version, PATIENCE_S)
+            assert is_of(remote, version)
+    assert left[0] <= 0, "each of them was said"
 
 
 def test_a_replica_that_says_where_it_is_and_gives_no_rows_is_left(served: Served) -> None:
