@@ -110,7 +110,7 @@ def security(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """What servers and clients of a test have. Under TLS they are on machines of their own, as it were."""
     made = request.getfixturevalue("certificates") if request.param == "tls" else Security()
     if made.tls is not None:
-        monkeypatch.setattr(direct_client, "_reach", over_tcp)
+        monkeypatch.setattr(direct_client, "reach", over_tcp)
     monkeypatch.setitem(THERE, "security", made)
     return made
 
@@ -185,7 +185,7 @@ def test_large_frames_both_ways(
     near: bool, control: Counting, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not near:
-        monkeypatch.setattr(direct_client, "_reach", over_tcp)
+        monkeypatch.setattr(direct_client, "reach", over_tcp)
     channel = line(control, stack, port=0 if near else _free_port())
     many = [torch.full((size,), float(size)) for size in range(3000)]
     for sent in ([LARGE, LARGE * 2], many):
@@ -227,7 +227,7 @@ def test_without_a_way_there_everything_goes_over_the_network(
     def nowhere(*_: Any) -> socket.socket:
         raise ConnectionRefusedError("a firewall")
 
-    monkeypatch.setattr(direct_client, "_reach", nowhere)
+    monkeypatch.setattr(direct_client, "reach", nowhere)
     channel = line(control, stack)
     for step in range(PATIENCE + 2):
         assert channel.start(ask(step)).result().message.version == step
@@ -269,7 +269,7 @@ def test_one_failure_is_not_the_end(
 ) -> None:
     channel = line(control, stack)
     with monkeypatch.context() as patch:
-        patch.setattr(direct_client, "_reach", lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("too early")))
+        patch.setattr(direct_client, "reach", lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("too early")))
         assert channel.start(ask(1)).result().message.version == 1
     assert channel.start(ask(2)).result().message.version == 2
     assert control.kinds == ["direct", "pull", "direct"]
@@ -311,7 +311,7 @@ def test_somebody_else_at_the_port(
     ours, theirs = socket.socketpair()
     stack.enter_context(theirs)
     theirs.sendall(b"220 mail.example.org ESMTP")
-    monkeypatch.setattr(direct_client, "_reach", lambda *_: ours)
+    monkeypatch.setattr(direct_client, "reach", lambda *_: ours)
     assert line(control, stack).start(ask(1)).result().message.version == 1
     assert control.kinds == ["direct", "pull"]
 

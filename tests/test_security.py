@@ -193,7 +193,7 @@ def test_steps_between_machines_go_over_direct_connections_under_tls(
             return super().sealed(plain)
 
     monkeypatch.setattr(direct_client, "TlsLine", Counted)
-    monkeypatch.setattr(direct_client, "_reach", lambda _, at, s: socket.create_connection(("127.0.0.1", at.port), s))
+    monkeypatch.setattr(direct_client, "reach", lambda _, at, s: socket.create_connection(("127.0.0.1", at.port), s))
     servers = {**servers, "FLEET_DIRECT_PORT": port.rpartition(":")[2]}
     got = Secured(train, servers, workers, [endpoint]).run()
     for ours, theirs in zip(got, unprotected, strict=True):

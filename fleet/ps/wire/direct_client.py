@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from typing import Protocol
 
 from fleet.base.cluster import Endpoint
 from fleet.errors import AuthenticationError, FleetError
@@ -221,7 +222,7 @@ def _is_quiet(connection: Line) -> bool:
 
 
 def _connect(endpoint: Endpoint, address: pb.DirectAddress, security: Security, timeout_s: float) -> Line:
-    sock = _reach(endpoint, address, timeout_s)
+    sock = reach(endpoint, address, timeout_s)
     connection = Line(sock)
     try:
         if security.tls is not None and sock.family != getattr(socket, "AF_UNIX", None):
@@ -243,7 +244,18 @@ class _NoDoorHere(ConnectionRefusedError):
     """Says that the server refuses on purpose."""
 
 
-def _reach(endpoint: Endpoint, address: pb.DirectAddress, timeout_s: float) -> socket.socket:
+class Doors(Protocol):
+    """Names the doors of a listener: one on its own machine, and a port of its address."""
+
+    @property
+    def local(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+
+def reach(endpoint: Endpoint, address: Doors, timeout_s: float) -> socket.socket:
+    """Connect to the nearest of the doors."""
     if address.local and hasattr(socket, "AF_UNIX"):
         # An abstract name: no file, and to be found only by who shares the server's network.
         near = socket.socket(socket.AF_UNIX)

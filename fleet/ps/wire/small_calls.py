@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from fleet.base.clock import Clock, SystemClock
 from fleet.base.cluster import Endpoint
+from fleet.ps.wire.direct_client import reach
 from fleet.ps.wire.direct_server import KEY_BYTES, is_loopback, local_door, tcp_door
 from fleet.ps.wire.line import Line
 from fleet.ps.wire.transport import TransportError
@@ -305,22 +306,10 @@ class SmallCallChannel:
         return sock
 
     def _connect(self, timeout_s: float) -> socket.socket:
-        door = self._door
-        if door.local and hasattr(socket, "AF_UNIX"):
-            near = socket.socket(socket.AF_UNIX)
-            try:
-                near.settimeout(timeout_s)
-                near.connect("\0" + door.local)
-                near.sendall(door.key)
-                return near
-            except OSError:
-                near.close()  # it is on another machine
-        if not door.port:
-            raise ConnectionRefusedError("it takes them on its own machine only")
-        sock = socket.create_connection((self._endpoint.host.strip("[]"), door.port), timeout_s)
+        sock = reach(self._endpoint, self._door, timeout_s)
         try:
             Line(sock).tune()
-            sock.sendall(door.key)
+            sock.sendall(self._door.key)
         except BaseException:
             sock.close()
             raise
