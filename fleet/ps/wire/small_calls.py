@@ -42,6 +42,8 @@ _LOOK_S = 1.0
 _TOGETHER = 64
 #: A client keeps so many connections that carry nothing, and tries no further one after so many failures in a row.
 _KEPT, _PATIENCE = 16, 3
+#: A firewall may let nobody through to the door, and say nothing.
+_CONNECT_S = 1.0
 _LENGTH = struct.Struct("<I")
 
 #: Answers calls, all that have come; None where the caller should ask through gRPC.
@@ -296,7 +298,7 @@ class SmallCallChannel:
             if sock is not None:
                 self._busy.add(sock)
         if sock is None:
-            sock = self._connect(timeout_s)
+            sock = self._connect(min(timeout_s, _CONNECT_S))
             with self._lock:
                 if self._closed:
                     sock.close()
