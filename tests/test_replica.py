@@ -582,9 +582,12 @@ def test_whichever_message_is_lost_a_forward_is_right(
     assert left[0] <= 0, "each of them was said"
 
 
-def test_a_replica_that_says_where_it_is_and_gives_no_rows_is_left(served: Served) -> None:
+def test_a_replica_that_says_where_it_is_and_gives_no_rows_is_left(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endpoints = [served.start(), served.start()]
-    with RemoteModel(Net(), endpoints, deadline_s=3.0) as remote:
+    with RemoteModel(Net(), endpoints, deadline_s=15.0) as remote:
+        monkeypatch.setattr(remote._source, "_attempt_s", 1.0)
         bound = str(remote._source.bound.replica.endpoint)
         with served.running[bound][0]._editions._lock:
             assert is_of(remote, 1)

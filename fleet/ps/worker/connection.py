@@ -484,9 +484,14 @@ class Connections:
         return next((each.wanted_servers for each in self.by_server if each.wanted_servers), ())
 
     @property
-    def reported_failure(self) -> FleetError | None:
-        """Return what ended one of them, if the user knows it."""
-        return next((connection.failure for connection in self.by_server if connection.reported), None)
+    def reported(self) -> bool:
+        """Say whether the user knows what ended one of them."""
+        return any(connection.reported for connection in self.by_server)
+
+    @property
+    def failure(self) -> FleetError | None:
+        """Return what ended one of them, if it is known."""
+        return next((each.failure for each in self.by_server if each.failure is not None), None)
 
     @property
     def is_healthy(self) -> bool:

@@ -633,10 +633,11 @@ class WorkerRuntime:
         ended it was raised then, and must not be hidden behind a second error from somebody's ``finally``."""
         if self.stopped:
             return
-        known = self.connections.reported_failure
-        if known is not None:
+        if self.connections.reported:
             # With the cause: who fails in turn may be the first of whom a server hears.
-            self.abort(f"its job had already failed ({known}), and its script went on to stop_worker()")
+            cause = self.connections.failure
+            told = "" if cause is None else f" ({cause})"
+            self.abort(f"its job had already failed{told}, and its script went on to stop_worker()")
             return
         try:
             with self.turns:
