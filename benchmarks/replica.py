@@ -7,8 +7,8 @@ cores. A request is for 26 rows of 16 numbers, of 26 tables. Askers cost as much
 second stands what a request takes of the replica's processor, which bounds them.
 
     handler     the replica's part alone, in one process, of one request after the other
-    N behind    the same for an edition behind which there are N others, each with 10,000 changed rows; a model asks for
-                that of its dense parameters, which a newer one may follow at any time
+    N behind    the same for an edition that N others have followed, each with 10,000 changed rows: a model asks for
+                the edition of its dense parameters
     put         to put such an edition in place
     N beside    as many connections beside gRPC, each with one request under way, as predictors have them
     N threads   as many of one asker through gRPC, each with one request under way
