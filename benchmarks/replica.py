@@ -7,6 +7,9 @@ cores. A request is for 26 rows of 16 numbers, of 26 tables. Askers cost as much
 second stands what a request takes of the replica's processor, which bounds them.
 
     handler     the replica's part alone, in one process, of one request after the other
+    N behind    the same for an edition that N others have followed, each with 10,000 changed rows: a model asks for
+                the edition of its dense parameters
+    put         to put such an edition in place
     N beside    as many connections beside gRPC, each with one request under way, as predictors have them
     N threads   as many of one asker through gRPC, each with one request under way
     M together  requests for the rows of M predictions, as a forward with a batch of M makes them
@@ -40,6 +43,8 @@ from fleet.ps.wire.plain_service import PlainChannel
 from fleet.ps.wire.security import Security
 from fleet.ps.wire.small_calls import Door, SmallCallChannel
 from fleet.serving import lookup_pb2 as pb
+from fleet.serving.editions import Editions
+from fleet.serving.look_ups import LookUps
 from fleet.serving.replica import MOST_BYTES, SERVICE, Replica
 from fleet.serving.source import Piece, RowChanges, SourceDescription, TableDescription, Update
 
@@ -47,6 +52,7 @@ TABLES, DIM, ROWS = 26, 16, 40_000
 CHANGED = 10_000 // TABLES
 THREADS, TOGETHER = (1, 4, 16), (1, 16, 128)
 CONNECTIONS = (1, 8, 64)
+BEHIND = (0, 1, 5)
 #: Requests a second of one core; p99 is to be 5 ms at half of that.
 WANTED = 20_000
 
@@ -210,6 +216,36 @@ def handler_us(together: int, seconds: float) -> float:
         return 1e6 * (time.perf_counter() - began) / count
 
 
+def editions_us(seconds: float) -> dict[str, float]:
+    """What it takes to put an edition in place, and to look up rows of one that is newest, or so many behind."""
+    made, editions = Made(0.0), Editions()
+    editions.fit(made.describe())
+    put_s = []
+    for _ in range(20):
+        update = made.next(0.0)
+        assert update is not None
+        draft = editions.begin(update.whole, update.version)
+        for piece in update.pieces:
+            draft.add(piece)
+        began = time.perf_counter()
+        draft.publish()
+        put_s.append(time.perf_counter() - began)
+    found = {"put": 1e6 * float(np.median(put_s[1:]))}
+    look_ups, bodies = LookUps(editions, 1, lambda: 0.0), [pb.LookUpRequest.FromString(each) for each in requests(1)]
+    for back in BEHIND:
+        for body in bodies:
+            body.instance, body.edition = 1, editions.newest.number - back
+        named, count = [body.SerializeToString() for body in bodies], 0
+        for body in named[:20]:
+            look_ups.one(body, MOST_BYTES)
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            look_ups.one(named[count % len(named)], MOST_BYTES)
+            count += 1
+        found[f"handler, {back} behind"] = 1e6 * (time.perf_counter() - began) / count
+    return found
+
+
 def main() -> None:
     end_like_an_exit()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,6 +263,7 @@ def main() -> None:
     for together in TOGETHER:
         cost = handler_us(together, seconds)
         rows.append([f"handler, {together} together", 1e6 / cost, together * 1e6 / cost, cost, None, None])
+    rows += [[name, 1e6 / cost, None, cost, None, None] for name, cost in editions_us(seconds).items()]
     cores = sorted(os.sched_getaffinity(0))
     for period_s in (None, 1.0):
         (endpoint,) = free_endpoints(1)

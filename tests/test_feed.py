@@ -246,7 +246,7 @@ RELAXED: dict[str, Any] = {
     "half_async": lambda: StrategyFactory.create_half_async_strategy(),
     "ssp": lambda: StrategyFactory.create_ssp_strategy(2),
     "geo": lambda: StrategyFactory.create_geo_strategy(update_frequency=2),
-    "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.5),
+    "dc_asgd": lambda: StrategyFactory.create_async_strategy(dc_asgd_lambda=0.02),
 }
 
 

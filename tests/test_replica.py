@@ -207,6 +207,51 @@ def test_tables_of_several_kinds_are_read_in_one_request(served: Served) -> None
             assert found.values == struct.pack("<4d6f", second, second, 0, 0, 1, 1, 1, 0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_every_edition_that_is_kept_reads_as_it_was(seed: int) -> None:
+    """Rows of tables of two kinds are changed, taken away and given again; then everything is read in every edition."""
+    draw = np.random.default_rng(seed)
+    tables = {
+        name: TableDescription(dim, None, mean)
+        for name, dim, mean in (("a", 3, 0.5), ("b", 2, 0.0), ("c", 3, -1.0), ("d", 3, 0.5))
+    }
+    kept = Editions()
+    kept.fit(SourceDescription({}, tables))
+    every = np.arange(-3, 20)
+    now = {name: {} for name in tables}
+    were: list[dict[str, dict[int, float]]] = []
+    for version in range(1, 8):
+        draft = kept.begin(version == 1, version)
+        for name in draw.choice(list(tables), draw.integers(0, 5)).tolist():  # one may come twice
+            ids, gone = draw.choice(every, 5, replace=False), draw.choice(every, 3, replace=False)
+            values = torch.full((5, tables[name].embedding_dim), float(version))
+            draft.add(Piece(rows={name: RowChanges(ids, values, gone)}))
+            now[name] = {id: value for id, value in now[name].items() if id not in gone} | dict.fromkeys(ids, version)
+        assert draft.publish()
+        were.append({name: dict(rows) for name, rows in now.items()})
+    asked = [(0, 2, 3), (3, 0), (2,), (1,), (1, 3, 1), (0, 1, 2, 3), ()]
+    for number, was in enumerate(were, 1):
+        for places in asked:
+            ids = np.concatenate([np.empty(0, np.int64), *[draw.permutation(every) for _ in places]])
+            stops = np.arange(1, len(places) + 1) * every.size
+            found = np.concatenate(
+                [np.empty(0), *[part.ravel() for part in kept.look_up(number, places, ids, stops).parts]]
+            )
+            wanted = (
+                [
+                    was[name].get(id, tables[name].mean)
+                    for name, some in zip(
+                        [kept.names[place] for place in places], np.split(ids, stops[:-1]), strict=True
+                    )
+                    for id in some.tolist()
+                    for _ in range(tables[name].embedding_dim)
+                ]
+                if places
+                else []
+            )
+            assert found.tolist() == wanted
+
+
 @pytest.mark.parametrize(
     ("request_", "told"),
     [

@@ -23,6 +23,7 @@ from test_security import Files, files  # noqa: F401 (a fixture)
 from fleet.base.cluster import Endpoint
 from fleet.errors import FleetError
 from fleet.ps.wire import small_calls
+from fleet.ps.wire.plain_service import PlainChannel
 from fleet.ps.wire.small_calls import MOST_ASKED, Door, SmallCallChannel, SmallCallListener
 from fleet.ps.wire.transport import TransportError
 from fleet.serving import RemoteModel
@@ -321,6 +322,29 @@ def test_a_remote_model_asks_beside_grpc(served: Served) -> None:
         until(lambda: replica.small is not first)
         remote(IDS)
         assert len(replica.small._idle) == 1
+
+
+def test_a_remote_model_asks_beside_grpc_again_when_the_network_is_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = served.start()
+    with RemoteModel(Net(), [endpoint], poll_s=0.01) as remote:
+        (replica,) = remote._source._replicas
+        first = replica.small
+        remote(IDS)
+        with monkeypatch.context() as network:
+            # As if cables were cut: the replica stays the same.
+            network.setattr(small_calls, "reach", lambda *_: (_ for _ in ()).throw(OSError("no way there")))
+            network.setattr(PlainChannel, "ask", lambda *_: (_ for _ in ()).throw(TransportError("no way there")))
+            for sock in first._idle:
+                sock.shutdown(socket.SHUT_RDWR)
+            for _ in range(4):
+                assert first.ask(b"", PATIENCE_S) is None
+            until(lambda: bool(replica.trouble))
+        until(lambda: not replica.trouble)
+        remote(IDS)
+        assert replica.small is first
+        assert len(first._idle) == 1
 
 
 def test_where_direct_connections_are_off_all_goes_by_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

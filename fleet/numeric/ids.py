@@ -74,6 +74,33 @@ def first_outside(ids: Ids, stops: Ids, bounds: Ids) -> int:
     return -1
 
 
+@compiled
+def find_ordered(known: Ids, ends: Ids, places: Ids, ids: Ids, stops: Ids, numbers: Ids) -> int:
+    """Find the number of each id among the known ones of its table, -1 if it is none; return how many are known. The
+    ids of several tables end at their stops, and ``places`` says which tables these are; what is known of each table
+    ends at its end, in ascending order."""
+    start = count = 0
+    for t in range(stops.size):
+        place = places[t]
+        first = last = 0
+        if place < ends.size:
+            first, last = ends[place - 1] if place else 0, ends[place]
+        for k in range(start, stops[t]):
+            low, high = first, last
+            while low < high:
+                middle = (low + high) >> 1
+                if known[middle] < ids[k]:
+                    low = middle + 1
+                else:
+                    high = middle
+            numbers[k] = -1
+            if low < last and known[low] == ids[k]:
+                numbers[k] = low
+                count += 1
+        start = stops[t]
+    return count
+
+
 # ---------------------------------------------------------------------------------------------- de-duplication
 
 

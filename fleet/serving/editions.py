@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ from fleet.numeric.jit import Array, Ids
 from fleet.ps.table.bundle import join
 from fleet.ps.table.index import find_each
 from fleet.ps.table.stores import MemoryStores, NewStore, Stores
-from fleet.serving.kept_rows import WEIGHT, KeptRows
+from fleet.serving.earlier_rows import EarlierRows
+from fleet.serving.kept_rows import WEIGHT, KeptRows, Kind
 from fleet.serving.source import Piece, RowChanges, SourceDescription
 
 #: So many editions before the newest can be read, and so many of their rows are kept.
@@ -53,7 +55,7 @@ class _Before:
     """Holds what the rows that an edition has changed were before it, in a version."""
 
     version: int
-    rows: Mapping[int, KeptRows]
+    rows: Mapping[Kind, EarlierRows]
 
     @property
     def count(self) -> int:
@@ -136,15 +138,14 @@ class Editions:
             self._edition = Edition(number, draft.version)
         return True
 
-    def _rows_before(self, changed: Mapping[int, Sequence[RowChanges]]) -> Mapping[int, KeptRows]:
+    def _rows_before(self, changed: Mapping[int, Sequence[RowChanges]]) -> Mapping[Kind, EarlierRows]:
         """Return what the rows are that are to be changed."""
-        before: dict[int, KeptRows] = {}
+        before: dict[Kind, dict[int, tuple[Ids, Array]]] = {}
         for place, each in changed.items():
             kept = self._kept[place]
             touched = np.unique(np.concatenate([part for changes in each for part in (changes.ids, changes.gone)]))
-            before[place] = KeptRows(self.names[place], kept.table)
-            before[place].change(RowChanges(touched, kept.rows(touched)))
-        return before
+            before.setdefault(kept.kind, {})[place] = touched, kept.rows(touched).numpy()
+        return {kind: EarlierRows(rows) for kind, rows in before.items()}
 
     def reading(self) -> AbstractContextManager[object]:
         return self._lock
@@ -203,7 +204,7 @@ class Editions:
             asked.check_range(ids, stops)
             parts, absent = asked.read(ids, stops)
             if back:
-                self._go_back(places, ids, stops, parts, back)
+                asked.go_back([before.rows for before in islice(reversed(self._before), back)], ids, stops, parts)
                 edition = Edition(edition.number - back, self._before[-back].version)
             self.lookups += count
             self.rows_asked += ids.size
@@ -215,33 +216,22 @@ class Editions:
             if len(self._asked) >= _KEPT:
                 self._asked.clear()
             kept = [self._kept[place] for place in places]
-            self._asked[places] = _TablesAsked([self.names[place] for place in places], kept)
+            self._asked[places] = _TablesAsked(places, [self.names[place] for place in places], kept)
         return self._asked[places]
-
-    def _go_back(self, places: tuple[int, ...], ids: Ids, stops: Ids, parts: list[Array], back: int) -> None:
-        """Write over the rows, all in one part or those of each table in one, what later editions have changed."""
-        ranges = _ranges(stops)
-        if len(parts) < len(places):
-            (found,) = parts
-            parts = [found[start:stop] for start, stop in ranges]
-        for before in list(self._before)[: -back - 1 : -1]:
-            for place, part, (start, stop) in zip(places, parts, ranges, strict=True):
-                rows = before.rows.get(place)
-                if rows is not None and start < stop:
-                    rows.read_over(ids[start:stop], part)
 
 
 class _TablesAsked:
     """Reads the tables of a request until something changes: with one call of each loop, if their rows are alike."""
 
-    def __init__(self, names: Sequence[str], kept: Sequence[KeptRows]) -> None:
+    def __init__(self, places: Sequence[int], names: Sequence[str], kept: Sequence[KeptRows]) -> None:
+        self._places = np.array(places, np.int64)
         self._names = names
         self._kept = kept
         numbers = [each.table.num_embeddings for each in kept]
         self._limits = np.array([(_LEAST, _GREATEST) if n is None else (0, n - 1) for n in numbers], np.int64)
         self._means = np.array([each.table.mean for each in kept])
         self._has_one_mean = len(set(self._means.tolist())) == 1
-        are_alike = len(kept) > 1 and len({(each.table.embedding_dim, each.dtype) for each in kept}) == 1
+        are_alike = len(kept) > 1 and len({each.kind for each in kept}) == 1
         #: all tables as one
         self._joined = join([each.layout for each in kept], (WEIGHT,)) if are_alike else None
 
@@ -278,6 +268,22 @@ class _TablesAsked:
             absent += kept.read_over(ids[start:stop], part)
             parts.append(part)
         return parts, absent
+
+    def go_back(
+        self, changed: Sequence[Mapping[Kind, EarlierRows]], ids: Ids, stops: Ids, parts: Sequence[Array]
+    ) -> None:
+        """Write over the rows that were read what they were before they changed, the last change first."""
+        if self._joined is not None:
+            asked = [(self._kept[0].kind, self._places, ids, stops, parts[0])]
+        else:
+            asked = [
+                (kept.kind, self._places[t : t + 1], ids[start:stop], np.array([stop - start]), part)
+                for t, (kept, part, (start, stop)) in enumerate(zip(self._kept, parts, _ranges(stops), strict=True))
+            ]
+        for before in changed:
+            for kind, *each in asked:
+                if kind in before:
+                    before[kind].write_over(*each)
 
 
 class _Draft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from fleet.ps.table.store import Layout, Store
 from fleet.serving.source import RowChanges, TableDescription
 
 WEIGHT = "weight"
+#: How many numbers a row has, and of which type.
+Kind = tuple[int, np.dtype[Any]]
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -35,6 +38,10 @@ class KeptRows:
 
     def __len__(self) -> int:
         return len(self._store)
+
+    @property
+    def kind(self) -> Kind:
+        return self.table.embedding_dim, self.dtype
 
     @property
     def nbytes(self) -> int:

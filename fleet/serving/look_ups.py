@@ -178,7 +178,7 @@ def written(message: Message) -> bytes:
 
 
 def _ids_of(raw: bytes) -> Ids:
-    return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
+    return np.frombuffer(raw, "<i8").astype(np.int64)  # a copy: what lies in a message is read-only, another type
 
 
 def _varint(number: int) -> bytes:

@@ -281,6 +281,10 @@ class SmallCallChannel:
         sock.close()
         return answer
 
+    def try_again(self) -> None:
+        """Forget failures: the other side was away, which says nothing about its door."""
+        self._failures = 0
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
