@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
+import resource
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,6 @@ from test_security import Files, files  # noqa: F401 (a fixture)
 from fleet.base.cluster import Endpoint
 from fleet.errors import FleetError
 from fleet.ps.wire import small_calls
-from fleet.ps.wire.plain_service import PlainChannel
 from fleet.ps.wire.small_calls import MOST_ASKED, Door, SmallCallChannel, SmallCallListener
 from fleet.ps.wire.transport import TransportError
 from fleet.serving import RemoteModel
@@ -279,11 +281,74 @@ def test_a_channel_goes_to_grpc_when_there_is_nobody(
     assert channel.ask(b"x", PATIENCE_S) is None
 
 
-def test_a_door_that_is_gone_is_tried_three_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_door_that_is_gone_is_tried_again_after_longer_and_longer(
+    echo: tuple[Echo, SmallCallListener], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "fleet.wire")
-    with contextlib.closing(SmallCallChannel(HERE, Door(bytes(16), "fleet-nobody", free_port()))) as channel:
-        assert [channel.ask(b"x", 1.0) for _ in range(5)] == [None] * 5
-    assert caplog.text.count("no connection for small calls") == 3
+    clock = SimpleNamespace(now=lambda: now[0])
+    now = [0.0]
+    door = echo[1].door
+    with contextlib.closing(SmallCallChannel(HERE, Door(door.key, door.local), clock)) as channel:
+        with monkeypatch.context() as network:
+            network.setattr(small_calls, "reach", lambda *_: (_ for _ in ()).throw(OSError("no way there")))
+            for _ in range(2000):
+                assert channel.ask(b"x", 1.0) is None
+                now[0] += 0.1
+        tried = [float(each) for each in re.findall(r"through gRPC for ([\d.]+) s: no way", caplog.text)]
+        assert tried[:4] == [0.1, 0.2, 0.4, 0.8]
+        assert tried[-1] == 60.0
+        assert len(tried) < 15
+        now[0] += 60.0
+        assert channel.ask(b"x", PATIENCE_S) == b"xx", "the network is back"
+
+
+def test_a_peer_that_asks_on_and_does_not_read_has_one_answer_under_way(echo: tuple[Echo, SmallCallListener]) -> None:
+    with connected(echo[1].door) as deaf:
+        message = b"x" * 16_000
+        deaf.setblocking(False)
+        sent, stream = 0, framed(message) * 4000
+        until(lambda: echo[1]._peers)
+        (peer,) = echo[1]._peers
+
+        def is_left_waiting() -> bool:
+            nonlocal sent
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sent += deaf.send(stream[sent : sent + 100_000])
+            return peer.waits
+
+        until(is_left_waiting)
+        assert len(peer.unsent) <= len(framed(message * 2))
+        assert len(peer.came) < 3 * MOST_ASKED
+        deaf.settimeout(PATIENCE_S)
+        whole = sent // len(framed(message))
+        for _ in range(whole):
+            assert received(deaf) == message * 2
+        assert whole > 3
+
+
+def test_without_descriptors_others_are_served_and_the_doors_open_again(
+    echo: tuple[Echo, SmallCallListener], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(small_calls, "_LOOK_S", 0.2)
+    with connected(echo[1].door) as good:
+        good.sendall(framed(b"x"))
+        assert received(good) == b"xx"
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        fresh = socket.socket(socket.AF_UNIX)
+        fresh.settimeout(PATIENCE_S)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+        try:
+            fresh.connect("\0" + echo[1].door.local)
+            until(lambda: "could be taken" in caplog.text)
+            good.sendall(framed(b"x"))
+            assert received(good) == b"xx"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        with fresh:
+            fresh.sendall(echo[1].door.key + framed(b"y"))
+            assert received(fresh) == b"yy"
+    assert caplog.text.count("could be taken") < 20, "it does not spin"
 
 
 # ---------------------------------------------------------------------------------------------- replicas
@@ -322,29 +387,6 @@ def test_a_remote_model_asks_beside_grpc(served: Served) -> None:
         until(lambda: replica.small is not first)
         remote(IDS)
         assert len(replica.small._idle) == 1
-
-
-def test_a_remote_model_asks_beside_grpc_again_when_the_network_is_back(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint = served.start()
-    with RemoteModel(Net(), [endpoint], poll_s=0.01) as remote:
-        (replica,) = remote._source._replicas
-        first = replica.small
-        remote(IDS)
-        with monkeypatch.context() as network:
-            # As if cables were cut: the replica stays the same.
-            network.setattr(small_calls, "reach", lambda *_: (_ for _ in ()).throw(OSError("no way there")))
-            network.setattr(PlainChannel, "ask", lambda *_: (_ for _ in ()).throw(TransportError("no way there")))
-            for sock in first._idle:
-                sock.shutdown(socket.SHUT_RDWR)
-            for _ in range(4):
-                assert first.ask(b"", PATIENCE_S) is None
-            until(lambda: bool(replica.trouble))
-        until(lambda: not replica.trouble)
-        remote(IDS)
-        assert replica.small is first
-        assert len(first._idle) == 1
 
 
 def test_where_direct_connections_are_off_all_goes_by_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -409,8 +409,6 @@ class PoolSource:
     def _succeed(self, replica: _Replica) -> None:
         if replica.trouble:
             _log.info("the replica at %s answers again", replica.endpoint)
-            if replica.small is not None:
-                replica.small.try_again()
         replica.trouble, replica.pause_s, replica.rests_until = "", 0.0, -math.inf
 
     def _pause(self, seconds: float) -> None:

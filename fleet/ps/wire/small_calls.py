@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import selectors
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleet.base.clock import Clock, SystemClock
@@ -40,8 +41,10 @@ _HANDSHAKE_S, _STALL_S = 5.0, 60.0
 _LOOK_S = 1.0
 #: So many calls are answered together.
 _TOGETHER = 64
-#: A client keeps so many connections that carry nothing, and tries no further one after so many failures in a row.
-_KEPT, _PATIENCE = 16, 3
+#: A client keeps so many connections that carry nothing.
+_KEPT = 16
+#: After a failure it tries no further one for so long, twice as long each time, up to a bound.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 60.0
 #: A firewall may let nobody through to the door, and say nothing.
 _CONNECT_S = 1.0
 _LENGTH = struct.Struct("<I")
@@ -63,38 +66,36 @@ class _Peer:
     def __init__(self, sock: socket.socket, now: float) -> None:
         self.sock = sock
         self.known = False
-        #: what has come of a message, and what is left of answers
-        self.begun = b""
+        #: what has come and is not answered, and what is left of an answer
+        self.came = b""
         self.unsent = b""
         #: whether the rest is waited for
         self.waits = False
-        #: since when either is so, or the key awaited
+        #: since when a message has begun, the rest is left, or the key is awaited
         self.since = now
 
-    def read(self) -> list[bytes]:
-        """Return the messages that are whole; raise ``OSError`` if the peer hangs up, or begins too large a one."""
+    def read(self) -> None:
+        """Take what has come; raise ``OSError`` if the peer hangs up."""
         came = self.sock.recv(MOST_ASKED + _LENGTH.size)
         if not came:
             raise ConnectionResetError("the peer hung up")
-        data = self.begun + came if self.begun else came
-        messages, at = [], 0
-        while len(data) - at >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(data, at)
-            if size > MOST_ASKED:
-                raise ConnectionAbortedError(f"a request of {size} bytes")
-            end = at + _LENGTH.size + size
-            if end > len(data):
-                break
-            messages.append(data[at + _LENGTH.size : end])
-            at = end
-        self.begun = data[at:]
-        return messages
+        self.came = self.came + came if self.came else came
+
+    def next(self) -> bytes | None:
+        """Return the next message that is whole; raise ``OSError`` if one begins that is too large."""
+        if len(self.came) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self.came)
+        if size > MOST_ASKED:
+            raise ConnectionAbortedError(f"a request of {size} bytes")
+        end = _LENGTH.size + size
+        if end > len(self.came):
+            return None
+        message, self.came = self.came[_LENGTH.size : end], self.came[end:]
+        return message
 
     def send(self, data: bytes) -> None:
         """Send what goes without waiting, and keep the rest."""
-        if self.unsent:
-            self.unsent += data
-            return
         try:
             sent = self.sock.send(data)
         except BlockingIOError:
@@ -125,6 +126,8 @@ class SmallCallListener:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
         self._closing = False
+        #: whether nobody is let in for a moment
+        self._is_shut = False
         self._thread = threading.Thread(target=self._run, name="fleet-small-calls", daemon=True)
         self._thread.start()
 
@@ -137,20 +140,25 @@ class SmallCallListener:
 
     def _run(self) -> None:
         look_at = 0.0
+        #: those of whom more has come than has been answered
+        more: list[_Peer] = []
         try:
             while not self._closing:
-                came: list[tuple[_Peer, bytes]] = []
-                for key, events in self._selector.select(_LOOK_S):
+                heard = more
+                for key, events in self._selector.select(0.0 if more else _LOOK_S):
                     if key.data is None:
                         self._let_in(key.fileobj)
-                    else:
-                        came += self._heard(key.data, events)
-                for start in range(0, len(came), _TOGETHER):
-                    self._serve(came[start : start + _TOGETHER])
+                    elif self._hear(key.data, events) and key.data not in more:
+                        heard.append(key.data)
+                calls = [(peer, message) for peer in heard if (message := self._next(peer)) is not None]
+                for start in range(0, len(calls), _TOGETHER):
+                    self._serve(calls[start : start + _TOGETHER])
+                # Nobody has more than one answer under way, so that those who do not read take no memory.
+                more = [peer for peer, _ in calls if peer.came and peer in self._peers and not peer.waits]
                 now = self._clock.now()
                 if now >= look_at:
                     look_at = now + _LOOK_S
-                    self._drop_stalled(now)
+                    self._look_around(now)
         finally:
             for sock in (*(peer.sock for peer in self._peers), *self._doors, self._woken):
                 sock.close()
@@ -161,7 +169,13 @@ class SmallCallListener:
             return
         try:
             sock, _ = door.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _log.warning("no connection for small calls could be taken, and none is for a moment: %s", error)
+            for each in self._doors:
+                self._selector.unregister(each)
+            self._is_shut = True
             return
         if len(self._peers) >= _MOST_PEERS or sum(not each.known for each in self._peers) >= _MOST_STRANGERS:
             sock.close()
@@ -172,24 +186,32 @@ class SmallCallListener:
         self._peers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
-    def _heard(self, peer: _Peer, events: int) -> Iterable[tuple[_Peer, bytes]]:
+    def _hear(self, peer: _Peer, events: int) -> bool:
+        """Attend to a peer from which something has come, or that takes something; return whether it may be served."""
         try:
             if events & selectors.EVENT_WRITE:
-                rest, peer.unsent = peer.unsent, b""
-                self._send(peer, rest)
-                return ()
+                self._send(peer, peer.unsent)
+                return not peer.waits
             if not peer.known:
                 self._check(peer)
-                return ()
-            was_whole = not peer.begun
-            messages = peer.read()
-            if peer.begun and (was_whole or messages):
+                return False
+            if not peer.came:
                 peer.since = self._clock.now()
-            return [(peer, message) for message in messages]
+            peer.read()
+            return True
         except OSError as error:
-            _log.debug("a connection for small calls ended: %s", error)
-            self._drop(peer)
-            return ()
+            self._drop(peer, error)
+            return False
+
+    def _next(self, peer: _Peer) -> bytes | None:
+        try:
+            message = peer.next()
+        except OSError as error:
+            self._drop(peer, error)
+            return None
+        if message is not None:
+            peer.since = self._clock.now()  # the next one may have begun
+        return message
 
     def _check(self, peer: _Peer) -> None:
         """Read the key, which comes in one go."""
@@ -211,8 +233,7 @@ class SmallCallListener:
                     raise ConnectionAbortedError("a request that is for gRPC")
                 self._send(peer, _LENGTH.pack(len(answer)) + answer)
             except OSError as error:
-                _log.debug("a connection for small calls ended: %s", error)
-                self._drop(peer)
+                self._drop(peer, error)
 
     def _send(self, peer: _Peer, data: bytes) -> None:
         """Send data. Nothing more is read from a peer that does not take what it has asked for."""
@@ -222,14 +243,20 @@ class SmallCallListener:
             peer.since = self._clock.now()
             self._selector.modify(peer.sock, selectors.EVENT_WRITE if peer.waits else selectors.EVENT_READ, peer)
 
-    def _drop_stalled(self, now: float) -> None:
+    def _look_around(self, now: float) -> None:
+        """Leave those who have taken too long, and open the doors again."""
         for peer in list(self._peers):
             most_s = _STALL_S if peer.known else _HANDSHAKE_S
-            if (peer.begun or peer.unsent or not peer.known) and now - peer.since > most_s:
-                self._drop(peer)
+            if (peer.came or peer.waits or not peer.known) and now - peer.since > most_s:
+                self._drop(peer, TimeoutError(f"it has taken more than {most_s:g} s"))
+        if self._is_shut:
+            self._is_shut = False
+            for door in self._doors:
+                self._selector.register(door, selectors.EVENT_READ)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Peer, why: OSError) -> None:
         if peer in self._peers:
+            _log.debug("a connection for small calls ended: %s", why)
             self._peers.remove(peer)
             self._selector.unregister(peer.sock)
             peer.sock.close()
@@ -238,24 +265,29 @@ class SmallCallListener:
 class SmallCallChannel:
     """Makes small calls. Each has a connection to itself meanwhile, so any number of threads may."""
 
-    def __init__(self, endpoint: Endpoint, door: Door) -> None:
+    def __init__(self, endpoint: Endpoint, door: Door, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._endpoint = endpoint
         self._door = door
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
-        self._failures = 0
+        self._pause_s, self._rests_until = 0.0, -math.inf
         self._closed = False
 
     def ask(self, request: bytes, timeout_s: float) -> bytes | None:
         """Return the answer, or None if gRPC is to be asked; raise a ``TransportError`` if none comes in time."""
-        if len(request) > MOST_ASKED or self._failures >= _PATIENCE:
+        if len(request) > MOST_ASKED or self._clock.now() < self._rests_until:
             return None
         try:
             sock = self._take(timeout_s)
         except OSError as error:
-            self._failures += 1
-            _log.info("no connection for small calls to %s, which go through gRPC: %s", self._endpoint, error)
+            pause_s = self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._rests_until = self._clock.now() + pause_s
+            _log.info(
+                "no connection for small calls to %s, which go through gRPC for %g s: %s",
+                *(self._endpoint, pause_s, error),
+            )
             return None
         try:
             sock.settimeout(timeout_s)
@@ -281,10 +313,6 @@ class SmallCallChannel:
         sock.close()
         return answer
 
-    def try_again(self) -> None:
-        """Forget failures: the other side was away, which says nothing about its door."""
-        self._failures = 0
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -308,7 +336,7 @@ class SmallCallChannel:
                     sock.close()
                     raise ConnectionAbortedError("the channel is closed")
                 self._busy.add(sock)
-        self._failures = 0
+        self._pause_s = 0.0
         return sock
 
     def _connect(self, timeout_s: float) -> socket.socket:
